@@ -1,0 +1,1 @@
+"""What a person runs: the local runner, evaluation, benchmarks, the demo's model."""

@@ -1,0 +1,1 @@
+"""The services of the job group: data, rollouts, rewards and replay, and what they share."""
