@@ -83,7 +83,7 @@ def endpoint(task: Task, port: int, rank: int = 0) -> Endpoint:
 
 
 def bind_address(task: Task, port: int, rank: int | None = None) -> Endpoint:
-    """Where the node ``rank`` of ``task`` (default: this node) is to listen on ``port``: every interface, unless mapped."""
+    """Where node ``rank`` of ``task`` (default: this node) listens on ``port``: every interface, unless mapped."""
     mapped = _mapped(task, port, node_rank() if rank is None else rank)
     return mapped if mapped is not None else Endpoint("0.0.0.0", port)
 

@@ -13,5 +13,5 @@ class ConfigurationError(Exception):
     """A setting, dataset or model that cannot be had. The message says what, where and what to do."""
 
 
-class DependencyLost(Exception):
+class DependencyLostError(Exception):
     """A service did not answer within its deadline, retries included. The message names it and the last error."""

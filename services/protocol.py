@@ -63,7 +63,7 @@ class Prompt(WireModel):
 
 
 class Cursor(WireModel):
-    """Where a consumer stands in a split: every position below ``position`` of ``epoch``, and those in ``skip``, is used."""
+    """Where a consumer stands: positions below ``position`` of ``epoch``, and those in ``skip``, are used."""
 
     epoch: int = Field(default=0, ge=0)
     position: int = Field(default=0, ge=0)
@@ -302,7 +302,7 @@ class UpdatePrioritiesReply(WireModel):
 
 
 class LeaseRequest(StrictModel):
-    """Body of POST /queue/lease: up to ``max_groups``, oldest first, waiting at most ``wait_seconds`` for ``min_groups``.
+    """Body of POST /queue/lease: up to ``max_groups``, oldest first; waits ``wait_seconds`` at most for ``min_groups``.
 
     Groups older than ``min_policy_version`` are dropped and counted. A lease that is not acknowledged within
     ``lease_seconds`` returns its groups to the front of the queue.
