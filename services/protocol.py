@@ -62,12 +62,59 @@ class Prompt(WireModel):
     position: int = Field(default=0, ge=0)
 
 
+class Split(StrEnum):
+    """Prompts to train on, and prompts held out of training."""
+
+    TRAIN = "train"
+    TEST = "test"
+
+
 class Cursor(WireModel):
     """Where a consumer stands: positions below ``position`` of ``epoch``, and those in ``skip``, are used."""
 
     epoch: int = Field(default=0, ge=0)
     position: int = Field(default=0, ge=0)
     skip: list[int] = Field(default_factory=list, max_length=1_000_000)
+
+
+class PromptsRequest(StrictModel):
+    """Body of POST /prompts: the prompts at and after a cursor, which depends on nothing that the server remembers.
+
+    With ``shard_count`` > 1, only prompts of shard ``shard_index`` come; shards are disjoint and together are all.
+    """
+
+    batch_size: int = Field(default=4, ge=1, le=4096)
+    split: Split = Split.TRAIN
+    cursor: Cursor = Field(default_factory=Cursor)
+    shard_index: int = Field(default=0, ge=0)
+    shard_count: int = Field(default=1, ge=1, le=65_536)
+
+    @model_validator(mode="after")
+    def _shard_exists(self) -> Self:
+        if self.shard_index >= self.shard_count:
+            raise ValueError(f"shard_index {self.shard_index} must be below shard_count {self.shard_count}")
+        return self
+
+
+class CursorRequest(StrictModel):
+    """Body of PUT /cursor: sets where the server's own cursor of a consumer stands."""
+
+    consumer: str = Field(default="trainer", min_length=1, max_length=200)
+    split: Split = Split.TRAIN
+    cursor: Cursor
+
+
+class SuccessRatesRequest(StrictModel):
+    """Body of POST /success_rates: share of right completions by prompt id; unknown ids are counted, not an error."""
+
+    success_rates: dict[str, Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]] = Field(max_length=65_536)
+
+
+class SuccessRatesReply(WireModel):
+    """How many ids were known and recorded, and how many were not."""
+
+    recorded: int
+    unknown: int
 
 
 class PromptBatch(WireModel):
@@ -236,6 +283,14 @@ class AddGroupsRequest(StrictModel):
     groups: list[Group] = Field(max_length=4096)
     priorities: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
 
+    @model_validator(mode="after")
+    def _one_priority_a_group(self) -> Self:
+        if self.priorities is not None and len(self.priorities) != len(self.groups):
+            raise ValueError(
+                f"{len(self.groups)} groups but {len(self.priorities)} priorities: give one a group or none"
+            )
+        return self
+
 
 class AddGroupsReply(WireModel):
     """``added`` new groups, ``duplicates`` whose id was known already; ``size`` groups afterwards."""
@@ -258,7 +313,8 @@ class SampleGroupsRequest(StrictModel):
 
     ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): the chance is
     proportional to priority ** alpha. ``correction`` is its beta (section 3.4): weights are (N p) ** -beta over their
-    maximum in the batch.
+    maximum in the batch. ``policy_version`` is the trainer's current one: groups that it makes too stale to keep are
+    evicted first. The same seed draws the same groups from the same contents.
     """
 
     batch_size: int = Field(ge=1, le=4096)
@@ -266,8 +322,9 @@ class SampleGroupsRequest(StrictModel):
     exponent: float = Field(default=1.0, ge=0, le=10)
     correction: float = Field(default=0.0, ge=0, le=1)
     min_policy_version: int = Field(default=0, ge=0)
+    policy_version: int | None = Field(default=None, ge=0)
     exclude: list[str] = Field(default_factory=list, max_length=65_536)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0)
 
 
 class SampledGroup(WireModel):
@@ -305,7 +362,8 @@ class LeaseRequest(StrictModel):
     """Body of POST /queue/lease: up to ``max_groups``, oldest first; waits ``wait_seconds`` at most for ``min_groups``.
 
     Groups older than ``min_policy_version`` are dropped and counted. A lease that is not acknowledged within
-    ``lease_seconds`` returns its groups to the front of the queue.
+    ``lease_seconds`` returns its groups to the front of the queue. Repeating a request with its ``request_id`` gives
+    the lease it was given before, so that a lost reply loses nothing.
     """
 
     max_groups: int = Field(ge=1, le=4096)
@@ -314,6 +372,7 @@ class LeaseRequest(StrictModel):
     lease_seconds: float = Field(default=600, gt=0, le=86_400)
     wait_seconds: float = Field(default=0, ge=0, le=60)
     consumer: str = Field(default="trainer", max_length=200)
+    request_id: str | None = Field(default=None, min_length=1, max_length=200)
 
 
 class LeaseReply(WireModel):
@@ -333,9 +392,25 @@ class AcknowledgeRequest(StrictModel):
 
 
 class AcknowledgeReply(WireModel):
-    """How many groups the lease held; 0 for a lease already acknowledged."""
+    """How many groups were taken off the queue; 0 for a lease already acknowledged.
+
+    ``lost`` are groups of a lease that expired and which another consumer has leased since: they are the other's now.
+    """
 
     acknowledged: int
+    lost: int = 0
+
+
+class ReleaseRequest(StrictModel):
+    """Body of POST /queue/release: gives a lease's groups back to the front of the queue."""
+
+    lease_id: str
+
+
+class ReleaseReply(WireModel):
+    """How many groups went back; 0 for a lease already ended."""
+
+    released: int
 
 
 class SnapshotRequest(StrictModel):
@@ -371,18 +446,53 @@ class AddExperiencesRequest(WireModel):
     experiences: list[FlatExperience] = Field(max_length=65_536)
 
 
+class AddExperiencesReply(WireModel):
+    """Reply of POST /add: ``size`` experiences afterwards."""
+
+    added: int
+    size: int
+
+
 class SampleExperiencesRequest(WireModel):
     """Body of POST /sample."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     prioritized: bool = True
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0)
 
 
 class SampleExperiencesReply(WireModel):
     """Reply of POST /sample."""
 
     experiences: list[dict[str, Any]]
+
+
+class ReplayStats(BaseModel):
+    """Reply of the replay-buffer's GET /stats.
+
+    ``size`` counts what /groups/sample and /sample draw from: groups plus experiences without tokens.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    size: int
+    capacity: int
+    groups: int
+    experiences: int
+    waiting: int
+    leased: int
+    newest_policy_version: int | None
+
+
+class DataStats(BaseModel):
+    """Reply of the data-server's GET /stats: prompts by split, rows refused by reason, and where consumers stand."""
+
+    model_config = ConfigDict(extra="allow")
+
+    source: str
+    train_prompts: int
+    test_prompts: int
+    refused: dict[str, int]
 
 
 # --- all services ----------------------------------------------------------------------------------------------------

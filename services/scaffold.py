@@ -1,0 +1,375 @@
+"""What all services share: the application with its common routes, its life from start to drain, the command line.
+
+A service gives ``create_app`` a lifespan that loads what it needs. The port is open meanwhile: /health answers 503
+"starting" and everything else 503, so that nobody needs to guess how long to wait. On SIGTERM or SIGINT a service
+says "draining", ends the requests it has, refuses new ones, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib import metadata
+from types import FrameType
+from typing import Any, TypeVar
+
+import orjson
+import uvicorn
+from fastapi import FastAPI
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
+from pydantic import BaseModel
+
+from services import endpoints, gate, logs, problems
+from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.protocol import Health, Problem
+from services.settings import Settings
+
+T = TypeVar("T")
+Stats = Mapping[str, Any]
+
+log = logs.get_logger(__name__)
+
+disable_created_metrics()
+
+# A request that is being answered may take this long after SIGTERM; well below the 10 s that callers allow.
+DRAIN_SECONDS = 5
+
+
+def version() -> str:
+    """The version of this project as installed."""
+    return metadata.version("skypilot-grpo")
+
+
+class JsonResponse(Response):
+    """A reply written by orjson: numpy arrays as they are, NaN never (orjson writes null, so none may occur)."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of ``content``."""
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def model_response(model: BaseModel, status: int = 200) -> Response:
+    """A reply from a model that is valid already: serialised once, not validated again."""
+    return Response(model.__pydantic_serializer__.to_json(model), status, media_type="application/json")
+
+
+class Lifecycle:
+    """Where a service stands between start and end. Routes find it as ``app.state.lifecycle``."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.draining = asyncio.Event()
+        """Set at SIGTERM: a route that waits for something should stop waiting."""
+        self.ended = asyncio.Event()
+        self.failure: Exception | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests reach the routes; those in flight while draining do."""
+        return self.ready.is_set() and self.failure is None
+
+    def fail(self, error: Exception) -> None:
+        """Ends the service with the exit code that fits ``error``."""
+        if self.failure is None:
+            self.failure = error
+            self.on_failure()
+
+    async def wait_ready(self) -> None:
+        """Returns when the service is ready.
+
+        Raises:
+            Exception: whatever the start failed with.
+        """
+        ready, ended = asyncio.ensure_future(self.ready.wait()), asyncio.ensure_future(self.ended.wait())
+        await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        ended.cancel()
+        if self.failure is not None:
+            raise self.failure
+
+
+def create_app(
+    service: str,
+    *,
+    settings: Settings,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]],
+    health: Callable[[], Health] | None = None,
+    stats: Callable[[], Stats | Awaitable[Stats]] | None = None,
+    version: str | None = None,
+    description: str = "",
+    max_body_bytes: int = gate.MAX_BODY_BYTES,
+) -> FastAPI:
+    """An application with /health, /metrics, /stats, /openapi.json and /docs, problem documents, token and limits.
+
+    Args:
+        service: its name, such as ``data-server``; also the ``service`` label of its metrics.
+        settings: the token is read from it.
+        lifespan: entered in the background after the port is open; the service is ready once it is entered. Blocking
+            work in it belongs into ``in_background``.
+        health: asked while the service is ready; None says healthy.
+        stats: the content of GET /stats, plain data; may be a coroutine function.
+        version: of the service; default this project's.
+        description: shown on the OpenAPI page.
+        max_body_bytes: larger bodies get 413.
+    """
+    lifecycle = Lifecycle()
+    app = FastAPI(
+        title=service,
+        version=version or metadata.version("skypilot-grpo"),
+        description=description,
+        lifespan=_background_lifespan(lifespan, lifecycle),
+        responses=problems.PROBLEM_RESPONSES,
+        redoc_url=None,
+    )
+    app.router.route_class = gate.JsonRoute
+    app.state.lifecycle = lifecycle
+    app.state.service = service
+    problems.install(app)
+    _add_common_routes(app, service, lifecycle, health, stats)
+    _describe(app, asks_token=settings.token is not None)
+    app.add_middleware(
+        gate.Gate,
+        service=service,
+        token=settings.token,
+        is_ready=lambda: lifecycle.is_serving,
+        max_body_bytes=max_body_bytes,
+    )
+    return app
+
+
+def _add_common_routes(
+    app: FastAPI,
+    service: str,
+    lifecycle: Lifecycle,
+    health: Callable[[], Health] | None,
+    stats: Callable[[], Stats | Awaitable[Stats]] | None,
+) -> None:
+    def current_health() -> Health:
+        if lifecycle.draining.is_set():
+            return Health(status="draining", service=service)
+        if not lifecycle.is_serving:
+            return Health(status="starting" if lifecycle.failure is None else "unhealthy", service=service)
+        return Health(status="healthy", service=service) if health is None else health()
+
+    @app.get(
+        "/health",
+        tags=["common"],
+        response_model=Health,
+        responses={503: {"description": "Not ready, or not any more.", "model": Health}},
+    )
+    async def get_health() -> Response:
+        """200 when the service answers requests, 503 while it starts, drains or is unhealthy. Needs no token."""
+        now = current_health()
+        return model_response(now, 200 if now.status == "healthy" else 503)
+
+    @app.get("/metrics", tags=["common"], responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def get_metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats", tags=["common"], response_model=dict[str, Any])
+    async def get_stats() -> Response:
+        """What the service has done and holds."""
+        content = stats() if stats is not None else {}
+        return JsonResponse({"service": service, **(await content if inspect.isawaitable(content) else content)})
+
+
+def _describe(app: FastAPI, *, asks_token: bool) -> None:
+    """Puts the problem documents and the token, which the gate sees to, into the OpenAPI page."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        document = generate()
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+        if asks_token:
+            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"token": []}]
+            document["paths"]["/health"]["get"]["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents replacing it
+
+
+def _background_lifespan(
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], lifecycle: Lifecycle
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    stop = asyncio.Event()
+
+    async def live(app: FastAPI) -> None:
+        try:
+            async with lifespan(app):
+                lifecycle.ready.set()
+                log.info("ready")
+                await stop.wait()
+        # Not swallowed: run() and wait_ready() raise it.
+        except Exception as error:  # noqa: BLE001
+            lifecycle.fail(error)
+        finally:
+            lifecycle.ended.set()
+
+    @asynccontextmanager
+    async def outer(app: FastAPI) -> AsyncIterator[None]:
+        life = asyncio.create_task(live(app))
+        try:
+            yield
+        finally:
+            stop.set()
+            if not lifecycle.ready.is_set():
+                life.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await life
+
+    return outer
+
+
+async def in_background(work: Callable[[], T]) -> T:
+    """Runs blocking ``work`` in a thread that does not keep the process alive, so that a signal ends a long load."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.cancelled():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # work's own result, None included
+
+    def run_work() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        # Carried over to whoever awaits.
+        except BaseException as error:  # noqa: BLE001
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run_work, name="in-background", daemon=True).start()
+    return await future
+
+
+class _Server(uvicorn.Server):
+    """Uvicorn, but a signal drains the service and the process then exits with 0 instead of dying of the signal."""
+
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        lifecycle.on_failure = self._stop
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handles the signals while the server runs."""
+        handled = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        asyncio.get_event_loop().call_soon_threadsafe(self._lifecycle.draining.set)
+        super().handle_exit(sig, frame)
+
+
+def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Serves ``app`` on a listening socket until SIGTERM or SIGINT, or until its lifecycle fails.
+
+    Raises:
+        Exception: what the lifecycle failed with.
+    """
+    lifecycle: Lifecycle = app.state.lifecycle
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        lifespan="on",
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        timeout_keep_alive=30,
+        server_header=False,
+    )
+    _Server(config, lifecycle).run(sockets=[listener])
+    if lifecycle.failure is not None:
+        raise lifecycle.failure
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket.
+
+    Raises:
+        ConfigurationError: the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}); free it, or give another --host or --port"
+        ) from error
+
+
+SettingsT = TypeVar("SettingsT", bound=Settings)
+
+
+def run(
+    app_factory: Callable[[SettingsT], FastAPI], task: endpoints.Task, port: int, settings_class: type[SettingsT]
+) -> int:
+    """The ``main`` of a service: reads the command line and the environment, serves, and returns the exit code.
+
+    The address is that of ``--host`` and ``--port``, else of the settings ``<task>_listen_host`` and
+    ``<task>_listen_port`` (DATA_SERVER_LISTEN_PORT, ...), else of the job group (endpoints.bind_address).
+    """
+    # Not <TASK>_PORT: Kubernetes sets a variable of that form, "tcp://...", for every service of that name.
+    prefix = task.value.replace("-", "_") + "_listen"
+    parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}")
+    parser.add_argument("--host", help=f"address to listen on (also {prefix.upper()}_HOST)")
+    parser.add_argument("--port", type=int, help=f"port to listen on, default {port} (also {prefix.upper()}_PORT)")
+    arguments = parser.parse_args()
+
+    def main() -> None:
+        settings = settings_class.load(**{f"{prefix}_host": arguments.host, f"{prefix}_port": arguments.port})
+        logs.configure(task.value, settings.log_level)
+        default = endpoints.bind_address(task, port)
+        given_host, given_port = getattr(settings, f"{prefix}_host"), getattr(settings, f"{prefix}_port")
+        host = given_host or default.host
+        listener = listen(host, default.port if given_port is None else given_port)
+        app = app_factory(settings)
+        log.info("listening", host=host, port=listener.getsockname()[1])
+        serve(app, listener)
+        log.info("drained")
+
+    return exit_code_of(main)
+
+
+def exit_code_of(main: Callable[[], None]) -> int:
+    """Runs ``main`` and returns the exit code that SkyPilot's ``job_recovery`` reads; one line on stderr says why."""
+    try:
+        main()
+    except ConfigurationError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_CONFIGURATION
+    except DependencyLostError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_RECOVERABLE
+    return 0
