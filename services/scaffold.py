@@ -38,7 +38,7 @@ Stats = Mapping[str, Any]
 
 log = logs.get_logger(__name__)
 
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there
 
 # A request that is being answered may take this long after SIGTERM; well below the 10 s that callers allow.
 DRAIN_SECONDS = 5
