@@ -1,0 +1,89 @@
+"""Attention over packed groups, plugged into transformers' models under the name ``shared_prompt``.
+
+The packed row of a micro-batch (see packing.py) is cut into two batches: the prompts, each attending causally to
+itself, and the completions, each attending to its prompt and causally to itself. The work is that of the group's own
+tokens, not of the square of the row, and any model whose attention goes through transformers' attention interface can
+use it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PretrainedConfig
+
+from services.errors import ConfigurationError
+from trainer.packing import AttentionLayout
+
+SHARED_PROMPT_ATTENTION = "shared_prompt"
+
+
+def shared_prompt_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    layout: AttentionLayout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of T packed tokens as ``layout`` says.
+
+    Args:
+        module: the attention layer; not used.
+        query: [1, H, T, D].
+        key: [1, H_kv, T, D]; H is a multiple of H_kv.
+        value: [1, H_kv, T, D].
+        attention_mask: not used: the layout says who sees whom.
+        scaling: factor of the scores; 1 / sqrt(D) by default.
+        dropout: must be 0.
+        layout: where prompts and completions lie.
+
+    Returns:
+        ([1, T, H, D], None), as transformers' attention interface has it.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+
+    prompt_q, prompt_k, prompt_v = (x[layout.prompt_rows].transpose(1, 2) for x in (q, k, v))
+    prompts = scaled_dot_product_attention(
+        prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+
+    own_q, own_k, own_v = (x[layout.completion_rows].transpose(1, 2) for x in (q, k, v))
+    seen_k = torch.cat([prompt_k[layout.piece_of_completion], own_k], dim=2)
+    seen_v = torch.cat([prompt_v[layout.piece_of_completion], own_v], dim=2)
+    completions = scaled_dot_product_attention(
+        own_q, seen_k, seen_v, attn_mask=layout.mask, scale=scaling, enable_gqa=grouped
+    )
+
+    rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (prompts, completions)])
+    return rows[layout.unpack][None], None
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Refuses models whose attention is more than softmax over the whole context.
+
+    Raises:
+        ConfigurationError: sliding windows, soft-capped scores or attention sinks, which this attention would ignore.
+    """
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise ConfigurationError(
+            f"MODEL_NAME: {config.model_type} has layers of type {sorted(layer_types - {'full_attention'})}; "
+            "the trainer supports full attention only, choose a model of another family (Qwen2, Qwen3, Llama, ...)"
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise ConfigurationError(
+            f"MODEL_NAME: {config.model_type} caps attention scores, which the trainer does not support; "
+            "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
+        )
+
+
+AttentionInterface.register(SHARED_PROMPT_ATTENTION, shared_prompt_attention)

@@ -1,0 +1,111 @@
+"""The ranks of the trainer: who they are, and the few collectives that the loop needs beside FSDP's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import orjson
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+COLLECTIVE_DEADLINE = timedelta(minutes=60)
+"""Longest wait in a collective. Rank 0 may hold one open while it waits for generations, which have shorter
+deadlines."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the trainer's processes."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, the only one that talks to services and writes logs."""
+        return self.rank == 0
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        """Rank 0's ``value`` on every rank. JSON, not pickle: what arrives over the network is never executed."""
+        if self.world_size == 1:
+            return value
+        payload = orjson.dumps(value) if self.is_main else b""
+        length = torch.tensor([len(payload)])
+        dist.broadcast(length, src=0)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if self.is_main:
+            buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        dist.broadcast(buffer, src=0)
+        return value if self.is_main else orjson.loads(buffer.numpy().tobytes())
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is true on one."""
+        return self.maximum({"flag": float(flag)})["flag"] > 0
+
+    def total(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums by name over the ranks; a name that a rank lacks counts 0."""
+        return self._reduce(values, dist.ReduceOp.SUM, 0.0)
+
+    def maximum(self, values: dict[str, float]) -> dict[str, float]:
+        """Maxima by name over the ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX, -float("inf"))
+
+    def _reduce(self, values: dict[str, float], operation: Any, missing: float) -> dict[str, float]:
+        if self.world_size == 1:
+            return values
+        names = sorted({name for own in self.gather_json(sorted(values)) for name in own})
+        tensor = torch.tensor([values.get(name, missing) for name in names], dtype=torch.float64)
+        dist.all_reduce(tensor, operation)
+        return dict(zip(names, tensor.tolist(), strict=True))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank."""
+        payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(payload)]))
+        longest = int(max(lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(payload)] = payload
+        buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(buffers, padded)
+        return [
+            orjson.loads(buffer[: int(length)].numpy().tobytes())
+            for buffer, length in zip(buffers, lengths, strict=True)
+        ]
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        dist.all_reduce(torch.zeros(1))
+
+
+@contextmanager
+def join_ranks() -> Iterator[Ranks]:
+    """Joins the process group that torchrun's variables describe; alone, a group of one.
+
+    gloo carries CPU tensors; on GPUs NCCL carries theirs.
+    """
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+        rank=rank,
+        world_size=world_size,
+        store=HashStore() if world_size == 1 else None,
+        timeout=COLLECTIVE_DEADLINE,
+    )
+    try:
+        yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,239 @@
+"""Packs groups into micro-batches without padding, and shares them out over the ranks.
+
+A *piece* is a prompt with some of its group's completions. In a micro-batch the tokens of its pieces lie one after the
+other in one row: prompt, completion, completion, ..., prompt, ... A completion's positions go on from its prompt's, and
+it sees its prompt and itself only; so a group's prompt is computed once, however many completions share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """One completion as the loss sees it."""
+
+    completion_ids: list[int]
+    behaviour_logprobs: list[float]
+    advantage: float
+    weight: float = 1.0
+    """Importance weight of the group it comes from: 1, unless it was drawn by priority from the replay buffer."""
+
+
+@dataclass(frozen=True)
+class TrainingGroup:
+    """One prompt with its completions as the loss sees them."""
+
+    prompt_ids: list[int]
+    sequences: list[TrainingSequence]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a forward pass computes: the prompt once, and every completion."""
+        return len(self.prompt_ids) + sum(len(s.completion_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Where prompts and completions lie among the T packed tokens of a micro-batch.
+
+    P and C are the longest prompt and completion, B the number of pieces, S of completions. Rows are padded with
+    index 0 inside attention only; what is computed there is never read.
+    """
+
+    prompt_rows: Tensor
+    """[B, P] int64: packed index of each prompt token."""
+    completion_rows: Tensor
+    """[S, C] int64: packed index of each completion token."""
+    piece_of_completion: Tensor
+    """[S] int64: which prompt a completion follows."""
+    mask: Tensor
+    """[S, 1, C, P + C] bool: what a completion token sees of its prompt and of its completion."""
+    unpack: Tensor
+    """[T] int64: where a packed token stands in cat(prompt_rows.flatten(), completion_rows.flatten())."""
+
+    def to(self, device: torch.device) -> AttentionLayout:
+        """The same on another device."""
+        return replace(self, **_moved(self, device))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """T packed tokens of B pieces with S completions of N tokens in all."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    position_ids: Tensor
+    """[T] int64."""
+    layout: AttentionLayout
+    predict_rows: Tensor
+    """[N] int64: the packed index whose hidden state predicts each completion token."""
+    targets: Tensor
+    """[N] int64: the completion tokens."""
+    sequence_ids: Tensor
+    """[N] int64 in [0, S)."""
+    behaviour_logprobs: Tensor
+    """[N] float32."""
+    advantages: Tensor
+    """[N] float32: the completion's advantage at each of its tokens."""
+    weights: Tensor
+    """[N] float32: the group's importance weight at each token."""
+    n_sequences: int
+    is_filler: bool = False
+    """True where a rank has nothing left to compute but has to take part in the others' collectives."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        return replace(self, layout=self.layout.to(device), **_moved(self, device))
+
+
+def _moved(record: AttentionLayout | MicroBatch, device: torch.device) -> dict[str, Any]:
+    values = {f.name: getattr(record, f.name) for f in fields(record)}
+    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+
+
+def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
+    """Shares pieces out over ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
+
+    Every rank gets the same number of micro-batches (some may be empty), and every piece of at most ``max_tokens``
+    tokens fits its micro-batch; a single completion that is longer has one of its own. Deterministic.
+
+    Args:
+        groups: what to train on.
+        n_ranks: how many ranks share the work.
+        max_tokens: tokens in one micro-batch.
+    """
+    pieces = [piece for group in groups for piece in _split(group, max_tokens)]
+    # With fewer pieces than ranks, halve the largest as long as it can be: an idle rank costs more than a second
+    # prompt.
+    while len(pieces) < n_ranks:
+        largest = max(pieces, key=lambda piece: len(piece.sequences), default=None)
+        if largest is None or len(largest.sequences) < 2:
+            break
+        pieces.remove(largest)
+        middle = len(largest.sequences) // 2
+        pieces += [
+            TrainingGroup(largest.prompt_ids, largest.sequences[:middle]),
+            TrainingGroup(largest.prompt_ids, largest.sequences[middle:]),
+        ]
+    by_rank = _balance(pieces, n_ranks)
+    filled = [_fill(own, max_tokens) for own in by_rank]
+    most = max(len(batches) for batches in filled)
+    return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
+
+
+def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
+    """Cuts a group that exceeds the budget; each part repeats the prompt."""
+    pieces: list[list[TrainingSequence]] = []
+    room = 0
+    for sequence in group.sequences:
+        length = len(sequence.completion_ids)
+        if not pieces or length > room:
+            pieces.append([])
+            room = max_tokens - len(group.prompt_ids)
+        pieces[-1].append(sequence)
+        room -= length
+    return [TrainingGroup(group.prompt_ids, sequences) for sequences in pieces]
+
+
+def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
+    """Longest first, each to the rank with the fewest tokens so far."""
+    loads = [0] * n_ranks
+    by_rank: list[list[TrainingGroup]] = [[] for _ in range(n_ranks)]
+    for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
+        rank = loads.index(min(loads))
+        by_rank[rank].append(piece)
+        loads[rank] += piece.tokens
+    return by_rank
+
+
+def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
+    """First fit, longest first: pieces of like length come together, which keeps padding inside attention small."""
+    batches: list[list[TrainingGroup]] = []
+    used: list[int] = []
+    for piece in pieces:
+        for i, tokens in enumerate(used):
+            if tokens + piece.tokens <= max_tokens:
+                batches[i].append(piece)
+                used[i] += piece.tokens
+                break
+        else:
+            batches.append([piece])
+            used.append(piece.tokens)
+    return batches
+
+
+def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+    """Packs pieces into one micro-batch; without pieces, into a filler of two tokens whose loss is 0."""
+    if not pieces:
+        filler = TrainingGroup([0], [TrainingSequence([0], [0.0], advantage=0.0, weight=0.0)])
+        return _pack([filler], is_filler=True)
+    return _pack(pieces, is_filler=False)
+
+
+def _pack(pieces: Sequence[TrainingGroup], is_filler: bool) -> MicroBatch:
+    ids: list[int] = []
+    positions: list[int] = []
+    predict: list[int] = []
+    prompt_starts: list[tuple[int, int]] = []
+    completion_starts: list[tuple[int, int]] = []
+    piece_of_completion: list[int] = []
+    sequences: list[TrainingSequence] = []
+    for piece_index, piece in enumerate(pieces):
+        prompt_length = len(piece.prompt_ids)
+        last_of_prompt = len(ids) + prompt_length - 1
+        prompt_starts.append((len(ids), prompt_length))
+        ids += piece.prompt_ids
+        positions += range(prompt_length)
+        for sequence in piece.sequences:
+            start, length = len(ids), len(sequence.completion_ids)
+            completion_starts.append((start, length))
+            piece_of_completion.append(piece_index)
+            predict += [last_of_prompt, *range(start, start + length - 1)] if length else []
+            ids += sequence.completion_ids
+            positions += range(prompt_length, prompt_length + length)
+            sequences.append(sequence)
+    lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+    return MicroBatch(
+        input_ids=torch.tensor(ids),
+        position_ids=torch.tensor(positions),
+        layout=_attention_layout(prompt_starts, completion_starts, piece_of_completion, len(ids)),
+        predict_rows=torch.tensor(predict, dtype=torch.int64),
+        targets=torch.tensor([t for s in sequences for t in s.completion_ids], dtype=torch.int64),
+        sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
+        behaviour_logprobs=torch.tensor([x for s in sequences for x in s.behaviour_logprobs], dtype=torch.float32),
+        advantages=torch.tensor([s.advantage for s in sequences]).repeat_interleave(lengths),
+        weights=torch.tensor([s.weight for s in sequences]).repeat_interleave(lengths),
+        n_sequences=len(sequences),
+        is_filler=is_filler,
+    )
+
+
+def _attention_layout(
+    prompts: list[tuple[int, int]], completions: list[tuple[int, int]], piece_of_completion: list[int], n_tokens: int
+) -> AttentionLayout:
+    prompt_start, prompt_length = torch.tensor(prompts).unbind(1)
+    completion_start, completion_length = torch.tensor(completions).unbind(1)
+    piece = torch.tensor(piece_of_completion)
+    p, c = torch.arange(int(prompt_length.max())), torch.arange(max(int(completion_length.max()), 1))
+    prompt_valid, completion_valid = p < prompt_length[:, None], c < completion_length[:, None]
+    prompt_rows = torch.where(prompt_valid, prompt_start[:, None] + p, 0)
+    completion_rows = torch.where(completion_valid, completion_start[:, None] + c, 0)
+    causal = (c[:, None] >= c[None, :]).expand(len(completions), -1, -1)
+    sees_prompt = prompt_valid[piece][:, None, :].expand(-1, len(c), -1)
+    unpack = torch.empty(n_tokens, dtype=torch.int64)
+    unpack[prompt_rows[prompt_valid]] = prompt_valid.flatten().nonzero().squeeze(1)
+    unpack[completion_rows[completion_valid]] = prompt_valid.numel() + completion_valid.flatten().nonzero().squeeze(1)
+    return AttentionLayout(
+        prompt_rows=prompt_rows,
+        completion_rows=completion_rows,
+        piece_of_completion=piece,
+        mask=torch.cat([sees_prompt, causal], dim=2)[:, None],
+        unpack=unpack,
+    )

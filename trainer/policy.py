@@ -1,0 +1,253 @@
+"""The policy: a transformers model that returns log-probabilities of packed groups, sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+
+from services.errors import ConfigurationError
+from trainer.attention import SHARED_PROMPT_ATTENTION, check_supported
+from trainer.config import ComputeType, TrainerSettings
+from trainer.distributed import Ranks
+from trainer.logprobs import token_logprobs
+from trainer.packing import MicroBatch
+
+LORA_TARGETS = "all-linear"
+
+
+class Policy(nn.Module):
+    """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
+
+    Calling it is a collective: every rank calls it equally often.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.logit_chunk_tokens = logit_chunk_tokens
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the completion tokens of a micro-batch under the sampling distribution.
+
+        Returns:
+            logprobs [N] and entropies [N], float32.
+        """
+        model = self._causal_lm()
+        decoder = model.base_model
+        output_embeddings = cast("nn.Linear", model.get_output_embeddings())
+        hidden = decoder(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            layout=batch.layout,
+        ).last_hidden_state[0]
+        return token_logprobs(
+            hidden[batch.predict_rows],
+            output_embeddings.weight,
+            batch.targets,
+            self.temperature,
+            self.logit_chunk_tokens,
+        )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return self._causal_lm().config
+
+    @property
+    def has_adapters(self) -> bool:
+        """True when LoRA adapters are trained."""
+        return hasattr(self.model, "peft_config")
+
+    def without_adapters(self) -> AbstractContextManager[Any]:
+        """Within it the policy is the model that the adapters started from."""
+        if not self.has_adapters:
+            return nullcontext()
+        return cast("AbstractContextManager[Any]", cast("Any", self.model).disable_adapter())
+
+    def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its name in a Hugging Face checkpoint; LoRA adapters merged, tied weights once.
+
+        A collective. On GPUs the tensors lie there; each is freed before the next is gathered.
+        """
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" in name:
+                    continue
+                value = _whole(parameter)
+                if self.has_adapters:
+                    layer = _adapted(self.model, name)
+                    value = value if layer is None else value + self._adapter_delta(layer)
+                    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                yield _plain(name), value.to(dtype)
+
+    def _adapter_delta(self, layer: Any) -> Tensor:
+        a, b = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+        return b @ a * float(layer.scaling["default"])
+
+    def _causal_lm(self) -> PreTrainedModel:
+        return cast("PreTrainedModel", cast("Any", self.model).get_base_model() if self.has_adapters else self.model)
+
+
+def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
+    """Loads MODEL_NAME and shards it. Rank 0 reads the weights; the others receive their shards from it.
+
+    Raises:
+        ConfigurationError: the model cannot be had or its architecture is not supported.
+    """
+    model = _load_model(settings, materialise=ranks.is_main)
+    if trainable and settings.lora_rank:
+        model = _with_adapters(model, settings)
+    policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
+    policy.train(trainable).requires_grad_(trainable and not settings.lora_rank)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            parameter.requires_grad_(trainable)
+    layers = _decoder_layers(policy)
+    if trainable and settings.activation_checkpointing:
+        apply_activation_checkpointing(policy, check_fn=lambda module: module in layers)
+        layers = _decoder_layers(policy)
+    _shard(policy, layers, settings, ranks)
+    return policy
+
+
+def compute_type(settings: TrainerSettings, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward passes. ``auto`` is bfloat16 where the hardware multiplies it.
+
+    On a CPU without bfloat16 instructions it is emulated, and up to a hundred times slower than float32.
+    """
+    match settings.compute_type:
+        case ComputeType.BFLOAT16:
+            return torch.bfloat16
+        case ComputeType.FLOAT32:
+            return torch.float32
+        case ComputeType.AUTO:
+            native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
+            return torch.bfloat16 if native else torch.float32
+
+
+def save_pretrained(
+    policy: Policy, settings: TrainerSettings, ranks: Ranks, directory: Path, dtype: torch.dtype
+) -> None:
+    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective."""
+    state: dict[str, Tensor] = {}
+    for name, value in policy.full_parameters(dtype):
+        if ranks.is_main:
+            state[name] = value.cpu()
+    if ranks.is_main:
+        save_torch_state_dict(state, directory, metadata={"format": "pt"})
+        save_description(policy, settings, directory, dtype)
+
+
+def save_description(policy: Policy, settings: TrainerSettings, directory: Path, dtype: torch.dtype) -> None:
+    """Writes what a model directory has beside its weights: configuration, generation defaults, tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+    config.dtype = dtype
+    config.architectures = [type(policy._causal_lm()).__name__]
+    config.save_pretrained(directory)
+    generation = getattr(policy._causal_lm(), "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code).save_pretrained(
+        directory
+    )
+
+
+def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+    options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION}
+    try:
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+        check_supported(config)
+        if materialise:
+            return cast(
+                "PreTrainedModel",
+                AutoModelForCausalLM.from_pretrained(
+                    settings.model_name, config=config, trust_remote_code=settings.trust_remote_code, **options
+                ),
+            )
+        with torch.device("meta"):
+            return cast(
+                "PreTrainedModel",
+                AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **options),
+            )
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"MODEL_NAME: the model {settings.model_name!r} cannot be loaded: {first_line} "
+            "Give a Hugging Face name that this machine can reach or a local model directory."
+        ) from error
+
+
+def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model
+
+    # Created on the CPU with a fixed seed on every rank; rank 0's are sent to the others with the weights.
+    torch.manual_seed(settings.seed)
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
+    )
+    return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
+
+
+def _decoder_layers(policy: Policy) -> list[nn.Module]:
+    layers = getattr(policy._causal_lm().base_model, "layers", None)
+    if layers is None:
+        raise ConfigurationError(
+            f"MODEL_NAME: {policy.config.model_type} keeps its layers where the trainer does not find them; "
+            "choose a decoder of the usual shape (Qwen2, Qwen3, Llama, ...)"
+        )
+    return list(layers)
+
+
+def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks) -> None:
+    state = policy.state_dict() if ranks.is_main else {}
+    buffers = dict(policy.named_buffers()) if ranks.is_main else {}
+    precision = MixedPrecisionPolicy(param_dtype=compute_type(settings, ranks.device), reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": ranks.mesh,
+        "mp_policy": precision,
+        "reshard_after_forward": settings.shard_parameters,
+    }
+    if ranks.is_main:
+        policy.to(ranks.device)
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(policy, **{**options, "reshard_after_forward": False})
+    if ranks.world_size == 1:
+        return
+    if not ranks.is_main:
+        policy.to_empty(device=ranks.device)
+    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    for name, buffer in policy.named_buffers():
+        if ranks.is_main:
+            buffer.copy_(buffers[name])
+        dist.broadcast(buffer, src=0)
+    cast("FSDPModule", policy).set_requires_gradient_sync(True)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _adapted(model: nn.Module, name: str) -> nn.Module | None:
+    """The LoRA layer whose base weight has this parameter name, if any."""
+    layer_name, _, rest = name.partition(".base_layer.")
+    return model.get_submodule(layer_name) if rest == "weight" else None
