@@ -72,8 +72,8 @@ class Split(StrEnum):
 class Cursor(WireModel):
     """Where a consumer stands: positions below ``position`` of ``epoch``, and those in ``skip``, are used."""
 
-    epoch: int = Field(default=0, ge=0)
-    position: int = Field(default=0, ge=0)
+    epoch: int = Field(default=0, ge=0, le=10**9)
+    position: int = Field(default=0, ge=0, lt=2**31)
     skip: list[int] = Field(default_factory=list, max_length=1_000_000)
 
 
@@ -99,7 +99,7 @@ class PromptsRequest(StrictModel):
 class CursorRequest(StrictModel):
     """Body of PUT /cursor: sets where the server's own cursor of a consumer stands."""
 
-    consumer: str = Field(default="trainer", min_length=1, max_length=200)
+    consumer: str = Field(default="default", min_length=1, max_length=200)
     split: Split = Split.TRAIN
     cursor: Cursor
 

@@ -1,0 +1,130 @@
+"""From a question to the prompt that the model sees: instruction, style, chat template, token ids."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from services.data_server.settings import DataSettings, GroundTruthFormat, PromptStyle
+from services.data_server.sources import Row
+from services.errors import ConfigurationError
+
+# Asks for the form in which the source itself writes its ground truths; every verifier reads it.
+INSTRUCTIONS = {
+    GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
+    GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
+}
+
+
+class Tokenizer(Protocol):
+    """What we use of a transformers tokenizer."""
+
+    chat_template: str | None
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
+        """The conversation as one text."""
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        """Token ids of texts, under ``input_ids``."""
+
+
+def load_tokenizer(model_name: str) -> Tokenizer:
+    """The tokenizer of a model on the hub, in its cache, or in a directory. Does not import torch.
+
+    Raises:
+        ConfigurationError: it cannot be had.
+    """
+    # transformers imports torch wherever it is installed: seconds and hundreds of megabytes that a tokenizer does not
+    # need. A None in sys.modules makes it look absent; it goes again because other libraries take it for the module.
+    hide_torch = "torch" not in sys.modules
+    if hide_torch:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        # Read at import: its advice that torch is missing helps nobody here.
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        from transformers import AutoTokenizer
+
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model_name)
+    # What it raises depends on the hub client, the network and the files: OSError, ValueError, KeyError, ...
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ConfigurationError(
+            f"the tokenizer of MODEL_NAME {model_name!r} cannot be loaded from the Hugging Face hub, its cache or a "
+            f"directory of that name: {lines[0][:300]}; check the name and the network, or give a directory"
+        ) from error
+    finally:
+        if hide_torch:
+            del sys.modules["torch"]
+    return tokenizer
+
+
+class PromptMaker:
+    """Makes the messages and token ids of prompts, by the settings."""
+
+    def __init__(
+        self, settings: DataSettings, form: GroundTruthFormat, tokenizer: Tokenizer | None, examples: Sequence[Row]
+    ) -> None:
+        """Raises ConfigurationError where the style needs a chat template and the tokenizer has none."""
+        self._tokenizer = tokenizer
+        self._system = settings.system_prompt
+        self._instruction = instruction_of(settings, form)
+        self._style = settings.prompt_style
+        self._examples = examples
+        has_template = tokenizer is not None and bool(tokenizer.chat_template)
+        if self._style is PromptStyle.CHAT and tokenizer is not None and not has_template:
+            raise ConfigurationError(
+                f"the tokenizer of MODEL_NAME {settings.model_name!r} has no chat template; set PROMPT_STYLE=plain or "
+                f"few_shot, or give a chat model"
+            )
+        self.uses_chat = self._style is not PromptStyle.PLAIN and (
+            has_template or (tokenizer is None and self._style is PromptStyle.CHAT)
+        )
+
+    def user_turn(self, question: str) -> str:
+        """The question with the instruction."""
+        return f"{question}\n{self._instruction}" if self._instruction else question
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """The conversation up to the answer; one user turn where the style is not a chat."""
+        turns: list[dict[str, str]] = []
+        if self.uses_chat:
+            if self._system:
+                turns.append({"role": "system", "content": self._system})
+            for example in self._examples:
+                turns.append({"role": "user", "content": self.user_turn(example.question)})
+                turns.append({"role": "assistant", "content": example.answer})
+        turns.append({"role": "user", "content": self.user_turn(question)})
+        return turns
+
+    def text(self, question: str) -> str:
+        """The whole prompt as text, before tokenisation."""
+        if self.uses_chat and self._tokenizer is not None:
+            rendered: str = self._tokenizer.apply_chat_template(
+                self.messages(question), add_generation_prompt=True, tokenize=False
+            )
+            return rendered
+        parts = [self._system] if self._system else []
+        if self._style is PromptStyle.FEW_SHOT:
+            parts += [f"Question: {self.user_turn(row.question)}\nAnswer: {row.answer}" for row in self._examples]
+            parts.append(f"Question: {self.user_turn(question)}\nAnswer:")
+        else:
+            parts.append(self.user_turn(question))
+        return "\n\n".join(parts)
+
+    def token_ids(self, questions: Sequence[str]) -> list[list[int]]:
+        """The token ids of whole prompts; empty lists without a tokenizer."""
+        if self._tokenizer is None:
+            return [[] for _ in questions]
+        texts = [self.text(question) for question in questions]
+        # A chat template writes its own special tokens.
+        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=not self.uses_chat)["input_ids"]
+        return ids
+
+
+def instruction_of(settings: DataSettings, form: GroundTruthFormat) -> str | None:
+    """What is appended to every question."""
+    if settings.instruction is not None:
+        return None if settings.instruction.lower() == "none" else settings.instruction
+    return INSTRUCTIONS.get(form)

@@ -1,0 +1,154 @@
+"""The data-server's settings."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from services.settings import Settings
+
+
+class PromptStyle(StrEnum):
+    """How a question becomes the prompt that the model sees."""
+
+    CHAT = "chat"
+    PLAIN = "plain"
+    FEW_SHOT = "few_shot"
+
+
+class GroundTruthFormat(StrEnum):
+    """Where in its column the ground truth stands."""
+
+    AUTO = "auto"
+    HASH = "hash"
+    BOXED = "boxed"
+    PLAIN = "plain"
+
+
+class Curriculum(StrEnum):
+    """The order of prompts within an epoch."""
+
+    OFF = "off"
+    BALANCED = "balanced"
+    EASY_FIRST = "easy_first"
+    HARD_FIRST = "hard_first"
+
+
+class DataSettings(Settings):
+    """What the data-server reads from its environment."""
+
+    data_server_listen_host: str | None = Field(default=None, description="Address that the data-server listens on.")
+    data_server_listen_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Port that the data-server listens on; default 8000."
+    )
+
+    dataset: str = Field(
+        default="gsm8k",
+        min_length=1,
+        description="`gsm8k`, `arithmetic` (a built-in generator), a Hugging Face dataset id, or a path to a .jsonl or "
+        ".parquet file.",
+    )
+    dataset_config: str | None = Field(default=None, description="Configuration name of a Hugging Face dataset.")
+    dataset_train_split: str = Field(default="train", description="Split of a Hugging Face dataset to train on.")
+    dataset_test_split: str = Field(
+        default="test", description="Split of a Hugging Face dataset that is held out of training."
+    )
+    dataset_test: Path | None = Field(
+        default=None, description="A .jsonl or .parquet file of held-out prompts beside a file given as DATASET."
+    )
+    dataset_held_out: float = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="Share of the rows held out of training, for a source that has no held-out split of its own.",
+    )
+    dataset_cache_dir: Path | None = Field(
+        default=None, description="Where memory-mapped copies of the rows are kept; default that of `datasets`."
+    )
+    prompt_column: str | None = Field(
+        default=None, description="Column of the question; default the first of question, prompt, problem."
+    )
+    ground_truth_column: str | None = Field(
+        default=None, description="Column of the answer; default the first of answer, ground_truth, solution."
+    )
+    category_column: str | None = Field(default=None, description="Column with a category for reports.")
+    ground_truth_format: GroundTruthFormat = Field(
+        default=GroundTruthFormat.AUTO,
+        description="`hash`: after the last `####`; `boxed`: in the last `\\boxed{}`; `plain`: the whole column; "
+        "`auto`: the one that most rows have. Rows without a ground truth are left out and counted.",
+    )
+
+    model_name: str | None = Field(
+        default=None,
+        description="Model whose tokenizer and chat template make `prompt_ids`, by hub name or directory. Unset: "
+        "prompts come as text only.",
+    )
+    prompt_style: PromptStyle = Field(
+        default=PromptStyle.CHAT,
+        description="`chat`: the tokenizer's chat template; `plain`: the text as it is; `few_shot`: after solved "
+        "examples, as turns where the tokenizer has a chat template and as text where it has none.",
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System turn of the chat, or first paragraph of a plain prompt."
+    )
+    instruction: str | None = Field(
+        default=None,
+        description="Appended to every question on a line of its own. Default: asks for steps and the answer in the "
+        "form of the ground truths (`####` or `\\boxed{}`), nothing where they are plain; `none` appends nothing.",
+    )
+    few_shot_count: int = Field(
+        default=4, ge=1, le=64, description="Solved examples of the few_shot style; they are left out of training."
+    )
+    max_prompt_tokens: int = Field(
+        default=4096, ge=1, description="Prompts of more tokens are passed over and counted."
+    )
+
+    data_seed: int = Field(
+        default=0, ge=0, description="Seed of the shuffled order and of the arithmetic questions' split."
+    )
+    data_shuffle: bool = Field(
+        default=True, description="Whether each epoch of training prompts has its own random order."
+    )
+    data_state_dir: Path | None = Field(
+        default=None,
+        description="Where the server's own cursors and success rates survive a restart; unset: in memory only. "
+        "Clients that pass a cursor do not need it.",
+    )
+    curriculum: Curriculum = Field(
+        default=Curriculum.OFF,
+        description="Order within an epoch by recorded success rates: `balanced` has prompts near one half earlier, "
+        "`easy_first` and `hard_first` say it themselves. Each prompt still comes once an epoch. Needs DATA_STATE_DIR.",
+    )
+
+    arithmetic_digits: str = Field(
+        default="1",
+        pattern=r"^[123](,[123])*$",
+        description="Digits of both operands; several levels with commas: `1,2`.",
+    )
+    arithmetic_operations: str = Field(
+        default="+", pattern=r"^[-+*]+$", description="Which of `+`, `-` and `*` occur, written together."
+    )
+    arithmetic_template: str = Field(
+        default="What is {a} {op} {b}? Answer with just the number.",
+        description="The arithmetic question, with `{a}`, `{op}` and `{b}`.",
+    )
+
+    @field_validator("arithmetic_template")
+    @classmethod
+    def _template_is_complete(cls, template: str) -> str:
+        try:
+            template.format(a=1, op="+", b=2)
+        except (KeyError, IndexError, ValueError) as error:
+            raise ValueError(f"allowed are the fields {{a}}, {{op}} and {{b}} ({error!r})") from error
+        if "{a}" not in template or "{b}" not in template:
+            raise ValueError("must have the fields {a} and {b}")
+        return template
+
+    @model_validator(mode="after")
+    def _curriculum_is_kept(self) -> Self:
+        if self.curriculum is not Curriculum.OFF and self.data_state_dir is None:
+            raise ValueError("CURRICULUM needs DATA_STATE_DIR, so that a restarted server keeps its order")
+        return self
