@@ -159,7 +159,7 @@ def load(settings: DataSettings) -> Data:
 
 def _quieten_libraries() -> None:
     # Each of their retries would be a warning, printed twice; what they end with is in our own error.
-    huggingface_hub.utils.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     datasets.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
 
