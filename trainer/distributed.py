@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 COLLECTIVE_DEADLINE = timedelta(minutes=60)
 """Longest wait in a collective. Rank 0 may hold one open while it waits for generations, which have shorter
 deadlines."""
+
+
+class PeerLostError(Exception):
+    """Another rank went away in the middle of a collective."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,24 @@ class Ranks:
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         dist.broadcast(buffer, src=0)
         return value if self.is_main else orjson.loads(buffer.numpy().tobytes())
+
+    def on_main(self, work: Callable[[], Any], *errors: type[Exception]) -> Any:
+        """Rank 0's result of ``work``, on every rank; one of ``errors`` that it raises is raised on every rank.
+
+        The result must be JSON. Any other error ends rank 0, and the others by their broken connections.
+        """
+        reply: dict[str, Any] = {}
+        if self.is_main:
+            try:
+                reply = {"value": work()}
+            except errors as error:
+                if self.world_size > 1:
+                    self.broadcast_json({"error": type(error).__name__, "text": str(error)})
+                raise
+        reply = self.broadcast_json(reply)
+        if "error" in reply:
+            raise next(kind for kind in errors if kind.__name__ == reply["error"])(reply["text"])
+        return reply["value"]
 
     def any(self, flag: bool) -> bool:
         """True on every rank if it is true on one."""
@@ -107,5 +129,11 @@ def join_ranks() -> Iterator[Ranks]:
     )
     try:
         yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+    except (dist.DistError, RuntimeError) as error:
+        # gloo raises plain RuntimeError when a peer's connection breaks.
+        if isinstance(error, dist.DistError) or "peer" in str(error) or "gloo" in str(error):
+            reason = str(error).splitlines()[0]
+            raise PeerLostError(f"rank {rank} of {world_size} lost the others: {reason}; see their logs") from error
+        raise
     finally:
         dist.destroy_process_group()

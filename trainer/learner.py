@@ -29,7 +29,8 @@ class UpdateResult:
     """What the optimizer steps of one update did.
 
     ``tokens`` counts what forward passes with gradient computed, over all ranks; ``skipped`` the optimizer steps left
-    out because loss or gradient were not finite. ``metrics`` are means over the optimizer steps.
+    out because loss or gradient were not finite. ``metrics`` are means over the optimizer steps. ``signal`` is, by
+    group id, the sum over its tokens of |importance weight * advantage|.
     """
 
     steps: int = 0
@@ -37,6 +38,7 @@ class UpdateResult:
     tokens: int = 0
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,13 @@ class Learner:
         for part, part_proximal in zip(parts, proximal, strict=True):
             if not part.own:
                 continue
-            metrics = self._optimizer_step(part, part_proximal, rate, off_policy, None if result.steps else should_stop)
+            metrics, signal = self._optimizer_step(
+                part, part_proximal, rate, off_policy, None if result.steps else should_stop
+            )
             result.steps += 1
             result.tokens += part.tokens
             result.skipped += int(not _is_finite(metrics))
+            result.signal.update(signal)
             for name, value in metrics.items():
                 result.metrics[name] = result.metrics.get(name, 0.0) + value
         result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
@@ -141,7 +146,7 @@ class Learner:
         rate: float,
         off_policy: bool,
         should_stop: Callable[[], bool] | None,
-    ) -> dict[str, float]:
+    ) -> tuple[dict[str, float], dict[str, float]]:
         diagnostics = Diagnostics()
         for index, batch in enumerate(part.own):
             if should_stop is not None and self.ranks.any(should_stop()):
@@ -153,7 +158,8 @@ class Learner:
             policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
             policy.set_is_last_backward(is_last)
             diagnostics.add(self._backward(batch, part.size, proximal[index] if proximal else None, off_policy))
-        diagnostics = Diagnostics(self.ranks.total(diagnostics.sums), self.ranks.maximum(diagnostics.maxima))
+        total, maximum = self.ranks.total, self.ranks.maximum
+        diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima), total(diagnostics.signal))
         metrics = diagnostics.metrics()
         metrics["grad_norm"] = self._clip()
         if _is_finite(metrics):
@@ -161,7 +167,7 @@ class Learner:
                 group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return metrics
+        return metrics, diagnostics.signal
 
     def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None, off_policy: bool) -> Diagnostics:
         reference = self._reference_logprobs(batch)

@@ -27,6 +27,8 @@ class Diagnostics:
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=dict)
+    """By group id, the sum over its tokens of |importance weight * advantage|: how much it moves the policy."""
 
     def add(self, other: Diagnostics) -> None:
         """Takes another micro-batch in."""
@@ -34,6 +36,8 @@ class Diagnostics:
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
+        for name, value in other.signal.items():
+            self.signal[name] = self.signal.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """Means over tokens, and extremes, by metric name."""
@@ -150,4 +154,10 @@ def _diagnose(
     if reference_logprobs is not None:
         sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, grpo.KLEstimator.K3).sum()
     maxima = {"log_ratio_max": log_ratio.max(), "negative_log_ratio_max": (-log_ratio).max()}
-    return Diagnostics({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
+    weight = ratio if weights is None else weights
+    by_sequence = torch.zeros(batch.n_sequences, device=weight.device)
+    by_sequence.index_add_(0, batch.sequence_ids, (weight * batch.advantages).abs())
+    result = Diagnostics({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
+    for group_id, value in zip(batch.group_ids, by_sequence.tolist(), strict=True):
+        result.signal[group_id] = result.signal.get(group_id, 0.0) + value
+    return result

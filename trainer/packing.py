@@ -32,6 +32,7 @@ class TrainingGroup:
 
     prompt_ids: list[int]
     sequences: list[TrainingSequence]
+    group_id: str = ""
 
     @property
     def tokens(self) -> int:
@@ -85,6 +86,8 @@ class MicroBatch:
     weights: Tensor
     """[N] float32: the group's importance weight at each token."""
     n_sequences: int
+    group_ids: list[str]
+    """[S]: the group of each completion."""
     is_filler: bool = False
     """True where a rank has nothing left to compute but has to take part in the others' collectives."""
 
@@ -119,8 +122,8 @@ def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) ->
         pieces.remove(largest)
         middle = len(largest.sequences) // 2
         pieces += [
-            TrainingGroup(largest.prompt_ids, largest.sequences[:middle]),
-            TrainingGroup(largest.prompt_ids, largest.sequences[middle:]),
+            replace(largest, sequences=largest.sequences[:middle]),
+            replace(largest, sequences=largest.sequences[middle:]),
         ]
     by_rank = _balance(pieces, n_ranks)
     filled = [_fill(own, max_tokens) for own in by_rank]
@@ -139,7 +142,7 @@ def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
             room = max_tokens - len(group.prompt_ids)
         pieces[-1].append(sequence)
         room -= length
-    return [TrainingGroup(group.prompt_ids, sequences) for sequences in pieces]
+    return [replace(group, sequences=sequences) for sequences in pieces]
 
 
 def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
@@ -211,6 +214,7 @@ def _pack(pieces: Sequence[TrainingGroup], is_filler: bool) -> MicroBatch:
         advantages=torch.tensor([s.advantage for s in sequences]).repeat_interleave(lengths),
         weights=torch.tensor([s.weight for s in sequences]).repeat_interleave(lengths),
         n_sequences=len(sequences),
+        group_ids=[piece.group_id for piece in pieces for _ in piece.sequences],
         is_filler=is_filler,
     )
 

@@ -146,15 +146,15 @@ def save_pretrained(
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
-            state[name] = value.cpu()
+            state[name] = value.to("cpu", copy=True)
     if ranks.is_main:
+        directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         save_description(policy, settings, directory, dtype)
 
 
 def save_description(policy: Policy, settings: TrainerSettings, directory: Path, dtype: torch.dtype) -> None:
     """Writes what a model directory has beside its weights: configuration, generation defaults, tokenizer."""
-    directory.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
     config.dtype = dtype
     config.architectures = [type(policy._causal_lm()).__name__]

@@ -1,0 +1,123 @@
+"""Rank 0's dealings with the services: connects them, and does the parts of a step that happen over the network."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from services.rollout_client import RolloutClient
+from services.rollout_control import RouterControl
+
+from services.clients import DataClient, ReplayClient, RewardClient
+from services.errors import DependencyLostError
+from services.http_client import RequestRefusedError
+from services.logs import get_logger
+from services.protocol import Cursor, SampledGroup
+from trainer.collector import Collector
+from trainer.config import Mode, TrainerSettings
+from trainer.evaluate import Evaluator
+from trainer.experience import GroupMaker
+from trainer.replay import sample_groups
+from trainer.sources import AsynchronousSource, Batch, GroupSource, SynchronousSource
+
+log = get_logger(__name__)
+
+WORKER_POLL_SECONDS = 0.2
+
+
+class Conductor:
+    """The services of a run. An async context manager; entering it waits until all of them are healthy."""
+
+    def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
+        token, deadline = settings.token, settings.service_deadline_seconds
+        self.settings = settings
+        self.data = DataClient(token=token, deadline=deadline)
+        self.rewards = RewardClient(token=token, deadline=deadline)
+        self.replay = ReplayClient(token=token, deadline=deadline)
+        self.router = RouterControl(token=token)
+        self.rollouts = RolloutClient(
+            token=token,
+            vocab_size=vocab_size,
+            max_concurrency=settings.generation_concurrency,
+            deadline_seconds=settings.generation_deadline_seconds,
+        )
+        self.maker = GroupMaker(settings, self.rollouts, self.rewards)
+        self.evaluator = Evaluator(settings, self.data, self.rollouts, self.rewards)
+        self.source: GroupSource | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Conductor:
+        for client in (self.data, self.rewards, self.replay, self.router, self.rollouts):
+            await self._stack.enter_async_context(client)
+        deadline = self.settings.service_deadline_seconds
+        await asyncio.gather(
+            self.data.wait_healthy(deadline), self.rewards.wait_healthy(deadline), self.replay.wait_healthy(deadline)
+        )
+        await self._wait_for_workers(deadline)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def train_prompts(self) -> int:
+        """How many training prompts an epoch has."""
+        return (await self.data.stats()).train_prompts
+
+    def start_source(self, cursor: Cursor) -> Collector | None:
+        """Makes the source of groups; in asynchronous mode with a collector beside the trainer, returns that to be
+        run."""
+        if self.settings.mode is Mode.SYNC:
+            self.source = SynchronousSource(self.settings, self.data, self.maker, self.replay, cursor)
+            return None
+        self.source = AsynchronousSource(self.settings, self.replay)
+        if not self.settings.collector_in_process:
+            return None
+        return Collector(self.settings, self.data, self.maker, self.replay)
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        """The groups of the next step; empty when the prompts are used up."""
+        assert self.source is not None
+        return await self.source.next(policy_version)
+
+    async def sample_replay(self, step: int, policy_version: int, batch: Batch) -> list[SampledGroup]:
+        """Groups for the additional update of the step."""
+        return await sample_groups(self.settings, self.replay, step, policy_version, batch.groups)
+
+    async def finish_step(self, priorities: dict[str, float]) -> None:
+        """Records what was trained on."""
+        assert self.source is not None
+        await self.source.trained()
+        if priorities:
+            await self.replay.update_priorities(priorities)
+
+    async def save_replay(self, label: str) -> None:
+        """Remembers the replay buffer's contents and priorities under a checkpoint's name."""
+        await self.replay.save_snapshot(label)
+
+    async def restore_replay(self, label: str) -> bool:
+        """Takes the replay buffer back to a checkpoint; False when it does not know it, having lost its disk."""
+        try:
+            await self.replay.restore_snapshot(label)
+        except RequestRefusedError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    async def _wait_for_workers(self, deadline_seconds: float) -> None:
+        workers: list[str] = []
+        reason = "the router did not answer"
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while len(workers) < self.settings.min_workers:
+                    await asyncio.sleep(WORKER_POLL_SECONDS)
+                    try:
+                        workers = await self.router.workers()
+                        reason = f"{len(workers)} are registered"
+                    except DependencyLostError as error:
+                        reason = str(error)
+        except TimeoutError:
+            raise DependencyLostError(
+                f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
+                f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
+            ) from None

@@ -1,0 +1,162 @@
+"""Makes experience: a prompt becomes a group of scored completions, and a group what the loss trains on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+from prometheus_client import Counter
+from services.rollout_client import RolloutClient, SamplingParams
+
+from services.clients import RewardClient
+from services.logs import get_logger
+from services.protocol import Completion, Experience, FinishReason, Group, Prompt, RewardItem, RewardResult
+from trainer import grpo
+from trainer.config import TrainerSettings
+from trainer.packing import TrainingGroup, TrainingSequence
+
+log = get_logger(__name__)
+
+PROMPTS_FAILED = Counter(
+    "trainer_prompts_failed", "Prompts left out because no completion of theirs could be generated."
+)
+UNSCORABLE = Counter(
+    "trainer_unscorable", "Completions left out because they could not be scored, by reason.", ["status"]
+)
+
+SCORING_TRIES = 2
+
+
+class GroupMaker:
+    """Turns prompts into groups with the rollout workers and the reward-server."""
+
+    def __init__(self, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> None:
+        self.settings = settings
+        self.rollouts = rollouts
+        self.rewards = rewards
+
+    async def make(self, prompt: Prompt) -> Group | None:
+        """Generates and scores G completions; None (counted) when no completion could be had.
+
+        What could not be scored stays in the group with reward None, so that the record is whole; the loss leaves it
+        out.
+        """
+        params = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
+        seed = derive_seed(self.settings.seed, prompt.epoch, prompt.position)
+        completions = await self.rollouts.generate(prompt.prompt_ids, params, n=self.settings.group_size, seed=seed)
+        completions = [c for c in completions if c.completion_ids]
+        if not completions:
+            PROMPTS_FAILED.inc()
+            log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id)
+            return None
+        results = await self._score(prompt, completions)
+        return Group(
+            group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
+            prompt_id=prompt.id,
+            prompt=prompt.prompt,
+            ground_truth=prompt.ground_truth,
+            prompt_ids=prompt.prompt_ids,
+            epoch=prompt.epoch,
+            position=prompt.position,
+            experiences=[
+                Experience(**dict(completion), result=result)
+                for completion, result in zip(completions, results, strict=True)
+            ],
+        )
+
+    async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:
+        items = [
+            RewardItem(
+                prompt=prompt.prompt,
+                response=c.completion,
+                ground_truth=prompt.ground_truth,
+                completion_tokens=len(c.completion_ids),
+                finish_reason=c.finish_reason,
+            )
+            for c in completions
+        ]
+        results = await self.rewards.score(items)
+        for _ in range(SCORING_TRIES - 1):
+            unscored = [i for i, result in enumerate(results) if result.reward is None]
+            if not unscored:
+                break
+            for i, result in zip(unscored, await self.rewards.score([items[i] for i in unscored]), strict=True):
+                results[i] = result
+        for result in results:
+            if result.reward is None:
+                UNSCORABLE.labels(result.status.value).inc()
+        return results
+
+
+def training_group(group: Group, settings: TrainerSettings, weight: float = 1.0) -> TrainingGroup:
+    """What the loss sees of a group: scored completions with their advantages.
+
+    Args:
+        group: as made or as stored.
+        settings: advantage method and overlong penalty.
+        weight: importance weight of the group.
+    """
+    experiences = [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
+    rewards = torch.tensor([e.reward for e in experiences], dtype=torch.float64)
+    if settings.overlong_buffer:
+        lengths = torch.tensor([len(e.completion_ids) for e in experiences])
+        rewards = rewards + grpo.overlong_penalty(lengths, settings.max_new_tokens, settings.overlong_buffer)
+    advantages = grpo.group_advantages(
+        rewards, torch.zeros(len(experiences), dtype=torch.int64), settings.advantage, settings.advantage_eps
+    )
+    return TrainingGroup(
+        prompt_ids=group.prompt_ids,
+        sequences=[
+            TrainingSequence(e.completion_ids, e.logprobs, advantage, weight)
+            for e, advantage in zip(experiences, advantages.tolist(), strict=True)
+        ],
+        group_id=group.group_id,
+    )
+
+
+def has_signal(group: Group, settings: TrainerSettings) -> bool:
+    """True when some completion of the group has an advantage."""
+    return any(sequence.advantage for sequence in training_group(group, settings).sequences)
+
+
+def initial_priority(group: Group) -> float:
+    """Mean |r - mean r| of the group: 0 exactly when nothing can be learnt from it."""
+    rewards = [r for r in group.rewards if not math.isnan(r)]
+    if len(set(rewards)) < 2:
+        return 0.0
+    mean = statistics.fmean(rewards)
+    return statistics.fmean(abs(r - mean) for r in rewards)
+
+
+def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
+    """What a batch of groups says of itself; means are over completions unless named otherwise."""
+    experiences = [e for g in groups for e in g.experiences]
+    rewards = [e.reward for e in experiences if e.reward is not None]
+    lengths = [len(e.completion_ids) for e in experiences]
+    staleness = [policy_version - g.policy_version for g in groups]
+    metrics = {
+        "groups": float(len(groups)),
+        "completions": float(len(experiences)),
+        "unscorable": float(len(experiences) - len(rewards)),
+        "completion_tokens": float(sum(lengths)),
+        "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
+        "length_mean": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "truncation_rate": statistics.fmean(e.finish_reason is FinishReason.LENGTH for e in experiences),
+        "zero_variance_groups": float(sum(initial_priority(g) == 0 for g in groups)),
+        "staleness_mean": statistics.fmean(staleness),
+        "staleness_max": float(max(staleness)),
+    }
+    if rewards:
+        metrics["reward_mean"] = statistics.fmean(rewards)
+        metrics["reward_std"] = statistics.pstdev(rewards)
+    return metrics
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 31-bit seed that depends on all parts, the same on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

@@ -1,0 +1,325 @@
+"""The training loop: the seven steps of GRPO with replay, then publishing, evaluation and checkpoints.
+
+Every rank runs it. Rank 0 alone talks to the services, and tells the others what it got or why it cannot go on.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+import torch
+
+from services.errors import ConfigurationError, DependencyLostError
+from services.logs import get_logger
+from services.protocol import Cursor, SampledGroup
+from trainer.checkpoint import CheckpointStore, RunState
+from trainer.conductor import Conductor
+from trainer.config import TrainerSettings
+from trainer.distributed import Ranks
+from trainer.experience import group_metrics, training_group
+from trainer.learner import Learner, StopRequestedError, UpdateResult
+from trainer.packing import TrainingGroup, TrainingSequence
+from trainer.policy import Policy
+from trainer.publish import Publisher
+from trainer.replay import updated_priorities
+from trainer.run_files import RunFiles
+from trainer.service_thread import InterruptedCallError, ServiceThread
+from trainer.sources import Batch
+from trainer.status import RunStatus
+
+log = get_logger(__name__)
+
+EXPECTED_ERRORS = (ConfigurationError, DependencyLostError, InterruptedCallError)
+"""What rank 0 meets in its dealings with the services, and tells the other ranks."""
+
+GRACE_SECONDS = 60.0
+"""Added to the deadlines that calls have themselves, so that their own messages win."""
+
+
+class TrainingDivergedError(Exception):
+    """More updates in a row than MAX_SKIPPED_STEPS were not finite."""
+
+
+@dataclass
+class Main:
+    """What only rank 0 has."""
+
+    thread: ServiceThread
+    conductor: Conductor
+    files: RunFiles
+    status: RunStatus
+    batch: Batch = field(default_factory=lambda: Batch([]))
+    replayed: list[SampledGroup] = field(default_factory=list)
+
+
+class TrainingLoop:
+    """A run, from its first step or from a checkpoint to its end. Every method is a collective of all ranks."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        policy: Policy,
+        learner: Learner,
+        publisher: Publisher,
+        checkpoints: CheckpointStore,
+        state: RunState,
+        main: Main | None,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.policy = policy
+        self.learner = learner
+        self.publisher = publisher
+        self.checkpoints = checkpoints
+        self.state = state
+        self.main = main
+        self.should_stop = should_stop
+        self.skipped_in_a_row = 0
+        self.started = time.monotonic() - state.seconds
+
+    def run(self) -> RunState:
+        """Trains to the end and returns the state there.
+
+        Raises:
+            InterruptedCallError: the run was asked to stop; a checkpoint of the last completed step is in place.
+            TrainingDivergedError: updates were not finite; the last batch is in the run directory.
+            DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
+        """
+        metrics = self.publish()
+        if self.state.step == 0:
+            self.state.accuracy_before = self.evaluate(metrics).get("accuracy")
+        try:
+            while self.state.step < self.learner.total_steps and not self.reached_target():
+                if not self.step():
+                    break
+        except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
+            self.save_checkpoint(wait=True)
+            if isinstance(error, StopRequestedError):
+                raise InterruptedCallError from error
+            raise
+        self.save_checkpoint(wait=True)
+        return self.state
+
+    def step(self) -> bool:
+        """One step; False when the training prompts are used up."""
+        started = time.perf_counter()
+        groups = self.fetch_generate_score_store()  # 1 to 4
+        if not groups:
+            return False
+        update = self.update(groups)  # 5 and 6
+        replay = self.replay_update()  # 7
+        self.state.step += 1
+        metrics = self.describe(update, replay)
+        metrics |= self.publish()
+        self.record_cursor()
+        metrics["seconds_step"] = time.perf_counter() - started
+        if self.settings.eval_every and self.state.step % self.settings.eval_every == 0:
+            self.evaluate(metrics)
+        self.record(metrics)
+        if self.settings.checkpoint_every and self.state.step % self.settings.checkpoint_every == 0:
+            self.save_checkpoint()
+        self.checkpoints.poll()
+        return True
+
+    def fetch_generate_score_store(self) -> list[TrainingGroup]:
+        """Steps 1 to 4 on rank 0; every rank gets the groups to train on, with their advantages (step 5)."""
+
+        def work() -> list[Any]:
+            main = self._main()
+            main.status.phase = "generate"
+            deadline = 2 * self.settings.generation_deadline_seconds + self.settings.fresh_wait_seconds + GRACE_SECONDS
+            main.batch = main.thread.call(main.conductor.next_batch(self.state.step), deadline, interruptible=True)
+            return _to_json([training_group(g, self.settings) for g in main.batch.groups])
+
+        return _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
+
+    def update(self, groups: list[TrainingGroup]) -> UpdateResult:
+        """Step 6: the clipped surrogate update.
+
+        Raises:
+            TrainingDivergedError: it was not finite, as were those before.
+        """
+        self._phase("train")
+        result = self.learner.update(
+            groups, self.state.step, n_steps=self.settings.updates_per_batch, should_stop=self.should_stop
+        )
+        self.skipped_in_a_row = self.skipped_in_a_row + result.skipped if result.skipped else 0
+        if result.skipped:
+            log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
+        if self.skipped_in_a_row > self.settings.max_skipped_steps:
+            path = self.settings.run_dir / f"diverged-step-{self.state.step + 1:06d}.json"
+            if self.ranks.is_main:
+                path.write_bytes(orjson.dumps([asdict(g) for g in groups]))
+            raise TrainingDivergedError(
+                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                f"(MAX_SKIPPED_STEPS is {self.settings.max_skipped_steps}); the last batch is in {path}. "
+                "Lower LEARNING_RATE, or look for broken logprobs in that file."
+            )
+        return result
+
+    def replay_update(self) -> UpdateResult:
+        """Step 7: an additional update on groups from the replay buffer, corrected for being off-policy."""
+
+        def work() -> list[Any]:
+            main = self._main()
+            sampling = main.conductor.sample_replay(self.state.step, self.state.step, main.batch)
+            main.replayed = main.thread.call(sampling, self.settings.service_deadline_seconds + GRACE_SECONDS)
+            return _to_json([training_group(s.group, self.settings, s.weight) for s in main.replayed])
+
+        result = UpdateResult()
+        if self.settings.replay_groups:
+            groups = _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
+            if groups:
+                result = self.learner.update(groups, self.state.step, off_policy=True)
+
+        def finish() -> None:
+            main = self._main()
+            priorities = updated_priorities([s.group for s in main.replayed], result.signal)
+            deadline = self.settings.service_deadline_seconds + GRACE_SECONDS
+            main.thread.call(main.conductor.finish_step(priorities), deadline)
+
+        self.ranks.on_main(finish, *EXPECTED_ERRORS)
+        return result
+
+    def publish(self) -> dict[str, float]:
+        """Gives the rollout workers the policy, as the version that counts the completed steps."""
+        self._phase("publish")
+        started = time.perf_counter()
+        metrics = self.publisher.publish(self.state.step)
+        metrics["seconds_publish"] = time.perf_counter() - started
+        if self.main is not None:
+            self.main.status.policy_version = self.state.step
+        return metrics
+
+    def evaluate(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Evaluates on held-out prompts, adds the result to ``metrics`` and returns it, on every rank."""
+        if not self.settings.eval_prompts:
+            return {}
+
+        def work() -> dict[str, float]:
+            main = self._main()
+            main.status.phase = "evaluate"
+            started = time.perf_counter()
+            deadline = 10 * self.settings.generation_deadline_seconds + GRACE_SECONDS
+            result = main.thread.call(main.conductor.evaluator.evaluate(), deadline, interruptible=True)
+            result["seconds_evaluate"] = time.perf_counter() - started
+            log.info("evaluated", step=self.state.step, **result)
+            return result
+
+        result: dict[str, float] = self.ranks.on_main(work, *EXPECTED_ERRORS)
+        metrics |= result
+        accuracy = result.get("accuracy")
+        if accuracy is not None and accuracy > (self.state.best_accuracy or 0.0):
+            self.state.best_accuracy = accuracy
+        return result
+
+    def reached_target(self) -> bool:
+        """True when TARGET_ACCURACY was reached."""
+        target = self.settings.target_accuracy
+        return target is not None and (self.state.best_accuracy or 0.0) >= target
+
+    def save_checkpoint(self, *, wait: bool = False) -> None:
+        """Starts a checkpoint of the last completed step, together with the replay buffer's contents."""
+        label = f"{self.settings.run_id}-step-{self.state.step:06d}"
+
+        def snapshot() -> None:
+            main = self._main()
+            main.thread.call(main.conductor.save_replay(label), self.settings.service_deadline_seconds + GRACE_SECONDS)
+
+        try:
+            self.ranks.on_main(snapshot, *EXPECTED_ERRORS)
+            self.state.replay_snapshot = label
+        except DependencyLostError as error:
+            # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
+            log.warning("checkpoint without the replay buffer's contents", reason=str(error))
+            self.state.replay_snapshot = None
+        self.state.seconds = time.monotonic() - self.started
+        self.state.random_state = torch.get_rng_state().tolist()
+        self.checkpoints.save(self.policy, self.learner.optimizer, self.state.model_copy(deep=True), wait=wait)
+        log.info("checkpoint", step=self.state.step, directory=str(self.settings.checkpoint_dir))
+
+    def describe(self, update: UpdateResult, replay: UpdateResult) -> dict[str, float]:
+        """The metrics of a step, on rank 0."""
+        if self.main is None:
+            return {}
+        batch = self.main.batch
+        metrics = group_metrics(batch.groups, self.state.step - 1) | batch.counts
+        metrics |= {f"seconds_{name}": value for name, value in batch.seconds.items()}
+        metrics |= update.metrics
+        metrics |= {f"replay_{name}": value for name, value in replay.metrics.items() if name != "learning_rate"}
+        metrics["replay_groups"] = float(len(self.main.replayed))
+        metrics["seconds_train"] = update.seconds + replay.seconds
+        metrics["updates_skipped"] = float(update.skipped + replay.skipped)
+        metrics["trained_tokens"] = float(update.tokens + replay.tokens)
+        metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds_train"], 1e-9)
+        metrics["policy_version"] = float(self.state.step)
+        metrics["peak_memory_bytes"] = float(peak_memory_bytes())
+        return metrics
+
+    def record_cursor(self) -> None:
+        """Keeps where the run stands in its prompts, on every rank."""
+
+        def work() -> Any:
+            source = self._main().conductor.source
+            assert source is not None
+            return source.cursor().model_dump()
+
+        self.state.cursor = Cursor.model_validate(self.ranks.on_main(work, *EXPECTED_ERRORS))
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Writes a step's metrics and samples, and its line in the log."""
+        reward = metrics.get("reward_mean")
+        self.state.rewards += self.ranks.broadcast_json([] if reward is None else [reward])
+        if self.main is None:
+            return
+        self.main.files.record_step(self.state.step, metrics, self.main.batch.groups)
+        self.main.status.step, self.main.status.metrics = self.state.step, metrics
+        log.info(f"step {self.state.step}/{self.learner.total_steps}", **_headline(metrics))
+
+    def _phase(self, name: str) -> None:
+        if self.main is not None:
+            self.main.status.phase = name
+
+    def _main(self) -> Main:
+        assert self.main is not None, "only rank 0 talks to the services"
+        return self.main
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that this process, or its GPU, has held."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _headline(metrics: dict[str, float]) -> dict[str, str]:
+    names = {
+        "reward_mean": "reward",
+        "accuracy": "accuracy",
+        "loss": "loss",
+        "entropy": "entropy",
+        "length_mean": "length",
+        "staleness_max": "staleness",
+    }
+    line = {short: f"{metrics[name]:.3g}" for name, short in names.items() if name in metrics}
+    phases = ("wait", "generate", "reward", "store", "train", "publish", "evaluate", "step")
+    return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in phases if f"seconds_{name}" in metrics}
+
+
+def _to_json(groups: Sequence[TrainingGroup]) -> list[Any]:
+    return [asdict(group) for group in groups]
+
+
+def _from_json(groups: list[Any]) -> list[TrainingGroup]:
+    return [
+        TrainingGroup(g["prompt_ids"], [TrainingSequence(**s) for s in g["sequences"]], g["group_id"]) for g in groups
+    ]

@@ -1,0 +1,148 @@
+"""What a run leaves in its directory: settings, metrics, samples, TensorBoard events, the reward curve, the summary."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from prometheus_client import Gauge
+
+from services.protocol import Group
+from trainer.config import TrainerSettings
+
+METRIC = Gauge("trainer_metric", "The newest value of each metric of metrics.jsonl.", ["name"])
+STEPS = Gauge("trainer_steps", "Completed steps.")
+POLICY_VERSION = Gauge("trainer_policy_version", "The newest published policy version.")
+
+AVERAGED_STEPS = 3
+"""Steps at the start and at the end over which the summary averages rewards."""
+
+
+class RunFiles:
+    """Writes the run directory; only rank 0 has one."""
+
+    def __init__(self, settings: TrainerSettings, resumed_step: int) -> None:
+        """Opens the run directory and drops what an earlier life of the run wrote after ``resumed_step``."""
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.settings = settings
+        self.directory = settings.run_dir
+        self.directory.mkdir(parents=True, exist_ok=True)
+        _write(self.directory / "config.json", settings.model_dump(mode="json"))
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _drop_after(self.directory / name, resumed_step)
+        self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
+        self._wandb = _start_wandb(settings) if settings.wandb_api_key else None
+
+    def record_step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Appends one step's metrics and a few of its groups."""
+        _append(self.directory / "metrics.jsonl", [{"step": step, "time": time.time(), **metrics}])
+        _append(
+            self.directory / "samples.jsonl",
+            [
+                {
+                    "step": step,
+                    "group_id": g.group_id,
+                    "prompt": g.prompt,
+                    "ground_truth": g.ground_truth,
+                    "completion": e.completion,
+                    "reward": e.reward,
+                    "finish_reason": e.finish_reason.value,
+                    "policy_version": e.oldest_version,
+                    "tokens": len(e.completion_ids),
+                    "result": e.result.model_dump(mode="json", exclude_none=True),
+                }
+                for g in groups[: self.settings.logged_groups]
+                for e in g.experiences
+            ],
+        )
+        STEPS.set(step)
+        for name, value in metrics.items():
+            METRIC.labels(name).set(value)
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and the reward curve."""
+        _write(self.directory / "summary.json", summary)
+        draw_reward_curve(self.directory)
+
+    def close(self) -> None:
+        """Flushes what is buffered."""
+        self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def mean_of_first(rewards: Sequence[float]) -> float | None:
+    """Mean reward of the first steps; None without steps."""
+    return statistics.fmean(rewards[:AVERAGED_STEPS]) if rewards else None
+
+
+def mean_of_last(rewards: Sequence[float]) -> float | None:
+    """Mean reward of the last steps; None without steps."""
+    return statistics.fmean(rewards[-AVERAGED_STEPS:]) if rewards else None
+
+
+def draw_reward_curve(run_dir: Path) -> None:
+    """Draws reward.png from metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = [line["step"] for line in lines if "reward_mean" in line]
+    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards, marker="o", markersize=3, label="training reward")
+    accuracies = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
+    if accuracies:
+        axes.plot(*zip(*accuracies, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
+    axes.set(xlabel="step", ylabel="mean reward, accuracy", title=run_dir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(run_dir / "reward.png", dpi=120)
+
+
+def _start_wandb(settings: TrainerSettings) -> Any:
+    import wandb
+
+    assert settings.wandb_api_key is not None
+    wandb.login(key=settings.wandb_api_key.get_secret_value())
+    return wandb.init(
+        project=settings.wandb_project,
+        name=settings.run_id,
+        id=settings.run_id,
+        resume="allow",
+        dir=str(settings.run_dir),
+        config=settings.model_dump(mode="json", exclude={"wandb_api_key", "jobgroup_token"}),
+    )
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    with path.open("ab") as stream:
+        stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    temporary.rename(path)
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keeps the records up to ``step``; a line cut off by a kill is dropped with those after it."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n") or orjson.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(b"".join(kept))
+    temporary.rename(path)

@@ -1,0 +1,78 @@
+"""Runs coroutines beside the training: rank 0's clients, collectors and status page live on an event loop of their
+own."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1
+
+
+class InterruptedCallError(Exception):
+    """A call was given up because the run was asked to stop."""
+
+
+class ServiceThread:
+    """An event loop in a thread. A context manager: leaving it cancels what still runs."""
+
+    def __init__(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self._should_stop = should_stop
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="services", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    def call(self, work: Coroutine[Any, Any, T], deadline_seconds: float, *, interruptible: bool = False) -> T:
+        """Runs ``work`` and waits for its result.
+
+        Args:
+            work: a coroutine.
+            deadline_seconds: longest wait.
+            interruptible: give up as soon as the run is asked to stop.
+
+        Raises:
+            TimeoutError: it took longer than the deadline.
+            InterruptedCallError: the run was asked to stop.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        end = time.monotonic() + deadline_seconds
+        while True:
+            try:
+                return future.result(timeout=POLL_SECONDS)
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+            if interruptible and self._should_stop():
+                future.cancel()
+                raise InterruptedCallError
+            if time.monotonic() > end:
+                future.cancel()
+                raise TimeoutError(f"{work!r} took longer than {deadline_seconds:g} s")
+
+    def start(self, work: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        """Starts ``work`` and returns its future; it is cancelled when the thread ends."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+async def _cancel_all() -> None:
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

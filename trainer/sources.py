@@ -1,0 +1,141 @@
+"""Where a step's groups come from: generated for the step (synchronous), or from the fresh queue (asynchronous)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from services.clients import DataClient, ReplayClient
+from services.errors import DependencyLostError
+from services.logs import get_logger
+from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt
+from trainer.config import TrainerSettings
+from trainer.experience import GroupMaker, has_signal, initial_priority
+
+log = get_logger(__name__)
+
+LEASE_WAIT_SECONDS = 5.0
+
+
+@dataclass
+class Batch:
+    """The groups of one step, and what it took to get them."""
+
+    groups: list[Group]
+    seconds: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+class GroupSource(Protocol):
+    """Hands out each step's groups, each group once."""
+
+    async def next(self, policy_version: int) -> Batch:
+        """The next batch. Empty when the training prompts are used up."""
+
+    async def trained(self) -> None:
+        """The last batch was trained on."""
+
+    def cursor(self) -> Cursor:
+        """Which prompts are used, the last batch included."""
+
+
+class SynchronousSource:
+    """Steps 1 to 4: fetch prompts, generate, score, store; nothing runs ahead of the step."""
+
+    def __init__(
+        self, settings: TrainerSettings, data: DataClient, maker: GroupMaker, replay: ReplayClient, cursor: Cursor
+    ) -> None:
+        self.settings = settings
+        self.data = data
+        self.maker = maker
+        self.replay = replay
+        self._cursor = cursor
+
+    async def next(self, policy_version: int) -> Batch:
+        """See GroupSource."""
+        batch = Batch([])
+        cursor = self._cursor
+        wanted = self.settings.batch_size
+        for attempt in range(self.settings.dynamic_sampling_tries + 1):
+            prompts, cursor = await self._prompts(wanted, cursor)
+            started = time.perf_counter()
+            made = [g for g in await asyncio.gather(*map(self.maker.make, prompts)) if g is not None]
+            batch.seconds["generate"] = batch.seconds.get("generate", 0.0) + time.perf_counter() - started
+            if prompts and not made:
+                raise DependencyLostError(f"none of {len(prompts)} prompts got a completion from the rollout workers")
+            last = attempt == self.settings.dynamic_sampling_tries or not prompts
+            kept = made if last else [g for g in made if has_signal(g, self.settings)]
+            batch.counts["groups_resampled"] = batch.counts.get("groups_resampled", 0.0) + len(made) - len(kept)
+            batch.groups += kept
+            wanted = self.settings.batch_size - len(batch.groups)
+            if wanted == 0 or last:
+                break
+        started = time.perf_counter()
+        if batch.groups:
+            await self.replay.add(batch.groups, [initial_priority(g) for g in batch.groups])
+        batch.seconds["store"] = time.perf_counter() - started
+        self._cursor = cursor
+        return batch
+
+    async def trained(self) -> None:
+        """Nothing to do: the groups are in the replay buffer already."""
+
+    def cursor(self) -> Cursor:
+        """See GroupSource."""
+        return self._cursor
+
+    async def _prompts(self, wanted: int, cursor: Cursor) -> tuple[list[Prompt], Cursor]:
+        """Up to ``wanted`` prompts of the epochs to be trained."""
+        reply = await self.data.prompts(wanted, cursor=cursor)
+        return [p for p in reply.prompts if p.epoch < self.settings.num_epochs], reply.cursor
+
+
+class AsynchronousSource:
+    """Leases groups which collectors pushed into the fresh queue; a lease is acknowledged once trained on."""
+
+    def __init__(self, settings: TrainerSettings, replay: ReplayClient) -> None:
+        self.settings = settings
+        self.replay = replay
+        self._leases: list[str] = []
+
+    async def next(self, policy_version: int) -> Batch:
+        """See GroupSource.
+
+        Raises:
+            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+        """
+        batch = Batch([], counts={"groups_dropped_stale": 0.0})
+        started = time.monotonic()
+        while (missing := self.settings.batch_size - len(batch.groups)) > 0:
+            waited = time.monotonic() - started
+            if waited > self.settings.fresh_wait_seconds:
+                raise DependencyLostError(
+                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
+                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
+                )
+            reply = await self.replay.lease(
+                LeaseRequest(
+                    max_groups=missing,
+                    min_groups=missing,
+                    min_policy_version=max(policy_version - self.settings.max_staleness, 0),
+                    wait_seconds=min(LEASE_WAIT_SECONDS, self.settings.fresh_wait_seconds),
+                )
+            )
+            batch.counts["groups_dropped_stale"] += reply.dropped_stale
+            batch.groups += reply.groups
+            if reply.lease_id is not None:
+                self._leases.append(reply.lease_id)
+        batch.seconds["wait"] = time.monotonic() - started
+        return batch
+
+    async def trained(self) -> None:
+        """Acknowledges the batch's leases, which moves its groups into the replay store."""
+        for lease_id in self._leases:
+            await self.replay.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=self.settings.replay_groups > 0))
+        self._leases.clear()
+
+    def cursor(self) -> Cursor:
+        """The collectors' cursor lives in the data-server."""
+        return Cursor()

@@ -1,0 +1,56 @@
+"""The trainer's own HTTP service: health, metrics and where the run stands, on :8004."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.endpoints import STATUS_PORT, Task, bind_address
+from services.scaffold import create_app, listen
+from trainer.config import TrainerSettings
+
+
+@dataclass
+class RunStatus:
+    """Where the run stands; the loop updates it, GET /stats shows it."""
+
+    phase: str = "starting"
+    step: int = 0
+    total_steps: int = 0
+    policy_version: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def stats(self) -> dict[str, Any]:
+        """The content of GET /stats."""
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "policy_version": self.policy_version,
+            "metrics": self.metrics,
+        }
+
+
+def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
+    """The application of the status service."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    return create_app(Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats)
+
+
+async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
+    """Serves until cancelled."""
+    address = bind_address(Task.TRAINER, STATUS_PORT)
+    listener = listen(settings.trainer_listen_host or address.host, settings.trainer_listen_port or address.port)
+    config = uvicorn.Config(
+        create_status_app(settings, status), access_log=False, log_config=None, log_level="warning", lifespan="on"
+    )
+    await uvicorn.Server(config).serve(sockets=[listener])
