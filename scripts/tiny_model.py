@@ -38,10 +38,10 @@ class Question:
 
 
 def questions(max_operand: int = 9) -> list[Question]:
-    """Every ``a+b=`` and ``a-b=`` with operands from 0 to ``max_operand``."""
+    """Every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
     operands = range(max_operand + 1)
     sums = [Question(f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
-    return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands]
+    return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
 
 
 def build_tokenizer() -> Qwen2Tokenizer:

@@ -1,0 +1,163 @@
+"""What a person sees of a run: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from scripts.local.environment import Run
+from scripts.local.progress import Pace, Step
+from scripts.local.spec import TaskSpec
+from scripts.local.supervisor import State
+
+# A component that answered once counts as silent after so many unanswered questions in a row.
+SILENT_AFTER = 5
+TAIL_LINES = 15
+
+_STYLES = {
+    "up": "green",
+    "ended": "green",
+    "failed": "bold red",
+    "silent": "bold yellow",
+    "restarting": "yellow",
+    "stopped": "dim",
+}
+
+
+@dataclass
+class _Node:
+    state: str = State.WAITING.value
+    unanswered: int = 0
+
+
+class View:
+    """Prints what happens as it happens; as a context manager it also keeps a live view below, on a terminal."""
+
+    def __init__(self, run: Run, console: Console, *, live: bool) -> None:
+        self._run = run
+        self._console = console
+        self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
+        self._step: Step | None = None
+        self._pace = Pace()
+        self._memory = 0
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> View:
+        """Starts the live view."""
+        self._console.print(
+            f"run {self._run.run_id}, logs in {_shown(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
+        )
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves its last picture standing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
+        """The state of a node changed, or that of a whole task."""
+        for own_rank in range(task.num_nodes) if rank is None else [rank]:
+            self._nodes[task.name, own_rank] = _Node(state.value)
+        name = task.name if rank is None else f"{task.name}-{rank}"
+        self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
+        if state is State.FAILED and rank is not None:
+            self._tail(self._run.log(task, rank))
+
+    def health(self, task: str, rank: int, is_up: bool) -> None:
+        """A node answered, or did not."""
+        node = self._nodes[task, rank]
+        if node.state not in (State.RUNNING, "up", "silent"):
+            return
+        node.unanswered = 0 if is_up else node.unanswered + 1
+        if is_up and node.state != "up":
+            node.state = "up"
+            self._say(f"{task}-{rank} up", "green")
+        elif node.state == "up" and node.unanswered >= SILENT_AFTER:
+            node.state = "silent"
+            self._say(f"{task}-{rank} does not answer", "bold yellow")
+
+    def step(self, step: Step) -> None:
+        """A step ended."""
+        self._step = step
+        self._pace.seen(step)
+        self._say(describe(step, self._pace.seconds_left(step)))
+
+    def memory(self, memory_bytes: int) -> None:
+        """The memory of all processes together was measured."""
+        self._memory = memory_bytes
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style=style), soft_wrap=True)
+
+    def _tail(self, log: Path) -> None:
+        if not log.exists():
+            return
+        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        self._say(f"the end of {_shown(log)}:\n" + "\n".join(f"  {line}" for line in lines), "dim")
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False)
+        for column in ("component", "state", "address", "log"):
+            table.add_column(column, overflow="fold")
+        for task in self._run.group.tasks:
+            for rank in range(task.num_nodes):
+                node = self._nodes[task.name, rank]
+                table.add_row(
+                    f"{task.name}-{rank}",
+                    Text(node.state, style=_STYLES.get(node.state, "")),
+                    self._run.addresses.hosts[task.name][rank],
+                    _shown(self._run.log(task, rank)),
+                )
+        return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
+
+    def _bar(self) -> RenderableType:
+        step = self._step
+        if step is None or step.total_steps is None:
+            return Text("no step yet" if step is None else f"step {step.step}", style="dim")
+        grid = Table.grid(padding=(0, 1))
+        left = self._pace.seconds_left(step)
+        grid.add_row(
+            ProgressBar(total=step.total_steps, completed=step.step, width=40),
+            f"step {step.step}/{step.total_steps}",
+            "" if step.reward is None else f"reward {step.reward:.3f}",
+            "" if left is None else f"{duration(left)} left",
+        )
+        return grid
+
+
+def describe(step: Step, seconds_left: float | None) -> str:
+    """A step on one line: number, reward, loss, seconds by phase, time left."""
+    of = f"/{step.total_steps}" if step.total_steps else ""
+    parts = [f"step {step.step}{of}"]
+    if step.reward is not None:
+        parts.append(f"reward {step.reward:.3f}")
+    if step.loss is not None:
+        parts.append(f"loss {step.loss:+.4f}")
+    if step.seconds:
+        parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in step.seconds.items()))
+    if seconds_left is not None:
+        parts.append(f"{duration(seconds_left)} left")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """``45s``, ``3m05s`` or ``2h07m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _shown(path: Path) -> str:
+    """``path`` from here if it is below, else whole."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,170 @@
+"""Runs a job group on this machine: ``python -m scripts.run_local jobgroup.yaml --env MODEL_NAME=...``.
+
+It starts the tasks' own ``run`` commands as processes, as SkyPilot would start them on nodes, and is for development,
+demos and tests; anything larger is SkyPilot's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+
+from scripts.local import environment, gpus, health, nodes, processes, progress, spec, summary
+from scripts.local.environment import Run
+from scripts.local.supervisor import Outcome, Supervisor
+from scripts.local.view import View
+from services.errors import EXIT_CONFIGURATION, ConfigurationError
+
+MEMORY_POLL_SECONDS = 1.0
+STEP_POLL_SECONDS = 0.3
+
+
+def main(
+    path: Annotated[Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML.")] = Path("jobgroup.yaml"),
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE for every task; NAME alone takes it from here. Repeatable.")
+    ] = None,
+    secret: Annotated[list[str] | None, typer.Option(help="As --env, for secrets. Repeatable.")] = None,
+    num_nodes: Annotated[
+        list[str] | None, typer.Option(help="TASK=COUNT: how many nodes a task has. Repeatable.")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option(help="Name of the run; that of a former run resumes it. Default: from the time.")
+    ] = None,
+    shared_dir: Annotated[
+        Path, typer.Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")
+    ] = Path(),
+    live: Annotated[
+        bool | None, typer.Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")
+    ] = None,
+    own_hosts: Annotated[
+        bool | None,
+        typer.Option(
+            "--own-hosts/--shared-host",
+            help="Whether each node has an address of its own or all share 127.0.0.1. Default: own where possible.",
+        ),
+    ] = None,
+) -> None:
+    """Runs the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
+    console = Console()
+    try:
+        overrides = spec.Overrides(
+            environment=spec.assignments(env or [], "--env"),
+            secrets=spec.assignments(secret or [], "--secret"),
+            num_nodes=spec.counts(num_nodes or []),
+        )
+        group = spec.load(path, overrides)
+        environment.check_mounts(group)
+        with nodes.allocate(group, own_hosts=own_hosts) as addresses:
+            run = Run(
+                group=group,
+                run_id=run_id or overrides.environment.get("RUN_ID") or environment.new_run_id(group),
+                shared_dir=shared_dir.resolve(),
+                addresses=addresses,
+                gpus=gpus.visible(),
+                mark=f"run-{uuid.uuid4().hex}",
+            )
+            with _locked(run), _watchdog(run):
+                exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
+    except ConfigurationError as error:
+        print(f"run_local: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_CONFIGURATION) from error
+    raise typer.Exit(exit_code)
+
+
+async def _run(run: Run, console: Console, live: bool) -> int:
+    since = time.time()
+    peak = 0
+    with View(run, console, live=live) as view:
+        supervisor = Supervisor(run, view.state)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, supervisor.stop, number)
+
+        async def watch_steps() -> None:
+            metrics = progress.MetricsFile(run.run_dir / "metrics.jsonl")
+            while True:
+                for step in metrics.new_steps():
+                    view.step(step)
+                await asyncio.sleep(STEP_POLL_SECONDS)
+
+        async def watch_memory() -> None:
+            nonlocal peak
+            while True:
+                memory = await asyncio.to_thread(_memory_of_children)
+                peak = max(peak, memory)
+                view.memory(memory)
+                await asyncio.sleep(MEMORY_POLL_SECONDS)
+
+        watchers = [
+            asyncio.create_task(watcher) for watcher in (watch_steps(), watch_memory(), health.watch(run, view.health))
+        ]
+        running = asyncio.create_task(supervisor.run())
+        # A watcher ends only by an error of its own, which must not pass unseen.
+        await asyncio.wait({running, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        outcome: Outcome
+        try:
+            for watcher in watchers:
+                if watcher.done():
+                    supervisor.stop(signal.SIGTERM)
+                    watcher.result()
+            outcome = await running
+        finally:
+            if not running.done():
+                await running
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+    summary.record(run, outcome, peak)
+    summary.show(console, run, outcome, peak, summary.trainer_summary(run, since))
+    return outcome.exit_code
+
+
+def _memory_of_children() -> int:
+    return processes.memory_bytes(psutil.Process().children(recursive=True))
+
+
+@contextlib.contextmanager
+def _locked(run: Run) -> Iterator[None]:
+    """Keeps a second runner out of the run directory."""
+    run.run_dir.mkdir(parents=True, exist_ok=True)
+    with (run.run_dir / "runner.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"run {run.run_id} is already running in {run.run_dir}; end it or give another --run-id"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _watchdog(run: Run) -> Iterator[None]:
+    """Has the run's processes ended even if this one is killed."""
+    environment_without_mark = {name: value for name, value in os.environ.items() if name != processes.MARK}
+    # Leaving the context closes its input, whereupon it finds nothing to end and ends itself.
+    with subprocess.Popen(
+        [sys.executable, "-m", "scripts.local.watchdog", run.mark],
+        stdin=subprocess.PIPE,
+        env=environment_without_mark,
+        start_new_session=True,
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    typer.run(main)

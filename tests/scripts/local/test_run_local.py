@@ -1,0 +1,297 @@
+"""The rules by which the local runner starts, restarts and ends the tasks of a job group."""
+
+import json
+import signal
+import time
+
+import psutil
+import pytest
+
+from tests.scripts.local.runner import HEADER, Runner, is_running, run, task
+
+DONE = task("ppo-trainer", "exit 0")
+
+
+def recovery(**fields):
+    return {"job_recovery": fields}
+
+
+def test_the_exit_code_is_the_trainers(tmp_path):
+    assert run(tmp_path, task("ppo-trainer", "exit 0")).exit_code == 0
+    assert run(tmp_path, task("ppo-trainer", "exit 7")).exit_code == 7
+
+
+def test_a_task_sees_what_skypilot_sets(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "env", num_nodes=2), task("reward-server", "exec sleep 60"))
+    for rank in (0, 1):
+        variables = dict(line.split("=", 1) for line in ended.log("ppo-trainer", rank).splitlines() if "=" in line)
+        assert variables["SKYPILOT_JOBGROUP_NAME"] == "group"
+        assert variables["SKYPILOT_NODE_RANK"] == str(rank)
+        assert variables["SKYPILOT_NUM_NODES"] == "2"
+        assert variables["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
+        assert variables["RUN_ID"] == "test"
+        endpoints = json.loads(variables["JOBGROUP_ENDPOINTS"])
+        assert {"reward-server-0:8002", "ppo-trainer-0:8004", "ppo-trainer-1:29500"} <= endpoints.keys()
+        assert endpoints["ppo-trainer-1:8004"].startswith(endpoints["ppo-trainer-1:29500"].rpartition(":")[0])
+
+
+def test_every_node_has_a_log_of_its_own(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "echo out $SKYPILOT_NODE_RANK; echo err >&2", num_nodes=2))
+    assert ended.log("ppo-trainer", 0).splitlines()[1:] == ["out 0", "err"]
+    assert ended.log("ppo-trainer", 1).splitlines()[1:] == ["out 1", "err"]
+
+
+def test_a_task_restarts_while_its_budget_lasts(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "echo x >> starts; exit 5", resources=recovery(max_restarts_on_errors=1)))
+    assert ended.exit_code == 5
+    assert (tmp_path / "starts").read_text().split() == ["x", "x"]
+    assert ended.record["restarts"] == {"ppo-trainer": 1}
+    assert "after 1 of 1 restarts on errors" in ended.output
+
+
+def test_recoverable_exit_codes_cost_no_budget(tmp_path):
+    command = "echo x >> starts; if [ $(wc -l < starts) -lt 3 ]; then exit 33; fi"
+    fields = recovery(max_restarts_on_errors=0, recover_on_exit_codes=[33])
+    ended = run(tmp_path, task("ppo-trainer", command, resources=fields))
+    assert ended.exit_code == 0
+    assert ended.record["restarts"] == {"ppo-trainer": 2}
+
+
+def test_one_failing_node_restarts_all_nodes_of_its_task(tmp_path):
+    command = """
+        echo x >> starts-$SKYPILOT_NODE_RANK
+        if [ $SKYPILOT_NODE_RANK = 1 ] && [ $(wc -l < starts-1) = 1 ]; then
+          until [ -e starts-0 ]; do sleep 0.01; done; exit 33
+        fi
+        if [ $(wc -l < starts-0) = 1 ]; then sleep 60; fi
+    """
+    ended = run(tmp_path, task("ppo-trainer", command, num_nodes=2, resources=recovery(recover_on_exit_codes=[33])))
+    assert ended.exit_code == 0
+    assert (tmp_path / "starts-0").read_text().split() == ["x", "x"]
+    assert "ppo-trainer-0 stopped, exit code 137" in ended.output
+
+
+def test_a_failing_auxiliary_restarts_without_the_others_noticing(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "until [ -e again ]; do sleep 0.01; done"),
+        task(
+            "reward-server",
+            "if [ -e once ]; then touch again; exec sleep 60; fi; touch once; exit 1",
+            resources=recovery(max_restarts_on_errors=1),
+        ),
+    )
+    assert ended.exit_code == 0
+    assert ended.record["restarts"] == {"reward-server": 1}
+
+
+def test_what_is_wrongly_configured_stops_the_run_without_restarts(tmp_path):
+    resources = recovery(max_restarts_on_errors=5, recover_on_exit_codes=[33])
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "exec sleep 60"),
+        task("data-server", "echo x >> starts; echo DATASET is missing >&2; exit 78", resources=resources),
+    )
+    assert ended.exit_code == 78
+    assert (tmp_path / "starts").read_text().split() == ["x"]
+    assert "DATASET is missing" in ended.output
+    assert "data-server cannot run as it is configured" in ended.output
+
+
+def test_a_trainer_is_not_restarted_for_ever_when_a_service_is_gone_for_good(tmp_path):
+    ended = run(
+        tmp_path,
+        task(
+            "ppo-trainer",
+            "until [ -e gone ]; do sleep 0.01; done; sleep 0.3; exit 33",
+            resources=recovery(recover_on_exit_codes=[33]),
+        ),
+        task("reward-server", "touch gone; exit 1"),
+    )
+    assert ended.exit_code == 33
+    assert ended.record["restarts"] == {}
+    assert "not restarted, since reward-server failed for good" in ended.output
+
+
+def test_auxiliaries_outlive_the_trainer_by_their_delay(tmp_path):
+    ended = run(
+        tmp_path,
+        DONE,
+        task("replay-buffer", "trap 'exit 0' TERM; while sleep 0.1; do date +%s.%N >> replay; done"),
+        task("reward-server", "trap 'exit 0' TERM; while sleep 0.1; do date +%s.%N >> reward; done"),
+        header=HEADER + "termination_delay: {default: 0s, replay-buffer: 2s}\n",
+    )
+    assert ended.exit_code == 0
+    lived = {name: len((tmp_path / name).read_text().split()) for name in ("replay",)}
+    rewards = (tmp_path / "reward").read_text().split() if (tmp_path / "reward").exists() else []
+    assert lived["replay"] >= 10
+    assert len(rewards) < lived["replay"] / 2
+
+
+def test_auxiliaries_end_at_once_when_the_trainer_fails(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "exit 1"),
+        task("replay-buffer", "exec sleep 60"),
+        header=HEADER + "termination_delay: 60s\n",
+    )
+    assert ended.exit_code == 1
+    assert ended.seconds < 20
+
+
+def test_an_auxiliary_may_finish_what_it_does_when_asked_to_end(tmp_path):
+    run(
+        tmp_path,
+        task("ppo-trainer", "until [ -e up ]; do sleep 0.01; done"),
+        task("replay-buffer", "trap 'sleep 0.5; touch flushed; exit 0' TERM; touch up; while :; do sleep 0.05; done"),
+    )
+    assert (tmp_path / "flushed").exists()
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds_however_stubborn(tmp_path):
+    (tmp_path / "stubborn.sh").write_text(
+        "for i in 1 2; do (trap '' TERM; sleep 300 & echo $! >> pids; wait) & done\n"
+        "trap '' TERM; echo $$ >> pids; touch started; while :; do sleep 1; done\n"
+    )
+    runner = Runner(tmp_path, task("ppo-trainer", "exec bash stubborn.sh"), task("reward-server", "exec sleep 300"))
+    runner.wait_for("started")
+    asked = time.monotonic()
+    runner.send(signal.SIGINT)
+    ended = runner.end()
+    assert time.monotonic() - asked < 10
+    assert ended.exit_code == 130
+    assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_running(int(pid))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_requests_to_end_are_as_good_as_ctrl_c(tmp_path, number):
+    runner = Runner(tmp_path, task("ppo-trainer", "echo $$ > pid.tmp; mv pid.tmp pid; exec sleep 300"))
+    pid = int(runner.wait_for("pid").read_text())
+    runner.send(number)
+    assert runner.end().exit_code == 128 + number
+    assert not is_running(pid)
+
+
+def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
+    runner = Runner(tmp_path, task("ppo-trainer", "trap '' TERM; touch started; while :; do sleep 0.1; done"))
+    runner.wait_for("started")
+    asked = time.monotonic()
+    runner.send(signal.SIGINT)
+    time.sleep(0.5)
+    runner.send(signal.SIGINT)
+    assert runner.end().exit_code == 130
+    assert time.monotonic() - asked < 6
+
+
+def test_processes_in_sessions_of_their_own_end_too(tmp_path):
+    (tmp_path / "detach.py").write_text(
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+        "open('pid', 'w').write(str(child.pid))\n"
+    )
+    ended = run(tmp_path, task("ppo-trainer", "python detach.py"))
+    assert ended.exit_code == 0
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_ctrl_c_lets_the_trainer_write_a_checkpoint_while_the_services_still_serve(tmp_path):
+    runner = Runner(
+        tmp_path,
+        task(
+            "ppo-trainer",
+            "trap 'kill -0 $(cat server) && sleep 1 && kill -0 $(cat server) && touch checkpoint; exit 0' TERM\n"
+            "until [ -e server ]; do sleep 0.01; done; touch started; while :; do sleep 0.05; done",
+        ),
+        task("replay-buffer", "echo $$ > server.tmp; mv server.tmp server; exec sleep 300"),
+    )
+    runner.wait_for("started")
+    runner.send(signal.SIGINT)
+    assert runner.end().exit_code == 130
+    assert (tmp_path / "checkpoint").exists()
+
+
+def test_a_killed_runner_leaves_no_process_behind(tmp_path):
+    runner = Runner(tmp_path, task("ppo-trainer", "echo $$ > pid.tmp; mv pid.tmp pid; exec sleep 300"))
+    pid = int(runner.wait_for("pid").read_text())
+    runner.send(signal.SIGKILL)
+    runner.process.wait()
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=15)
+    assert not is_running(pid)
+
+
+def test_a_run_that_goes_on_is_not_started_twice(tmp_path):
+    runner = Runner(tmp_path, task("ppo-trainer", "touch started; exec sleep 300"))
+    runner.wait_for("started")
+    second = run(tmp_path, DONE)
+    assert second.exit_code == 78
+    assert "already running" in second.output
+    runner.send(signal.SIGTERM)
+    assert runner.end().exit_code == 143
+
+
+def test_options_reach_the_tasks(tmp_path):
+    ended = run(
+        tmp_path,
+        task(
+            "ppo-trainer",
+            "echo $MODEL_NAME $NEW $KEY $SKYPILOT_NUM_NODES",
+            envs={"MODEL_NAME": None},
+            secrets={"KEY": ""},
+        ),
+        arguments=("--env", "MODEL_NAME=m", "--env", "NEW=n", "--secret", "KEY=k", "--num-nodes", "ppo-trainer=2"),
+    )
+    assert ended.log("ppo-trainer", 1).splitlines()[1:] == ["m n k 2"]
+
+
+def test_a_run_starts_only_with_a_sound_file_and_options(tmp_path):
+    needs = task("ppo-trainer", "touch ran", envs={"MODEL_NAME": None})
+    ended = run(tmp_path, needs)
+    assert ended.exit_code == 78
+    assert "task ppo-trainer needs ['MODEL_NAME']; give --env MODEL_NAME=VALUE" in ended.output.replace("\n", "")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_steps_are_told_as_they_come(tmp_path):
+    command = """
+        for step in 1 2 3; do
+          echo '{"step": '$step', "total_steps": 3, "reward_mean": 0.'$step', "loss": 0.01, "seconds_generate": 1.5}' \\
+            >> $SHARED_DIR/runs/$RUN_ID/metrics.jsonl
+          sleep 0.5
+        done
+        echo '{"status": "completed", "steps": 3, "reward_first": 0.1, "reward_last": 0.3}' \\
+          > $SHARED_DIR/runs/$RUN_ID/summary.json
+    """
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", command, envs={"SHARED_DIR": "/shared"}, volumes={"/shared": "volume"}),
+        arguments=("--plain",),
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "step 2/3  reward 0.200  loss +0.0100  generate 1.5s" in ended.output
+    assert "left" in ended.output
+    assert "0.100 → 0.300" in ended.output
+
+
+def test_the_end_of_a_failed_components_log_is_shown(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "echo the reason; exit 3"))
+    assert "the reason" in ended.output
+
+
+@pytest.mark.parametrize("hosts", ["--own-hosts", "--shared-host"])
+def test_it_says_when_a_component_is_up(tmp_path, hosts):
+    (tmp_path / "server.py").write_text(
+        "import http.server, json, os\n"
+        "host, port = json.loads(os.environ['JOBGROUP_ENDPOINTS'])['reward-server-0:8002'].split(':')\n"
+        "class Healthy(http.server.BaseHTTPRequestHandler):\n"
+        "    def do_GET(self):\n"
+        "        self.send_response(200); self.end_headers(); open('asked', 'w')\n"
+        "http.server.HTTPServer((host, int(port)), Healthy).serve_forever()\n"
+    )
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "until [ -e asked ]; do sleep 0.01; done; sleep 0.5"),
+        task("reward-server", "exec python server.py"),
+        arguments=(hosts,),
+    )
+    assert ended.exit_code == 0, ended.output
+    assert "reward-server-0 up" in ended.output
