@@ -72,7 +72,7 @@ class Collector:
     async def _wait_for_room(self) -> None:
         most = self.settings.batch_size * (self.settings.max_staleness + 1)
         while True:
-            if (await self.replay.stats()).queue_waiting < most:
+            if (await self.replay.stats()).waiting < most:
                 return
             await asyncio.sleep(FULL_QUEUE_POLL_SECONDS)
 
