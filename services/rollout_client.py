@@ -1,0 +1,190 @@
+"""Generates completions through the router: token ids in, completions with their log-probabilities out.
+
+One request a prompt with ``n``, so that the worker computes the prompt once. What comes back short or aborted is
+asked for again; an id outside the vocabulary is refused here, since it would take a worker down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from prometheus_client import Counter, Gauge
+from pydantic import ValidationError
+
+from services import endpoints
+from services.errors import DependencyLostError
+from services.http_client import HttpClient
+from services.logs import get_logger
+from services.protocol import Completion, FinishReason, VersionSpan
+
+log = get_logger(__name__)
+
+REQUESTS = Counter("rollout_requests", "Generation requests sent.")
+COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
+RESUBMITTED = Counter("rollout_resubmitted", "Completions asked for again, by reason.", ["reason"])
+MISSING = Counter("rollout_missing", "Completions that could not be had within deadline and tries.")
+TOKENS = Counter("rollout_tokens", "Completion tokens received.")
+IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
+
+MAX_ROUNDS = 4
+"""How often a prompt's missing completions are asked for before the group stays short."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. ``top_k`` of -1 and ``top_p`` of 1 cut nothing; a temperature of 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: Sequence[int] = ()
+
+
+class RolloutClient:
+    """Completions from the rollout workers behind a router. An async context manager, used within one event loop."""
+
+    def __init__(
+        self,
+        endpoint: endpoints.Endpoint | None = None,
+        token: str | None = None,
+        *,
+        vocab_size: int,
+        max_concurrency: int = 64,
+        deadline_seconds: float = 600.0,
+    ) -> None:
+        """Makes a client.
+
+        Args:
+            endpoint: the router's, or one worker's; by default the job group's router.
+            token: sent as ``Authorization: Bearer``.
+            vocab_size: ids of prompts must be below.
+            max_concurrency: prompts in flight; further calls wait.
+            deadline_seconds: for one call of ``generate``, all tries included.
+        """
+        address = endpoint or endpoints.router()
+        self.vocab_size = vocab_size
+        self.deadline_seconds = deadline_seconds
+        self._places = asyncio.Semaphore(max_concurrency)
+        self._http = HttpClient(
+            address.url,
+            token=token,
+            service="rollout-server",
+            timeout=deadline_seconds,
+            deadline=deadline_seconds,
+            max_connections=max_concurrency + 8,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.__aexit__(kind, error, trace)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None = None
+    ) -> list[Completion]:
+        """``n`` completions of a prompt, or those that could be had.
+
+        Completions that were aborted or lost are asked for again, up to MAX_ROUNDS times within the deadline; whole
+        ones are kept. With a ``seed``, the i-th request of the call has seed + i, so that a repeated call draws the
+        same.
+
+        Args:
+            prompt_ids: token ids of the whole prompt.
+            params: how to sample.
+            n: completions.
+            seed: of the sampling; by default the worker's own.
+
+        Returns:
+            At most ``n`` completions, none of them aborted. Fewer are counted in ``rollout_missing_total``.
+
+        Raises:
+            ValueError: an id is not below ``vocab_size``, or there is none.
+            RequestRefusedError: the engine refuses the request, such as a prompt that is too long.
+            DependencyLostError: nothing answered within the deadline.
+        """
+        self._check(prompt_ids)
+        end = time.monotonic() + self.deadline_seconds
+        done: list[Completion] = []
+        async with self._places:
+            for attempt in range(MAX_ROUNDS):
+                left = end - time.monotonic()
+                if left <= 0 or len(done) >= n:
+                    break
+                try:
+                    received = await self._request(
+                        prompt_ids, params, n - len(done), None if seed is None else seed + attempt, left
+                    )
+                except DependencyLostError:
+                    if done:
+                        break
+                    raise
+                done += [c for c in received if c.finish_reason is not FinishReason.ABORT]
+                aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
+                RESUBMITTED.labels("aborted").inc(aborted)
+                RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
+        MISSING.inc(max(n - len(done), 0))
+        return done[:n]
+
+    async def _request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None, deadline: float
+    ) -> list[Completion]:
+        sampling: dict[str, Any] = {**asdict(params), "n": n, "stop_token_ids": list(params.stop_token_ids)}
+        if seed is not None:
+            sampling["sampling_seed"] = seed % 2**31
+        payload = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
+        REQUESTS.inc()
+        with IN_FLIGHT.track_inprogress():
+            response = await self._http.request("POST", "/generate", payload=payload, deadline=deadline)
+        completions = self._read(response)
+        for completion in completions:
+            COMPLETIONS.labels(completion.finish_reason.value).inc()
+            TOKENS.inc(len(completion.completion_ids))
+        return completions
+
+    def _read(self, response: httpx.Response) -> list[Completion]:
+        body = response.json()
+        try:
+            return [_completion(record) for record in (body if isinstance(body, list) else [body])]
+        except (KeyError, TypeError, ValueError, ValidationError) as error:
+            raise DependencyLostError(f"{response.url} answered what is not a completion: {error}") from error
+
+    def _check(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("a prompt has at least one token")
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
+            wrong = next(token for token in prompt_ids if not 0 <= token < self.vocab_size)
+            raise ValueError(f"prompt token {wrong} is not below the vocabulary size {self.vocab_size}")
+
+
+def _completion(record: dict[str, Any]) -> Completion:
+    """A completion from one record of SGLang's /generate reply."""
+    meta = record["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    ids = [pair[1] for pair in pairs]
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
+    return Completion(
+        completion=record.get("text") or "",
+        completion_ids=ids,
+        logprobs=[pair[0] for pair in pairs],
+        policy_versions=[
+            VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"]) for span in spans
+        ],
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+    )
