@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# Bounded so that no exponent within bounds makes it infinite.
+Priority = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 MAX_GROUP_SIZE = 1024
 MAX_TOKENS = 1_048_576
@@ -281,7 +283,7 @@ class AddGroupsRequest(StrictModel):
     """Body of POST /groups and POST /queue. Adding a group id twice changes nothing."""
 
     groups: list[Group] = Field(max_length=4096)
-    priorities: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
+    priorities: list[Priority] | None = None
 
     @model_validator(mode="after")
     def _one_priority_a_group(self) -> Self:
@@ -345,7 +347,7 @@ class SampleGroupsReply(WireModel):
 class UpdatePrioritiesRequest(StrictModel):
     """Body of POST /groups/priorities: new priorities by group id; unknown ids are counted, not an error."""
 
-    priorities: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    priorities: dict[str, Priority] = Field(max_length=65_536)
 
 
 class UpdatePrioritiesReply(WireModel):

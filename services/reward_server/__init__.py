@@ -1,0 +1,1 @@
+"""The reward-server: scores answers against ground truths."""

@@ -1,0 +1,144 @@
+"""Reading plain numbers exactly, in the spellings that models use, without floating point.
+
+Only what is certainly a number is read: anything else is left to math-verify.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+MAX_LENGTH = 200
+
+_REPLACEMENTS = (
+    (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\\frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r"\1/\2"),
+    (re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*|__|`"), ""),
+    (re.compile(r"\{,\}"), ","),
+    # Spaces within a number, and LaTeX's in general.
+    (re.compile(r"(?<=\d)(?:\\[,;:! ]|[\u00a0\u2009\u202f~])(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"\\[,;:! ]|[\u00a0\u2009\u202f~]|\\quad"), " "),
+    (re.compile(r"\\?%"), " % "),
+    (re.compile(r"\\?[$€£¥₹]"), " $ "),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|°|\\degree"), " degrees "),
+    (re.compile("[−–‒﹣－]"), "-"),  # noqa: RUF001  # these are the minus signs that models write
+)
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(
+    rf"""
+    (?P<before>(?:[A-Za-z][A-Za-z']++[ ,]*+)*+:?)       # words such as "about", or "Answer:"
+    \s*(?P<sign>[-+]?)\s*\$?\s*(?P<inner_sign>[-+]?)
+    (?P<number>{_DIGITS})
+    (?:\s?/\s?(?P<over>\d+(?:\.\d+)?))?
+    (?P<attached>[A-Za-z]*)
+    (?P<after>(?:\s+(?:\$|%|[A-Za-z][A-Za-z'.]*(?:-[A-Za-z]+)*(?:/[A-Za-z]+)*(?:\^\{{?[23]\}}?|[²³])?))*)
+    [\s.,;?$]*+
+    """,
+    re.VERBOSE | re.ASCII,
+)
+_UNIT_NAMES = (
+    "km cm mm nm kg mg ml mL lb lbs oz ft in mi mph kph kmh hr hrs h min mins sec secs s m g L l st nd rd th USD EUR"
+)
+_UNITS = frozenset(_UNIT_NAMES.split())
+# A letter alone is a variable unless it is one of these.
+_LETTERS = frozenset("mghsLlaA")
+_SCALES = {
+    "%": Fraction(1, 100),
+    "percent": Fraction(1, 100),
+    "percents": Fraction(1, 100),
+    "hundred": Fraction(100),
+    "thousand": Fraction(10**3),
+    "k": Fraction(10**3),
+    "K": Fraction(10**3),
+    "million": Fraction(10**6),
+    "billion": Fraction(10**9),
+    "trillion": Fraction(10**12),
+    "dozen": Fraction(12),
+}
+# Words that make more of a number than a number with a unit.
+_OPERATOR_NAMES = (
+    "or and to plus minus times over divided multiplied by pi sqrt root square squared cubed half halves third thirds "
+    "quarter quarters twice double triple negative log ln sin cos tan exp mod power factorial not than"
+)
+_OPERATORS = frozenset(_OPERATOR_NAMES.split())
+_TIME = re.compile(r"\s*(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*(?:([aApP])\.?\s*[mM]\.?)?[\s.]*")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """An exact number, and the factor of the unit written behind it: 1/100 for %, 10**6 for million."""
+
+    value: Fraction
+    factor: Fraction | None = None
+
+    def agrees(self, truth: Quantity) -> bool:
+        """Whether the two are the same number. A factor that only one has may be meant or not: 50% is 50 or 0.5."""
+        if self.factor is not None and truth.factor is not None:
+            return self.value * self.factor == truth.value * truth.factor
+        factor = self.factor if self.factor is not None else truth.factor
+        if self.value == truth.value:
+            return True
+        if factor is None:
+            return False
+        return self.value * factor == truth.value if self.factor is not None else self.value == truth.value * factor
+
+
+def clean(text: str) -> str:
+    """``text`` without the LaTeX and Markdown that surrounds numbers."""
+    for pattern, replacement in _REPLACEMENTS:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def quantity(text: str) -> Quantity | None:
+    """The number that ``text`` is, perhaps with words before and a unit behind it; None where that is not certain."""
+    if len(text) > MAX_LENGTH:
+        return None
+    cleaned = clean(text)
+    right = cleaned.rpartition("=")[2]
+    match = _NUMBER.fullmatch(right.strip())
+    if match is None:
+        return None
+    words_before = match["before"].lower().replace(",", " ").rstrip(":").split()
+    sign = -1 if (match["sign"] == "-") != (match["inner_sign"] == "-") else 1
+    if words_before and words_before[-1] in ("negative", "minus"):
+        sign, words_before = -sign, words_before[:-1]
+    words_after = match["after"].split()
+    attached = match["attached"]
+    if attached and attached not in _UNITS and attached not in _SCALES:
+        return None
+    if any(word in _OPERATORS for word in words_before):
+        return None
+    if any(
+        word.lower() in _OPERATORS or (len(word) == 1 and word not in "$%" and word not in _LETTERS)
+        for word in words_after
+    ):
+        return None
+    value = sign * _fraction(match["number"])
+    if match["over"] is not None:
+        over = Fraction(match["over"])
+        if over == 0:
+            return None
+        value /= over
+    factor: Fraction | None = None
+    for word in ([attached] if attached else []) + words_after:
+        scale = _SCALES.get(word) or _SCALES.get(word.lower())
+        if scale is not None:
+            factor = scale if factor is None else factor * scale
+    return Quantity(value, factor)
+
+
+def time_of_day(text: str) -> tuple[int, int, int, str] | None:
+    """Hour, minute, second and ``a``, ``p`` or nothing, of a text such as ``2:30 pm``; None where it is not a time."""
+    match = _TIME.fullmatch(clean(text)) if len(text) <= MAX_LENGTH else None
+    if match is None:
+        return None
+    return int(match[1]), int(match[2]), int(match[3] or 0), (match[4] or "").lower()
+
+
+def _fraction(digits: str) -> Fraction:
+    plain = digits.replace(",", "").replace(" ", "").rstrip(".")
+    return Fraction(plain if not plain.startswith(".") else "0" + plain)

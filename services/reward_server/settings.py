@@ -1,0 +1,143 @@
+"""The reward-server's settings."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from pydantic import Field, field_validator
+
+from services.settings import Settings
+
+BUILT_IN = ("math", "first_line_number", "exact_match", "format", "overlong", "reward_model")
+_PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
+
+
+@dataclass(frozen=True)
+class WeightedFunction:
+    """One part of the reward: a built-in function's name or ``module:function``, and its weight."""
+
+    name: str
+    weight: float
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of ours."""
+        return self.name in BUILT_IN
+
+
+class RewardSettings(Settings):
+    """What the reward-server reads from its environment."""
+
+    reward_server_listen_host: str | None = Field(
+        default=None, description="Address that the reward-server listens on."
+    )
+    reward_server_listen_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Port that the reward-server listens on; default 8002."
+    )
+
+    reward_fn: str = Field(
+        default="math",
+        description="What makes up the reward: names with weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
+        "Built in are `math` (the answer equals the ground truth), `first_line_number` (the last number on the first "
+        "line does), `exact_match` (the text does), `format` (an answer is marked), `overlong` (a penalty of -1 to 0 "
+        "for length) and `reward_model`; `module:function` is a function of your own, called with the keyword "
+        "arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason.",
+    )
+    reward_workers: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Processes that verify what exact arithmetic on plain numbers cannot decide.",
+    )
+    reward_cpu_seconds: float = Field(
+        default=0.25,
+        gt=0,
+        le=3600,
+        description="Processor time that one answer may take in a worker; then it is killed.",
+    )
+    reward_timeout_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        le=3600,
+        description="Time by the clock that one answer may take in a worker; then it is killed.",
+    )
+    reward_memory_mb: int = Field(
+        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start."
+    )
+    reward_queue_seconds: float = Field(
+        default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."
+    )
+    reward_max_pending: int = Field(
+        default=20_000, ge=1, description="Answers waiting for a worker; further ones come back `overloaded`."
+    )
+    reward_format_pattern: str = Field(
+        default=r"####\s*\S|\\boxed\{",
+        min_length=1,
+        description="Regular expression that the `format` reward searches for in a response.",
+    )
+    reward_overlong_max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="L_max of the `overlong` reward: from this length on it is -1. Needed with `overlong`.",
+    )
+    reward_overlong_buffer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="L_buf of the `overlong` reward: it falls from 0 to -1 over that many tokens before the maximum.",
+    )
+    reward_model: str | None = Field(
+        default=None,
+        description="Sequence classification model of the `reward_model` reward, by hub name or directory; its one "
+        "logit is the reward.",
+    )
+    reward_model_batch: int = Field(
+        default=16, ge=1, le=1024, description="Answers that the reward model scores at once."
+    )
+    reward_model_max_tokens: int = Field(
+        default=2048, ge=16, description="Longer conversations are unscorable by the reward model; nothing is cut off."
+    )
+
+    @property
+    def functions(self) -> list[WeightedFunction]:
+        """The parts of the reward, in order."""
+        return parse_functions(self.reward_fn)
+
+    @field_validator("reward_fn")
+    @classmethod
+    def _functions_are_known(cls, text: str) -> str:
+        parse_functions(text)
+        return text
+
+    @field_validator("reward_format_pattern")
+    @classmethod
+    def _pattern_compiles(cls, text: str) -> str:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return text
+
+
+def parse_functions(text: str) -> list[WeightedFunction]:
+    """Reads ``name=weight,module:function=weight``; ValueError says what is allowed."""
+    functions: list[WeightedFunction] = []
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN):
+            raise ValueError(
+                f"{part.strip()!r} is no reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
+                f"=weight or without"
+            )
+        try:
+            weight = float(match["weight"] or 1.0)
+        except ValueError:
+            weight = math.nan
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of {match['name']} is {match['weight']!r}; allowed is a number")
+        functions.append(WeightedFunction(match["name"], weight))
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise ValueError(f"a reward occurs twice in {names}")
+    return functions
