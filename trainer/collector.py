@@ -10,7 +10,6 @@ import asyncio
 import sys
 
 from prometheus_client import Counter
-from services.rollout_client import RolloutClient
 from transformers import AutoConfig
 
 from services import logs
@@ -18,6 +17,7 @@ from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
 from services.logs import get_logger
 from services.protocol import Prompt
+from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from trainer.config import TrainerSettings
 from trainer.experience import GroupMaker, initial_priority

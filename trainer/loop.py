@@ -26,7 +26,7 @@ from trainer.experience import group_metrics, training_group
 from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup, TrainingSequence
 from trainer.policy import Policy
-from trainer.publish import Publisher
+from trainer.publishing import Publisher
 from trainer.replay import updated_priorities
 from trainer.run_files import RunFiles
 from trainer.service_thread import InterruptedCallError, ServiceThread

@@ -27,7 +27,8 @@ from trainer.distributed import PeerLostError, Ranks, join_ranks
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
 from trainer.policy import Policy, compute_type, load_policy, save_pretrained
-from trainer.publish import make_publisher, published_dtype
+from trainer.publishing import make_publisher
+from trainer.publishing.disk import published_dtype
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
@@ -128,12 +129,14 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             files = RunFiles(settings, state.step)
             stack.callback(files.close)
             main = Main(thread, conductor, files, status)
+        publisher = make_publisher(settings, policy, ranks, thread)
+        stack.callback(publisher.close)
         loop = TrainingLoop(
             settings,
             ranks,
             policy,
             learner,
-            make_publisher(settings, policy, ranks, thread),
+            publisher,
             checkpoints,
             state,
             main,

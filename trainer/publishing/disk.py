@@ -1,0 +1,62 @@
+"""Publishing through versioned directories on the shared volume."""
+
+from __future__ import annotations
+
+import torch
+
+from services.errors import DependencyLostError
+from services.policy_store import PolicyStore
+from services.rollout_control import WorkerControl
+from trainer.config import PublishedType, TrainerSettings
+from trainer.distributed import Ranks
+from trainer.policy import Policy, save_pretrained
+from trainer.publishing.workers import paused, registered_workers, update_workers
+from trainer.service_thread import ServiceThread
+
+MARGIN_SECONDS = 60.0
+"""Added to the workers' own deadline, so that their message wins."""
+
+
+class DiskPublisher:
+    """Writes a version, then has every worker load it."""
+
+    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.ranks = ranks
+        self.services = services
+        self.store = PolicyStore(settings.policy_dir)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """See Publisher."""
+        directory = self.store.begin(version) if self.ranks.is_main else self.settings.policy_dir
+        save_pretrained(self.policy, self.settings, self.ranks, directory, published_dtype(self.settings))
+
+        def work() -> int:
+            assert self.services is not None
+            self.store.commit(version)
+            self.store.prune(self.settings.published_versions_kept)
+            deadline = self.settings.publish_deadline_seconds + MARGIN_SECONDS
+            return self.services.call(self._update_workers(version), deadline)
+
+        return {"workers": float(self.ranks.on_main(work, DependencyLostError))}
+
+    def close(self) -> None:
+        """Nothing goes on after ``publish`` returned."""
+
+    async def _update_workers(self, version: int) -> int:
+        path = self.store.path(version)
+
+        async def update(worker: WorkerControl, _index: int) -> None:
+            if self.settings.publish_in_place:
+                async with paused(worker):
+                    await worker.update_from_disk(path, version, flush_cache=False)
+            else:
+                await worker.update_from_disk(path, version)
+
+        return await update_workers(self.settings, await registered_workers(self.settings), version, update)
+
+
+def published_dtype(settings: TrainerSettings) -> torch.dtype:
+    """PUBLISH_TYPE as torch has it."""
+    return torch.bfloat16 if settings.publish_type is PublishedType.BFLOAT16 else torch.float32
