@@ -25,7 +25,7 @@ from rich.console import Console
 
 from scripts.local import environment, gpus, health, nodes, processes, progress, spec, summary
 from scripts.local.environment import Run
-from scripts.local.supervisor import Outcome, Supervisor
+from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
 from services.errors import EXIT_CONFIGURATION, ConfigurationError
 
@@ -37,6 +37,9 @@ def main(
     path: Annotated[Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML.")] = Path("jobgroup.yaml"),
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE for every task; NAME alone takes it from here. Repeatable.")
+    ] = None,
+    env_file: Annotated[
+        list[Path] | None, typer.Option(help="File of NAME=VALUE lines for every task; --env wins. Repeatable.")
     ] = None,
     secret: Annotated[list[str] | None, typer.Option(help="As --env, for secrets. Repeatable.")] = None,
     num_nodes: Annotated[
@@ -62,8 +65,9 @@ def main(
     """Runs the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console()
     try:
+        from_files = {name: value for file in env_file or [] for name, value in spec.env_file(file).items()}
         overrides = spec.Overrides(
-            environment=spec.assignments(env or [], "--env"),
+            environment=from_files | spec.assignments(env or [], "--env"),
             secrets=spec.assignments(secret or [], "--secret"),
             num_nodes=spec.counts(num_nodes or []),
         )
@@ -111,21 +115,19 @@ async def _run(run: Run, console: Console, live: bool) -> int:
                 await asyncio.sleep(MEMORY_POLL_SECONDS)
 
         watchers = [
-            asyncio.create_task(watcher) for watcher in (watch_steps(), watch_memory(), health.watch(run, view.health))
+            asyncio.create_task(watcher)
+            for watcher in (
+                watch_steps(),
+                watch_memory(),
+                health.watch(run, view.health),
+                health.watch_trainer(run, view.trainer),
+            )
         ]
-        running = asyncio.create_task(supervisor.run())
-        # A watcher ends only by an error of its own, which must not pass unseen.
-        await asyncio.wait({running, *watchers}, return_when=asyncio.FIRST_COMPLETED)
-        outcome: Outcome
+        for watcher in watchers:
+            watcher.add_done_callback(view.lost_watcher)
         try:
-            for watcher in watchers:
-                if watcher.done():
-                    supervisor.stop(signal.SIGTERM)
-                    watcher.result()
-            outcome = await running
+            outcome = await supervisor.run()
         finally:
-            if not running.done():
-                await running
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)

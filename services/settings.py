@@ -70,7 +70,7 @@ class Settings(BaseSettings):
 
 def default_run_id() -> str:
     """The managed job's name and number, which are the same in all its tasks and after a recovery; else ``local``."""
-    # SkyPilot: sky-managed-<time>_<job name>_<job id>-<task id>; the time and task id differ between tasks.
+    # sky-managed-<time>_<group>_<task>_<job>-<task number>; the time changes when the jobs controller restarts.
     match = re.fullmatch(r"sky-managed-.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
     group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
     return f"{group}-{match['job']}" if match else group

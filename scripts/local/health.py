@@ -1,9 +1,10 @@
-"""Asks the components over HTTP whether they are up, as the live view shows it."""
+"""Asks the components over HTTP whether they are up, and the trainer what it is doing, for the live view."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 
@@ -21,6 +22,15 @@ _PORTS = {
     Task.REPLAY_BUFFER: endpoints.REPLAY_PORT,
     Task.TRAINER: endpoints.STATUS_PORT,
 }
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """What the trainer says of itself."""
+
+    phase: str
+    step: int
+    total_steps: int
 
 
 def health_url(run: Run, task: str, rank: int) -> str | None:
@@ -58,4 +68,26 @@ async def watch(run: Run, report: Callable[[str, int, bool], None]) -> None:
 
         while True:
             await asyncio.gather(*(ask(task, rank, url) for (task, rank), url in urls.items()))
+            await asyncio.sleep(POLL_SECONDS)
+
+
+async def watch_trainer(run: Run, report: Callable[[TrainerStatus], None]) -> None:
+    """Calls ``report`` with what the trainer is doing, again and again, until cancelled."""
+    trainer = next((task for task in run.group.tasks if task.name == Task.TRAINER), None)
+    if trainer is None:
+        return
+    url = f"http://{run.addresses.find(trainer.name, 0, endpoints.STATUS_PORT)}/stats"
+    token = trainer.environment.get("JOBGROUP_TOKEN")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False, headers=headers) as client:
+        while True:
+            try:
+                response = await client.get(url)
+            except httpx.TransportError:
+                pass  # not up, or not any more
+            else:
+                if response.status_code == httpx.codes.OK:
+                    stats = response.json()
+                    report(TrainerStatus(stats["phase"], stats["step"], stats["total_steps"]))
             await asyncio.sleep(POLL_SECONDS)

@@ -15,8 +15,7 @@ class Step:
     """What a line of metrics.jsonl says of a step."""
 
     step: int
-    total_steps: int | None
-    reward: float | None
+    reward: float
     loss: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase."""
@@ -29,7 +28,6 @@ class Step:
             return None
         return cls(
             step=int(record["step"]),
-            total_steps=record.get("total_steps"),
             reward=record["reward_mean"],
             loss=record.get("loss"),
             seconds={
@@ -50,14 +48,14 @@ class Pace:
         """Takes note that ``step`` ended now."""
         self._seen = [*self._seen[-5:], (time.monotonic(), step.step)]
 
-    def seconds_left(self, step: Step) -> float | None:
-        """Seconds until the last step, from the mean of the last few; None as long as that is unknown."""
-        if step.total_steps is None or len(self._seen) < 2:
+    def seconds_left(self, total_steps: int) -> float | None:
+        """Seconds until the last of ``total_steps``, from the mean of the last few; None as long as it is unknown."""
+        if not total_steps or len(self._seen) < 2:
             return None
         (first_time, first), (last_time, last) = self._seen[0], self._seen[-1]
         if last <= first:
             return None
-        return (last_time - first_time) / (last - first) * max(step.total_steps - step.step, 0)
+        return (last_time - first_time) / (last - first) * max(total_steps - last, 0)
 
 
 class MetricsFile:

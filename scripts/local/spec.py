@@ -109,6 +109,27 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
     return result
 
 
+def env_file(path: Path) -> dict[str, str]:
+    """The variables of a file with a ``NAME=VALUE`` a line; blank lines and those that begin with ``#`` say nothing.
+
+    Raises:
+        ConfigurationError: it cannot be read or has another line.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read --env-file: {error}") from error
+    result = {}
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        name, separator, value = line.partition("=")
+        if not separator or not name:
+            raise ConfigurationError(f"{path}, line {number}: expected NAME=VALUE")
+        result[name] = value
+    return result
+
+
 def counts(pairs: Sequence[str]) -> dict[str, int]:
     """``TASK=COUNT`` pairs of a command line as a dictionary.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts.local.environment import Run
+from scripts.local.health import TrainerStatus
 from scripts.local.progress import Pace, Step
 from scripts.local.spec import TaskSpec
 from scripts.local.supervisor import State
@@ -44,6 +46,7 @@ class View:
         self._console = console
         self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
         self._step: Step | None = None
+        self._trainer = TrainerStatus("starting", 0, 0)
         self._pace = Pace()
         self._memory = 0
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
@@ -88,11 +91,20 @@ class View:
         """A step ended."""
         self._step = step
         self._pace.seen(step)
-        self._say(describe(step, self._pace.seconds_left(step)))
+        self._say(describe(step, self._trainer.total_steps, self._pace.seconds_left(self._trainer.total_steps)))
+
+    def trainer(self, status: TrainerStatus) -> None:
+        """The trainer said what it is doing."""
+        self._trainer = status
 
     def memory(self, memory_bytes: int) -> None:
         """The memory of all processes together was measured."""
         self._memory = memory_bytes
+
+    def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
+        """What watches the run for this view ended; by an error, unless it was cancelled."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._say(f"the view goes on without a part, the run is not affected: {error!r}", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
@@ -119,26 +131,26 @@ class View:
         return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
 
     def _bar(self) -> RenderableType:
-        step = self._step
-        if step is None or step.total_steps is None:
-            return Text("no step yet" if step is None else f"step {step.step}", style="dim")
+        total = self._trainer.total_steps
+        if not total:
+            return Text("no step yet", style="dim")
         grid = Table.grid(padding=(0, 1))
-        left = self._pace.seconds_left(step)
+        step = self._step
+        done = step.step if step else self._trainer.step
+        left = self._pace.seconds_left(total)
         grid.add_row(
-            ProgressBar(total=step.total_steps, completed=step.step, width=40),
-            f"step {step.step}/{step.total_steps}",
-            "" if step.reward is None else f"reward {step.reward:.3f}",
-            "" if left is None else f"{duration(left)} left",
+            ProgressBar(total=total, completed=done, width=40),
+            f"step {done}/{total}",
+            f"reward {step.reward:.3f}" if step else "",
+            self._trainer.phase,
+            f"{duration(left)} left" if left is not None else "",
         )
         return grid
 
 
-def describe(step: Step, seconds_left: float | None) -> str:
-    """A step on one line: number, reward, loss, seconds by phase, time left."""
-    of = f"/{step.total_steps}" if step.total_steps else ""
-    parts = [f"step {step.step}{of}"]
-    if step.reward is not None:
-        parts.append(f"reward {step.reward:.3f}")
+def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
+    """A step on one line: number, reward, loss, seconds by phase, time left. ``total_steps`` is 0 while unknown."""
+    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", f"reward {step.reward:.3f}"]
     if step.loss is not None:
         parts.append(f"loss {step.loss:+.4f}")
     if step.seconds:

@@ -251,14 +251,36 @@ def test_a_run_starts_only_with_a_sound_file_and_options(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+SERVER = """
+import http.server, json, os, sys
+
+task, port, reply = sys.argv[1:]
+host, port = json.loads(os.environ["JOBGROUP_ENDPOINTS"])[f"{task}-0:{port}"].split(":")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(reply.encode())
+        open("asked" + self.path.replace("/", "-"), "w")
+
+
+http.server.HTTPServer((host, int(port)), Handler).serve_forever()
+"""
+
+
 def test_steps_are_told_as_they_come(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
     command = """
+        python server.py ppo-trainer 8004 '{"phase": "train", "step": 0, "total_steps": 3}' &
+        until [ -e asked-stats ]; do sleep 0.01; done; sleep 0.2
         for step in 1 2 3; do
-          echo '{"step": '$step', "total_steps": 3, "reward_mean": 0.'$step', "loss": 0.01, "seconds_generate": 1.5}' \\
+          echo '{"step": '$step', "reward_mean": 0.'$step', "loss": 0.01, "seconds_generate": 1.5}' \\
             >> $SHARED_DIR/runs/$RUN_ID/metrics.jsonl
           sleep 0.5
         done
-        echo '{"status": "completed", "steps": 3, "reward_first": 0.1, "reward_last": 0.3}' \\
+        echo '{"status": "succeeded", "steps": 3, "reward_first": 0.1, "reward_last": 0.3}' \\
           > $SHARED_DIR/runs/$RUN_ID/summary.json
     """
     ended = run(
@@ -279,18 +301,11 @@ def test_the_end_of_a_failed_components_log_is_shown(tmp_path):
 
 @pytest.mark.parametrize("hosts", ["--own-hosts", "--shared-host"])
 def test_it_says_when_a_component_is_up(tmp_path, hosts):
-    (tmp_path / "server.py").write_text(
-        "import http.server, json, os\n"
-        "host, port = json.loads(os.environ['JOBGROUP_ENDPOINTS'])['reward-server-0:8002'].split(':')\n"
-        "class Healthy(http.server.BaseHTTPRequestHandler):\n"
-        "    def do_GET(self):\n"
-        "        self.send_response(200); self.end_headers(); open('asked', 'w')\n"
-        "http.server.HTTPServer((host, int(port)), Healthy).serve_forever()\n"
-    )
+    (tmp_path / "server.py").write_text(SERVER)
     ended = run(
         tmp_path,
-        task("ppo-trainer", "until [ -e asked ]; do sleep 0.01; done; sleep 0.5"),
-        task("reward-server", "exec python server.py"),
+        task("ppo-trainer", "until [ -e asked-health ]; do sleep 0.01; done; sleep 0.5"),
+        task("reward-server", "exec python server.py reward-server 8002 {}"),
         arguments=(hosts,),
     )
     assert ended.exit_code == 0, ended.output

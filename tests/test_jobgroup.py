@@ -1,0 +1,140 @@
+"""jobgroup.yaml is what SkyPilot takes, and says what SkyPilot would not check."""
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.local import spec
+from services.endpoints import Task
+from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+
+ROOT = Path(__file__).parents[1]
+JOBGROUP, VOLUME = ROOT / "jobgroup.yaml", ROOT / "volume.yaml"
+SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
+
+SERVICES = [Task.DATA_SERVER, Task.ROLLOUT_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER]
+KILLED = 137
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What SkyPilot makes of the files."""
+    if not SKYPILOT.exists():
+        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
+    home = tmp_path_factory.mktemp("home")
+    environment = os.environ | {"HOME": str(home), "LOADED": str(home / "loaded.json")}
+    script = ROOT / "tests/skypilot_loader.py"
+    done = subprocess.run(
+        [SKYPILOT, script, JOBGROUP, VOLUME], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Unknown fields" not in done.stdout + done.stderr
+    return json.loads((home / "loaded.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def tasks(loaded) -> dict[str, dict[str, Any]]:
+    return {task["name"]: task for task in loaded["tasks"]}
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(JOBGROUP.read_text()))
+
+
+def test_skypilot_loads_a_job_group_whose_primary_is_the_trainer(loaded):
+    assert loaded["is_job_group"]
+    assert loaded["primary_tasks"] == ["ppo-trainer"]
+    assert sorted(loaded["auxiliary_tasks"]) == sorted(SERVICES)
+    assert loaded["inter_connection"] is True
+
+
+def test_skypilot_sees_the_node_counts_delays_and_gpus(tasks):
+    assert {name: task["num_nodes"] for name, task in tasks.items()} == {
+        "data-server": 1,
+        "rollout-server": 2,
+        "reward-server": 1,
+        "replay-buffer": 1,
+        "ppo-trainer": 2,
+    }
+    assert {name for name, task in tasks.items() if task["accelerators"]} == {"rollout-server", "ppo-trainer"}
+    assert tasks["replay-buffer"]["delay"] > 0
+
+
+def test_what_is_given_at_launch_reaches_every_task(tasks):
+    for task in tasks.values():
+        assert task["envs"]["MODEL_NAME"] == "given"
+        assert task["envs"]["NEW"] == "1"
+        assert "WANDB_API_KEY" in task["secrets"]
+
+
+def test_the_volume_is_mounted_where_state_must_survive_and_many_may_write_to_it(loaded, tasks):
+    mounted = {name for name, task in tasks.items() if task["volumes"] == {"/shared": loaded["volume"]["name"]}}
+    assert {"rollout-server", "ppo-trainer", "replay-buffer", "data-server"} == mounted
+    assert loaded["volume"]["config"]["access_mode"] == "ReadWriteMany"
+
+
+def test_skypilot_is_told_when_to_recover(tasks):
+    for name, task in tasks.items():
+        assert task["recovery"]["max_restarts_on_errors"] >= 1, name
+        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE], name
+
+
+def test_nothing_is_unknown_misspelt_or_repeated(documents):
+    # The local runner's reader is strict where SkyPilot's is not: header keys, job_recovery keys, repeated keys.
+    group = spec.load(JOBGROUP)
+    assert [task.name for task in group.tasks] == [document["name"] for document in documents[1:]]
+    for task in group.tasks:
+        assert task.recover_on_exit_codes.isdisjoint({KILLED, EXIT_CONFIGURATION, 1})
+
+
+def test_names_and_defaults_that_others_rely_on(documents):
+    trainer = documents[-1]
+    assert trainer["name"] == "ppo-trainer"
+    assert trainer["envs"]["MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert (trainer["envs"]["NUM_EPOCHS"], trainer["envs"]["BATCH_SIZE"]) == (3, 4)
+    models = {document["envs"]["MODEL_NAME"] for document in documents[1:] if "MODEL_NAME" in document.get("envs", {})}
+    assert models == {"Qwen/Qwen2.5-0.5B-Instruct"}
+    datasets = {document["envs"]["DATASET"] for document in documents[1:] if "DATASET" in document.get("envs", {})}
+    assert datasets == {"gsm8k"}
+
+
+def test_no_secret_is_written_down(documents):
+    for document in documents[1:]:
+        assert all(not value for value in document["secrets"].values())
+        assert "JOBGROUP_TOKEN" in document["secrets"]
+        assert not [name for name in document.get("envs", {}) if re.search("TOKEN|KEY|SECRET", name)]
+
+
+def test_images_and_dependencies_are_pinned(documents):
+    for document in documents[1:]:
+        image = document["resources"]["image_id"]
+        assert re.fullmatch(r"docker:[^:]+:[^:]*\d[^:]*", image), image
+        installs = [line for line in document["setup"].splitlines() if line.strip().startswith("pip install")]
+        assert len(installs) == 1
+        assert "--constraint constraints.txt" in installs[0] or "'.[sglang]'" in installs[0]
+
+
+def test_each_task_runs_one_short_command_that_takes_its_place(documents):
+    for document in documents[1:]:
+        assert document["workdir"] == "."
+        first, command = document["run"].splitlines()
+        assert first == "set -euo pipefail" == document["setup"].splitlines()[0]
+        assert re.fullmatch(r"exec python -m [\w.]+", command)
+
+
+def test_each_task_installs_what_its_role_needs_and_no_other(documents):
+    extras = {document["name"]: re.search(r"'\.\[(\w+)\]'", document["setup"])[1] for document in documents[1:]}
+    assert extras == {
+        "data-server": "data",
+        "rollout-server": "sglang",
+        "reward-server": "reward",
+        "replay-buffer": "replay",
+        "ppo-trainer": "trainer",
+    }
