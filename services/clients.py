@@ -122,6 +122,10 @@ class DataClient(ServiceClient):
         }
         return await self.http.get_json("/prompts", PromptBatch, params=params)
 
+    async def cursor(self, consumer: str) -> Cursor:
+        """Where the server's own cursor of ``consumer`` stands in the training split."""
+        return await self.http.get_json("/cursor", Cursor, params={"consumer": consumer, "split": Split.TRAIN.value})
+
     async def record_success_rates(self, success_rates: Mapping[str, float]) -> SuccessRatesReply:
         """Tells the curriculum the share of right completions by prompt id."""
         request = SuccessRatesRequest(success_rates=dict(success_rates))

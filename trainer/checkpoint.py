@@ -39,8 +39,10 @@ class RunState(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    step: int
-    """Completed steps; also the policy version that they led to."""
+    step: int = 0
+    """Completed steps."""
+    policy_version: int = 0
+    """The version that the policy is published as after them."""
     model_type: str
     parameters: int
     cursor: Cursor
@@ -49,6 +51,10 @@ class RunState(BaseModel):
     """Mean reward of each completed step."""
     accuracy_before: float | None = None
     best_accuracy: float | None = None
+    best_step: int | None = None
+    """The step of the best accuracy; its checkpoint is kept."""
+    last_accuracy: float | None = None
+    evaluated_step: int | None = None
     seconds: float = 0.0
     random_state: list[int] = []
     """torch's CPU generator state, bytes."""
@@ -93,7 +99,7 @@ class CheckpointStore:
         future = async_save(
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=hidden, process_group=self._group
         )
-        self._pending = _Pending(cast("Future[Any]", future), hidden, self.directory / f"step-{state.step:06d}", state)
+        self._pending = _Pending(cast("Future[Any]", future), hidden, self._path(state.step), state)
         if wait:
             self.finish()
 
@@ -116,8 +122,10 @@ class CheckpointStore:
             _write_manifest(pending.hidden)
             shutil.rmtree(pending.final, ignore_errors=True)
             pending.hidden.rename(pending.final)
+            best = None if pending.state.best_step is None else self._path(pending.state.best_step)
             for old in self._complete()[: -self.kept]:
-                shutil.rmtree(old)
+                if old != best:
+                    shutil.rmtree(old)
         self.ranks.barrier()
         return pending.state
 
@@ -143,6 +151,9 @@ class CheckpointStore:
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         load(state, checkpoint_id=path)
         set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
 
     def _complete(self) -> list[Path]:
         return sorted(self.directory.glob("step-[0-9]*"))

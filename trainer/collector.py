@@ -15,18 +15,19 @@ from transformers import AutoConfig
 from services import logs
 from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
+from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.protocol import Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from trainer.config import TrainerSettings
 from trainer.experience import GroupMaker, initial_priority
+from trainer.sources import COLLECTORS
 
 log = get_logger(__name__)
 
 COLLECTED = Counter("collector_groups", "Groups pushed into the fresh queue.")
 
-CONSUMER = "collectors"
 FULL_QUEUE_POLL_SECONDS = 0.2
 
 
@@ -50,15 +51,21 @@ class Collector:
         Raises:
             DependencyLostError: a service was lost.
         """
-        async with asyncio.TaskGroup() as flights:
-            while True:
-                await self._wait_for_room()
-                prompts = (await self.data.prompts(self.settings.batch_size, consumer=CONSUMER)).prompts
-                for prompt in prompts:
-                    if prompt.epoch >= self.settings.num_epochs:
-                        return
-                    await self._places.acquire()
-                    flights.create_task(self._collect(prompt))
+        try:
+            async with asyncio.TaskGroup() as flights:
+                await self._take_prompts(flights)
+        except* DependencyLostError as lost:
+            raise lost.exceptions[0] from None
+
+    async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
+        while True:
+            await self._wait_for_room()
+            prompts = (await self.data.prompts(self.settings.batch_size, consumer=COLLECTORS)).prompts
+            for prompt in prompts:
+                if prompt.epoch >= self.settings.num_epochs:
+                    return
+                await self._places.acquire()
+                flights.create_task(self._collect(prompt))
 
     async def _collect(self, prompt: Prompt) -> None:
         try:

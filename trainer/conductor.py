@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 
-from services.rollout_client import RolloutClient
-from services.rollout_control import RouterControl
-
 from services.clients import DataClient, ReplayClient, RewardClient
 from services.errors import DependencyLostError
 from services.http_client import RequestRefusedError
 from services.logs import get_logger
 from services.protocol import Cursor, SampledGroup
+from services.rollout_client import RolloutClient
+from services.rollout_control import RouterControl
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.evaluate import Evaluator
@@ -63,16 +62,16 @@ class Conductor:
         """How many training prompts an epoch has."""
         return (await self.data.stats()).train_prompts
 
-    def start_source(self, cursor: Cursor) -> Collector | None:
-        """Makes the source of groups; in asynchronous mode with a collector beside the trainer, returns that to be
-        run."""
+    async def start_source(self, cursor: Cursor) -> None:
+        """Starts the source of groups; in asynchronous mode with a collector beside the trainer, unless it is
+        elsewhere."""
         if self.settings.mode is Mode.SYNC:
             self.source = SynchronousSource(self.settings, self.data, self.maker, self.replay, cursor)
-            return None
-        self.source = AsynchronousSource(self.settings, self.replay)
-        if not self.settings.collector_in_process:
-            return None
-        return Collector(self.settings, self.data, self.maker, self.replay)
+            return
+        collector = None
+        if self.settings.collector_in_process:
+            collector = asyncio.create_task(Collector(self.settings, self.data, self.maker, self.replay).run())
+        self.source = AsynchronousSource(self.settings, self.data, self.replay, collector)
 
     async def next_batch(self, policy_version: int) -> Batch:
         """The groups of the next step; empty when the prompts are used up."""

@@ -7,10 +7,9 @@ import statistics
 from collections.abc import Sequence
 from math import comb
 
-from services.rollout_client import RolloutClient, SamplingParams
-
 from services.clients import DataClient, RewardClient
 from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, Split
+from services.rollout_client import RolloutClient, SamplingParams
 from trainer.config import TrainerSettings
 from trainer.experience import derive_seed
 

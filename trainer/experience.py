@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 from prometheus_client import Counter
-from services.rollout_client import RolloutClient, SamplingParams
 
 from services.clients import RewardClient
 from services.logs import get_logger
 from services.protocol import Completion, Experience, FinishReason, Group, Prompt, RewardItem, RewardResult
+from services.rollout_client import RolloutClient, SamplingParams
 from trainer import grpo
 from trainer.config import TrainerSettings
 from trainer.packing import TrainingGroup, TrainingSequence

@@ -96,6 +96,7 @@ class TrainingLoop:
         metrics = self.publish()
         if self.state.step == 0:
             self.state.accuracy_before = self.evaluate(metrics).get("accuracy")
+            self.record(metrics)
         try:
             while self.state.step < self.learner.total_steps and not self.reached_target():
                 if not self.step():
@@ -105,6 +106,8 @@ class TrainingLoop:
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
+        if self.state.evaluated_step != self.state.step:
+            self.evaluate({})
         self.save_checkpoint(wait=True)
         return self.state
 
@@ -117,17 +120,22 @@ class TrainingLoop:
         update = self.update(groups)  # 5 and 6
         replay = self.replay_update()  # 7
         self.state.step += 1
+        self.state.policy_version += 1
         metrics = self.describe(update, replay)
         metrics |= self.publish()
         self.record_cursor()
         metrics["seconds_step"] = time.perf_counter() - started
-        if self.settings.eval_every and self.state.step % self.settings.eval_every == 0:
+        if self.is_due(self.settings.eval_every) or self.state.step == self.learner.total_steps:
             self.evaluate(metrics)
         self.record(metrics)
-        if self.settings.checkpoint_every and self.state.step % self.settings.checkpoint_every == 0:
+        if self.is_due(self.settings.checkpoint_every) or self.state.best_step == self.state.step:
             self.save_checkpoint()
         self.checkpoints.poll()
         return True
+
+    def is_due(self, every: int) -> bool:
+        """True after every so many steps; never for 0."""
+        return every > 0 and self.state.step % every == 0
 
     def fetch_generate_score_store(self) -> list[TrainingGroup]:
         """Steps 1 to 4 on rank 0; every rank gets the groups to train on, with their advantages (step 5)."""
@@ -136,7 +144,9 @@ class TrainingLoop:
             main = self._main()
             main.status.phase = "generate"
             deadline = 2 * self.settings.generation_deadline_seconds + self.settings.fresh_wait_seconds + GRACE_SECONDS
-            main.batch = main.thread.call(main.conductor.next_batch(self.state.step), deadline, interruptible=True)
+            main.batch = main.thread.call(
+                main.conductor.next_batch(self.state.policy_version), deadline, interruptible=True
+            )
             return _to_json([training_group(g, self.settings) for g in main.batch.groups])
 
         return _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
@@ -170,7 +180,7 @@ class TrainingLoop:
 
         def work() -> list[Any]:
             main = self._main()
-            sampling = main.conductor.sample_replay(self.state.step, self.state.step, main.batch)
+            sampling = main.conductor.sample_replay(self.state.step, self.state.policy_version, main.batch)
             main.replayed = main.thread.call(sampling, self.settings.service_deadline_seconds + GRACE_SECONDS)
             return _to_json([training_group(s.group, self.settings, s.weight) for s in main.replayed])
 
@@ -190,13 +200,13 @@ class TrainingLoop:
         return result
 
     def publish(self) -> dict[str, float]:
-        """Gives the rollout workers the policy, as the version that counts the completed steps."""
+        """Gives the rollout workers the policy."""
         self._phase("publish")
         started = time.perf_counter()
-        metrics = self.publisher.publish(self.state.step)
+        metrics = self.publisher.publish(self.state.policy_version)
         metrics["seconds_publish"] = time.perf_counter() - started
         if self.main is not None:
-            self.main.status.policy_version = self.state.step
+            self.main.status.policy_version = self.state.policy_version
         return metrics
 
     def evaluate(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -217,8 +227,10 @@ class TrainingLoop:
         result: dict[str, float] = self.ranks.on_main(work, *EXPECTED_ERRORS)
         metrics |= result
         accuracy = result.get("accuracy")
+        self.state.last_accuracy, self.state.evaluated_step = accuracy, self.state.step
         if accuracy is not None and accuracy > (self.state.best_accuracy or 0.0):
             self.state.best_accuracy = accuracy
+            self.state.best_step = self.state.step or None
         return result
 
     def reached_target(self) -> bool:
@@ -251,7 +263,7 @@ class TrainingLoop:
         if self.main is None:
             return {}
         batch = self.main.batch
-        metrics = group_metrics(batch.groups, self.state.step - 1) | batch.counts
+        metrics = group_metrics(batch.groups, self.state.policy_version - 1) | batch.counts
         metrics |= {f"seconds_{name}": value for name, value in batch.seconds.items()}
         metrics |= update.metrics
         metrics |= {f"replay_{name}": value for name, value in replay.metrics.items() if name != "learning_rate"}
@@ -260,7 +272,7 @@ class TrainingLoop:
         metrics["updates_skipped"] = float(update.skipped + replay.skipped)
         metrics["trained_tokens"] = float(update.tokens + replay.tokens)
         metrics["trained_tokens_per_second"] = metrics["trained_tokens"] / max(metrics["seconds_train"], 1e-9)
-        metrics["policy_version"] = float(self.state.step)
+        metrics["policy_version"] = float(self.state.policy_version)
         metrics["peak_memory_bytes"] = float(peak_memory_bytes())
         return metrics
 
@@ -279,6 +291,9 @@ class TrainingLoop:
         reward = metrics.get("reward_mean")
         self.state.rewards += self.ranks.broadcast_json([] if reward is None else [reward])
         if self.main is None:
+            return
+        if self.state.step == 0:
+            self.main.files.record_step(0, metrics, [])
             return
         self.main.files.record_step(self.state.step, metrics, self.main.batch.groups)
         self.main.status.step, self.main.status.metrics = self.state.step, metrics

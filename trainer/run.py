@@ -18,6 +18,7 @@ from services import logs
 from services.endpoints import Task
 from services.errors import EXIT_RECOVERABLE, ConfigurationError
 from services.logs import get_logger
+from services.policy_store import PolicyStore
 from services.protocol import Cursor
 from services.scaffold import exit_code_of
 from trainer.checkpoint import CheckpointStore, RunState
@@ -121,7 +122,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
-        state = _resume(settings, policy, learner, checkpoints)
+        state = _resume(settings, ranks, policy, learner, checkpoints)
         status.step = state.step
         main = None
         if thread is not None and conductor is not None:
@@ -146,12 +147,11 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             final = loop.run()
         except Exception as error:
             if main is not None:
-                main.files.write_summary(_summary(settings, ranks, state, None, _status_of(error)))
+                main.files.write_summary(_summary(settings, ranks, state, _status_of(error)))
             raise
-        accuracy = _last_accuracy(loop, final)
         save_pretrained(policy, settings, ranks, settings.run_dir / "model", published_dtype(settings))
         if main is not None:
-            main.files.write_summary(_summary(settings, ranks, final, accuracy, "succeeded"))
+            main.files.write_summary(_summary(settings, ranks, final, "succeeded"))
             status.phase = "finished"
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
 
@@ -187,7 +187,7 @@ def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
 
 def _resume(settings: TrainerSettings, policy: Policy, learner: Learner, checkpoints: CheckpointStore) -> RunState:
     """The state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one."""
-    fresh = RunState(step=0, model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
+    fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
     found = checkpoints.newest(fresh.model_type, fresh.parameters) if settings.resume else None
     if found is None:
         return fresh
@@ -195,8 +195,21 @@ def _resume(settings: TrainerSettings, policy: Policy, learner: Learner, checkpo
     checkpoints.load(path, policy, learner.optimizer)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
     log.info("resumed", checkpoint=str(path), step=state.step)
     return state
+
+
+def _next_version(settings: TrainerSettings, version: int) -> int:
+    """The version to publish a checkpoint's policy as, which was version ``version`` when it was saved."""
+    store = PolicyStore(settings.policy_dir)
+    if settings.mode is Mode.SYNC:
+        # What was published after the checkpoint will be made again, the same.
+        store.discard_after(version)
+        return version
+    # Groups of the abandoned steps may still be in the queue: no version is used twice.
+    newest = store.newest()
+    return version if newest is None else max(version, newest.version + 1)
 
 
 def _start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
@@ -205,27 +218,14 @@ def _start_source(settings: TrainerSettings, thread: ServiceThread, conductor: C
         restoring = conductor.restore_replay(state.replay_snapshot)
         if not thread.call(restoring, settings.service_deadline_seconds + GRACE_SECONDS):
             log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
-    collector = conductor.start_source(state.cursor)
-    if collector is not None:
-        thread.start(collector.run())
-
-
-def _last_accuracy(loop: TrainingLoop, state: RunState) -> float | None:
-    """Accuracy at the end; a run that got no step beyond the first evaluation has only that."""
-    if not loop.settings.eval_prompts:
-        return None
-    if state.step == 0:
-        return state.accuracy_before
-    return loop.evaluate({}).get("accuracy")
+    thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
 
 
 def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(
-    settings: TrainerSettings, ranks: Ranks, state: RunState, accuracy: float | None, status: str
-) -> dict[str, Any]:
+def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, status: str) -> dict[str, Any]:
     return {
         "status": status,
         "steps": state.step,
@@ -233,7 +233,7 @@ def _summary(
         "reward_first": mean_of_first(state.rewards),
         "reward_last": mean_of_last(state.rewards),
         "accuracy_before": state.accuracy_before,
-        "accuracy_after": accuracy,
+        "accuracy_after": state.last_accuracy if state.step else None,
         "model": settings.model_name,
         "dataset": os.environ.get("DATASET") or "gsm8k",
         "device": ranks.device.type,

@@ -18,6 +18,9 @@ log = get_logger(__name__)
 
 LEASE_WAIT_SECONDS = 5.0
 
+COLLECTORS = "collectors"
+"""The consumer under whose name all collectors share the data-server's cursor."""
+
 
 @dataclass
 class Batch:
@@ -95,13 +98,18 @@ class SynchronousSource:
 class AsynchronousSource:
     """Leases groups which collectors pushed into the fresh queue; a lease is acknowledged once trained on."""
 
-    def __init__(self, settings: TrainerSettings, replay: ReplayClient) -> None:
+    def __init__(
+        self, settings: TrainerSettings, data: DataClient, replay: ReplayClient, collector: asyncio.Task[None] | None
+    ) -> None:
+        """``collector`` is the task of the collector beside the trainer, None when all run elsewhere."""
         self.settings = settings
+        self.data = data
         self.replay = replay
+        self.collector = collector
         self._leases: list[str] = []
 
     async def next(self, policy_version: int) -> Batch:
-        """See GroupSource.
+        """See GroupSource. The last batch may be smaller.
 
         Raises:
             DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
@@ -109,24 +117,28 @@ class AsynchronousSource:
         batch = Batch([], counts={"groups_dropped_stale": 0.0})
         started = time.monotonic()
         while (missing := self.settings.batch_size - len(batch.groups)) > 0:
-            waited = time.monotonic() - started
-            if waited > self.settings.fresh_wait_seconds:
-                raise DependencyLostError(
-                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
-                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
-                )
+            collectors_done = await self._collectors_are_done()
             reply = await self.replay.lease(
                 LeaseRequest(
                     max_groups=missing,
-                    min_groups=missing,
+                    min_groups=1 if collectors_done else missing,
                     min_policy_version=max(policy_version - self.settings.max_staleness, 0),
-                    wait_seconds=min(LEASE_WAIT_SECONDS, self.settings.fresh_wait_seconds),
+                    wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
                 )
             )
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
             batch.groups += reply.groups
             if reply.lease_id is not None:
                 self._leases.append(reply.lease_id)
+            elif collectors_done:
+                break
+            elif time.monotonic() - started > self.settings.fresh_wait_seconds:
+                if await self._prompts_are_used_up():
+                    break
+                raise DependencyLostError(
+                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
+                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
+                )
         batch.seconds["wait"] = time.monotonic() - started
         return batch
 
@@ -139,3 +151,13 @@ class AsynchronousSource:
     def cursor(self) -> Cursor:
         """The collectors' cursor lives in the data-server."""
         return Cursor()
+
+    async def _collectors_are_done(self) -> bool:
+        """True when the only collector has collected the last prompt; raises what it failed with."""
+        if self.collector is None or not self.collector.done():
+            return False
+        self.collector.result()
+        return True
+
+    async def _prompts_are_used_up(self) -> bool:
+        return (await self.data.cursor(COLLECTORS)).epoch >= self.settings.num_epochs
