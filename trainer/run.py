@@ -164,15 +164,18 @@ def count_parameters(policy: Policy) -> int:
 def _connect(
     settings: TrainerSettings, ranks: Ranks, policy: Policy, thread: ServiceThread | None, stack: ExitStack
 ) -> Conductor | None:
+    """On rank 0 the conductor, connected; every rank waits for it."""
+    conductor = None if thread is None else Conductor(settings, policy.config.vocab_size)
+
     def work() -> None:
         assert thread is not None
+        assert conductor is not None
         deadline = 2 * settings.service_deadline_seconds + GRACE_SECONDS
         thread.call(conductor.__aenter__(), deadline, interruptible=True)
         stack.callback(lambda: thread.call(conductor.__aexit__(), GRACE_SECONDS))
 
-    conductor = Conductor(settings, policy.config.vocab_size)
     ranks.on_main(work, *EXPECTED_ERRORS)
-    return conductor if ranks.is_main else None
+    return conductor
 
 
 def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
@@ -185,7 +188,9 @@ def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
     return min(steps, settings.max_steps) if settings.max_steps else steps
 
 
-def _resume(settings: TrainerSettings, policy: Policy, learner: Learner, checkpoints: CheckpointStore) -> RunState:
+def _resume(
+    settings: TrainerSettings, ranks: Ranks, policy: Policy, learner: Learner, checkpoints: CheckpointStore
+) -> RunState:
     """The state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one."""
     fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
     found = checkpoints.newest(fresh.model_type, fresh.parameters) if settings.resume else None
