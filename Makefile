@@ -23,7 +23,9 @@ demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: m
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
 	$(RUN) -m scripts.run_local jobgroup.yaml --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
 
-test: check $(VENV)/.sky  ## everything below: style, types, unit tests, the whole system end to end
+test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
+	@$(MAKE) --no-print-directory check
 	$(RUN) -m pytest -m "not slow and not gpu and not sglang"
 
 check: $(VENV)/.test  ## style and types
