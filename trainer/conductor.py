@@ -43,6 +43,7 @@ class Conductor:
         self.maker = GroupMaker(settings, self.rollouts, self.rewards)
         self.evaluator = Evaluator(settings, self.data, self.rollouts, self.rewards)
         self.source: GroupSource | None = None
+        self.collector: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Conductor:
@@ -56,6 +57,8 @@ class Conductor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self.collector is not None:
+            self.collector.cancel()
         await self._stack.aclose()
 
     async def train_prompts(self) -> int:
@@ -68,10 +71,9 @@ class Conductor:
         if self.settings.mode is Mode.SYNC:
             self.source = SynchronousSource(self.settings, self.data, self.maker, self.replay, cursor)
             return
-        collector = None
         if self.settings.collector_in_process:
-            collector = asyncio.create_task(Collector(self.settings, self.data, self.maker, self.replay).run())
-        self.source = AsynchronousSource(self.settings, self.data, self.replay, collector)
+            self.collector = asyncio.create_task(Collector(self.settings, self.data, self.maker, self.replay).run())
+        self.source = AsynchronousSource(self.settings, self.data, self.replay, self.collector)
 
     async def next_batch(self, policy_version: int) -> Batch:
         """The groups of the next step; empty when the prompts are used up."""

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import transformers
 
 from services import logs
 from services.endpoints import Task
@@ -72,7 +73,7 @@ def run_rank() -> int:
         nonlocal interrupted
         settings = TrainerSettings.load()
         logs.configure(Task.TRAINER.value, settings.log_level)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        transformers.utils.logging.disable_progress_bar()
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)

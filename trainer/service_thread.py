@@ -14,6 +14,8 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
+END_SECONDS = 5.0
+"""How long what was started may take to end."""
 
 
 class InterruptedCallError(Exception):
@@ -21,11 +23,12 @@ class InterruptedCallError(Exception):
 
 
 class ServiceThread:
-    """An event loop in a thread. A context manager: leaving it cancels what still runs."""
+    """An event loop in a thread. A context manager: leaving it cancels what ``start`` started."""
 
     def __init__(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         self._should_stop = should_stop
         self._loop = asyncio.new_event_loop()
+        self._started: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="services", daemon=True)
 
     def __enter__(self) -> Self:
@@ -35,9 +38,9 @@ class ServiceThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(self._cancel_started(), self._loop).result(2 * END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
+        self._thread.join(END_SECONDS)
 
     def call(self, work: Coroutine[Any, Any, T], deadline_seconds: float, *, interruptible: bool = False) -> T:
         """Runs ``work`` and waits for its result.
@@ -66,13 +69,16 @@ class ServiceThread:
                 future.cancel()
                 raise TimeoutError(f"{work!r} took longer than {deadline_seconds:g} s")
 
-    def start(self, work: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
-        """Starts ``work`` and returns its future; it is cancelled when the thread ends."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts ``work``, which runs until it ends or the thread does."""
 
+        async def create() -> None:
+            self._started.add(asyncio.create_task(work))
 
-async def _cancel_all() -> None:
-    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        asyncio.run_coroutine_threadsafe(create(), self._loop).result(END_SECONDS)
+
+    async def _cancel_started(self) -> None:
+        for task in self._started:
+            task.cancel()
+        if self._started:
+            await asyncio.wait(self._started, timeout=END_SECONDS)

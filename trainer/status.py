@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,4 +54,11 @@ async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
     config = uvicorn.Config(
         create_status_app(settings, status), access_log=False, log_config=None, log_level="warning", lifespan="on"
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving
+        raise
