@@ -58,32 +58,22 @@ class Main:
     replayed: list[SampledGroup] = field(default_factory=list)
 
 
+@dataclass
 class TrainingLoop:
     """A run, from its first step or from a checkpoint to its end. Every method is a collective of all ranks."""
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        ranks: Ranks,
-        policy: Policy,
-        learner: Learner,
-        publisher: Publisher,
-        checkpoints: CheckpointStore,
-        state: RunState,
-        main: Main | None,
-        should_stop: Callable[[], bool],
-    ) -> None:
-        self.settings = settings
-        self.ranks = ranks
-        self.policy = policy
-        self.learner = learner
-        self.publisher = publisher
-        self.checkpoints = checkpoints
-        self.state = state
-        self.main = main
-        self.should_stop = should_stop
-        self.skipped_in_a_row = 0
-        self.started = time.monotonic() - state.seconds
+    settings: TrainerSettings
+    ranks: Ranks
+    policy: Policy
+    learner: Learner
+    publisher: Publisher
+    checkpoints: CheckpointStore
+    state: RunState
+    main: Main | None
+    """None on every rank but 0."""
+    should_stop: Callable[[], bool]
+    skipped_in_a_row: int = 0
+    started: float = 0.0
 
     def run(self) -> RunState:
         """Trains to the end and returns the state there.
@@ -93,6 +83,7 @@ class TrainingLoop:
             TrainingDivergedError: updates were not finite; the last batch is in the run directory.
             DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
         """
+        self.started = time.monotonic() - self.state.seconds
         metrics = self.publish()
         if self.state.step == 0:
             self.state.accuracy_before = self.evaluate(metrics).get("accuracy")
