@@ -211,6 +211,9 @@ class TrainerSettings(Settings):
     publish_probe: bool = Field(
         default=False, description="After publishing, compare each worker's logprobs of a probe with the trainer's."
     )
+    publish_probe_tolerance: float = Field(
+        default=0.1, gt=0, description="Mean difference of a probe's logprobs above which a worker leaves the routing."
+    )
     min_workers: int = Field(default=1, ge=1, description="The run stops when fewer rollout workers are left.")
 
     # Evaluation and checkpoints

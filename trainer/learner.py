@@ -117,9 +117,9 @@ class Learner:
         return result
 
     @torch.no_grad()
-    def logprobs(self, group: TrainingGroup) -> list[list[float]]:
+    def logprobs(self, group: TrainingGroup, temperature: float = 1.0) -> list[list[float]]:
         """The policy's log-probabilities of one group: ``result[completion][token]``, on every rank."""
-        values, _ = self.policy(pack([group]).to(self.ranks.device))
+        values, _ = self.policy(pack([group]).to(self.ranks.device), temperature)
         return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
 
     def _part(self, groups: Sequence[TrainingGroup]) -> _Part:

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -27,6 +27,7 @@ from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup, TrainingSequence
 from trainer.policy import Policy
 from trainer.publishing import Publisher
+from trainer.publishing.probe import probe_workers
 from trainer.replay import updated_priorities
 from trainer.run_files import RunFiles
 from trainer.service_thread import InterruptedCallError, ServiceThread
@@ -195,10 +196,31 @@ class TrainingLoop:
         self._phase("publish")
         started = time.perf_counter()
         metrics = self.publisher.publish(self.state.policy_version)
+        if self.settings.publish_probe:
+            metrics |= self.probe()
         metrics["seconds_publish"] = time.perf_counter() - started
         if self.main is not None:
             self.main.status.policy_version = self.state.policy_version
         return metrics
+
+    def probe(self) -> dict[str, float]:
+        """Compares the workers' log-probabilities of a completion of the last batch with the trainer's own."""
+
+        def choose() -> list[Any]:
+            groups = [training_group(g, self.settings) for g in self._main().batch.groups]
+            return _to_json([replace(g, sequences=g.sequences[:1]) for g in groups if g.sequences][:1])
+
+        probes = _from_json(self.ranks.on_main(choose))
+        if not probes:
+            return {}
+        expected = self.learner.logprobs(probes[0])[0]
+
+        def compare() -> float:
+            completion_ids = probes[0].sequences[0].completion_ids
+            probing = probe_workers(self.settings, probes[0].prompt_ids, completion_ids, expected)
+            return self._main().thread.call(probing, self.settings.publish_deadline_seconds + GRACE_SECONDS)
+
+        return {"probe_difference": self.ranks.on_main(compare, *EXPECTED_ERRORS)}
 
     def evaluate(self, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluates on held-out prompts, adds the result to ``metrics`` and returns it, on every rank."""

@@ -39,8 +39,12 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.logit_chunk_tokens = logit_chunk_tokens
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the completion tokens of a micro-batch under the sampling distribution.
+    def forward(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the completion tokens of a micro-batch.
+
+        Args:
+            batch: T packed tokens with N completion tokens.
+            temperature: of the distribution; by default that of sampling.
 
         Returns:
             logprobs [N] and entropies [N], float32.
@@ -58,7 +62,7 @@ class Policy(nn.Module):
             hidden[batch.predict_rows],
             output_embeddings.weight,
             batch.targets,
-            self.temperature,
+            self.temperature if temperature is None else temperature,
             self.logit_chunk_tokens,
         )
 

@@ -53,10 +53,7 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
     updated = await asyncio.gather(*(one(index, url) for index, url in enumerate(urls)))
     failed = [url for url, ok in zip(urls, updated, strict=True) if not ok]
     if failed:
-        WORKERS_DROPPED.inc(len(failed))
-        async with RouterControl(token=settings.token) as router:
-            for url in failed:
-                await router.remove(url)
+        await drop_workers(settings, failed)
     left = sum(updated)
     if left < settings.min_workers:
         raise DependencyLostError(
@@ -64,6 +61,14 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
             f"{settings.min_workers}; see the rollout-server's log"
         )
     return left
+
+
+async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
+    """Takes workers out of the routing; their launchers bring them up to date and back."""
+    WORKERS_DROPPED.inc(len(urls))
+    async with RouterControl(token=settings.token) as router:
+        for url in urls:
+            await router.remove(url)
 
 
 async def registered_workers(settings: TrainerSettings) -> list[str]:
