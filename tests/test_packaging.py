@@ -1,0 +1,119 @@
+"""Each role's extra brings what the role imports, so that a node that installs only it can run it."""
+
+import ast
+import importlib.util
+import sys
+import tomllib
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+LOCAL = ("services", "trainer", "scripts")
+
+# Where each role begins, and the extras that it installs.
+ROLES = {
+    "data": ("services.data_server.__main__", {"data"}),
+    "reward": ("services.reward_server.__main__", {"reward"}),
+    "replay": ("services.replay_buffer.__main__", {"replay"}),
+    "rollout": ("services.rollout_server.__main__", {"rollout"}),
+    "trainer": ("trainer.__main__", {"trainer"}),
+    "local": ("scripts.run_local", {"local"}),
+}
+
+# What a role imports only when a setting asks for it, and installs besides.
+OPTIONAL = {"rollout": {"sglang"}, "reward": {"torch", "transformers"}}
+
+
+def source(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules that ``module`` imports, at its top or in a function; not those for type checkers only."""
+    tree = ast.parse(source(module).read_text())
+    skipped = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test).endswith("TYPE_CHECKING")
+        for node in ast.walk(branch)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(found)
+
+
+def reached(start: str) -> set[str]:
+    """All modules of the project that are imported from ``start`` on."""
+    seen, todo = set(), [start]
+    while todo:
+        module = todo.pop()
+        if module in seen or source(module) is None:
+            continue
+        seen.add(module)
+        parents = [module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)]
+        todo += [name for name in (*imports(module), *parents) if name.split(".")[0] in LOCAL]
+    return seen
+
+
+def brought(extras: set[str]) -> set[str]:
+    """The distributions that the project with ``extras`` brings, through all requirements."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    chosen = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    todo = [Requirement(line) for line in project["dependencies"] + chosen]
+    found: set[str] = set()
+    while todo:
+        wanted = todo.pop()
+        key = f"{canonicalize_name(wanted.name)}[{','.join(sorted(wanted.extras))}]"
+        if key in found:
+            continue
+        found |= {key, canonicalize_name(wanted.name)}
+        try:
+            requires = metadata.requires(wanted.name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, requires):
+            environments = [{"extra": extra} for extra in wanted.extras] or [{"extra": ""}]
+            if requirement.marker is None or any(requirement.marker.evaluate(env) for env in environments):
+                todo.append(requirement)
+    return found
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_extra_brings_what_its_role_imports(role):
+    start, extras = ROLES[role]
+    assert source(start) is not None, f"{start} does not exist"
+    distributions = metadata.packages_distributions()
+    top_level = {name.split(".")[0] for module in reached(start) for name in imports(module)}
+    foreign = top_level - set(sys.stdlib_module_names) - set(LOCAL) - OPTIONAL.get(role, set()) - {"__future__"}
+    available = brought(extras)
+    missing = {
+        name
+        for name in foreign
+        if importlib.util.find_spec(name) is None
+        or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
+    }
+    assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+
+
+def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
+    for path in (ROOT / "services").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        assert not {name for name in imports(module) if name.split(".")[0] == "trainer"}, module
+    packages = {path.parent.name for path in (ROOT / "services").glob("*/__init__.py")}
+    for path in (ROOT / "trainer").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        reaching = {name for name in imports(module) if name.startswith("services.") and name.split(".")[1] in packages}
+        assert not reaching, f"{module} imports {reaching}"
