@@ -1,0 +1,58 @@
+"""The replay-buffer's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from services.settings import Settings
+
+
+class ReplaySettings(Settings):
+    """What the replay-buffer reads from its environment."""
+
+    replay_buffer_listen_host: str | None = Field(
+        default=None, description="Address that the replay-buffer listens on."
+    )
+    replay_buffer_listen_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Port that the replay-buffer listens on; default 8003."
+    )
+
+    replay_dir: Path | None = Field(
+        default=None,
+        description="Where the groups are kept, on a disk of this machine; default `replay` in the run directory.",
+    )
+    replay_capacity: int = Field(
+        default=100_000, ge=1, le=10_000_000, description="Groups kept for replay; beyond it the oldest are evicted."
+    )
+    replay_experience_capacity: int = Field(
+        default=100_000, ge=1, le=10_000_000, description="Experiences without tokens kept for /sample."
+    )
+    replay_queue_capacity: int = Field(
+        default=65_536,
+        ge=1,
+        description="Fresh groups that may wait; further ones are refused with 429 until some left.",
+    )
+    replay_max_age_seconds: float | None = Field(
+        default=None, gt=0, description="Groups kept for replay longer than this are evicted. Unset: never."
+    )
+    replay_max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Groups whose oldest token is more policy versions behind the newest are evicted. Unset: never.",
+    )
+    replay_fsync: bool = Field(
+        default=True,
+        description="Whether what is acknowledged survives a loss of power too, at the cost of waiting for the disk. "
+        "The death of the process loses nothing either way.",
+    )
+    replay_max_gb: float = Field(
+        default=64.0, gt=0, description="Disk that the groups may take; beyond it additions are refused with 507."
+    )
+    replay_seed: int = Field(default=0, ge=0, description="Seed of samples whose request gives none.")
+
+    @property
+    def directory(self) -> Path:
+        """Where the groups are kept."""
+        return self.run_dir / "replay" if self.replay_dir is None else self.replay_dir
