@@ -19,7 +19,7 @@ from services.errors import ConfigurationError
 LOG_FORMAT_VARIABLE = "LOG_FORMAT"
 
 # These tell of each request or connection, which is the metrics' business.
-_TALKATIVE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec")
+_TALKATIVE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
 
 
 def configure(component: str, level: str = "info") -> None:

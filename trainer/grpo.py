@@ -110,8 +110,8 @@ def has_reward_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
     n_groups = int(group.max()) + 1 if group.numel() else 0
     low = torch.full((n_groups,), torch.inf, dtype=rewards.dtype, device=rewards.device)
     high = -low
-    low.index_reduce_(0, group, torch.where(scored, rewards, torch.inf), "amin")
-    high.index_reduce_(0, group, torch.where(scored, rewards, -torch.inf), "amax")
+    low.scatter_reduce_(0, group, torch.where(scored, rewards, torch.inf), "amin")
+    high.scatter_reduce_(0, group, torch.where(scored, rewards, -torch.inf), "amax")
     return scored & (low < high)[group]
 
 
