@@ -1,7 +1,8 @@
 """Gives every node of a job group an address of its own on this machine.
 
-Linux answers on all of 127.0.0.0/8, so there a node is 127.x.y.k and listens on its usual ports. Elsewhere only
-127.0.0.1 answers; nodes then share it, and each of their ports is mapped to a free one.
+Linux answers on all of 127.0.0.0/8, so there a node is 127.x.y.k and listens on its usual ports, or a free one where
+something of this machine has a usual one on all addresses. Elsewhere only 127.0.0.1 answers; nodes then share it, and
+each of their ports is mapped to a free one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from scripts.local.spec import JobGroup
@@ -50,24 +51,23 @@ def allocate(group: JobGroup, *, own_hosts: bool | None = None) -> Iterator[Addr
     """
     if own_hosts is None:
         own_hosts = _can_listen("127.77.77.77", 0)
+    count = sum(task.num_nodes for task in group.tasks)
     if not own_hosts:
-        yield _free_ports(group)
+        yield _addresses(group, ["127.0.0.1"] * count, keep_ports=False)
         return
     with contextlib.ExitStack() as stack:
         for _ in range(BLOCK_TRIES):
             block = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}"
-            addresses = _block(group, block)
             guard = stack.enter_context(socket.socket())
             try:
                 guard.bind((f"{block}.1", GUARD_PORT))
             except OSError:  # another run has the block
                 continue
-            if all(_can_listen(*_split(address)) for address in addresses.endpoints.values()):
-                yield addresses
-                return
+            yield _addresses(group, [f"{block}.{number + 2}" for number in range(count)], keep_ports=True)
+            return
         raise ConfigurationError(
-            f"no free block of loopback addresses in {BLOCK_TRIES} tries; end what listens on 0.0.0.0 at the ports of "
-            f"{', '.join(sorted(PORTS))} (see services/endpoints.py)"
+            f"no free block of loopback addresses in {BLOCK_TRIES} tries; something has port {GUARD_PORT} of all: "
+            "end it, or give --shared-host"
         )
 
 
@@ -79,27 +79,18 @@ def _nodes(group: JobGroup) -> Iterator[tuple[str, int, tuple[int, ...]]]:
             yield task.name, rank, ports
 
 
-def _block(group: JobGroup, block: str) -> Addresses:
-    hosts: dict[str, list[str]] = {}
-    endpoints = {}
-    for last, (task, rank, ports) in enumerate(_nodes(group), start=2):
-        host = f"{block}.{last}"
-        hosts.setdefault(task, []).append(host)
-        endpoints.update({f"{task}-{rank}:{port}": f"{host}:{port}" for port in ports})
-    return Addresses(hosts, endpoints)
-
-
-def _free_ports(group: JobGroup) -> Addresses:
-    host = "127.0.0.1"
+def _addresses(group: JobGroup, node_hosts: Sequence[str], *, keep_ports: bool) -> Addresses:
+    """Addresses of all nodes, which are at ``node_hosts`` in the order of the file."""
     hosts: dict[str, list[str]] = {}
     endpoints = {}
     with contextlib.ExitStack() as stack:
-        for task, rank, ports in _nodes(group):
+        for host, (task, rank, ports) in zip(node_hosts, _nodes(group), strict=True):
             hosts.setdefault(task, []).append(host)
             for port in ports:
                 # All stay bound until the last is found, so no two get the same.
                 probe = stack.enter_context(socket.socket())
-                probe.bind((host, 0))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind((host, port if keep_ports and _can_listen(host, port) else 0))
                 endpoints[f"{task}-{rank}:{port}"] = f"{host}:{probe.getsockname()[1]}"
     return Addresses(hosts, endpoints)
 
@@ -112,8 +103,3 @@ def _can_listen(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)

@@ -215,7 +215,7 @@ class Supervisor:
         codes = [_shell_code(await wait) for wait in waits]
         for rank, code in enumerate(codes):
             own_end = State.FAILED if code else State.ENDED
-            state = State.STOPPED if self._ending or rank in killed else own_end
+            state = State.STOPPED if self._ending or (rank in killed and code == KILLED) else own_end
             self._report(task, rank, state, f"exit code {code}")
         return codes
 

@@ -112,7 +112,9 @@ class View:
     def _tail(self, log: Path) -> None:
         if not log.exists():
             return
-        lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        lines = log.read_text(errors="replace").splitlines()
+        start = max(number for number, line in enumerate(lines) if line.startswith("=== "))
+        lines = lines[start + 1 :][-TAIL_LINES:]
         self._say(f"the end of {_shown(log)}:\n" + "\n".join(f"  {line}" for line in lines), "dim")
 
     def _render(self) -> RenderableType:

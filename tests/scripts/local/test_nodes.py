@@ -1,5 +1,6 @@
 """Addresses of nodes on one machine."""
 
+import contextlib
 import json
 import socket
 import sys
@@ -48,6 +49,18 @@ def test_a_node_has_a_host_of_its_own_and_its_usual_ports():
 def test_two_runs_at_once_share_no_address():
     with nodes.allocate(GROUP) as one, nodes.allocate(GROUP) as other:
         assert not set(one.endpoints.values()) & set(other.endpoints.values())
+
+
+@needs_linux
+def test_a_port_that_is_taken_on_all_addresses_is_replaced():
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # something of this machine may have it already
+            taken.bind(("0.0.0.0", endpoints.STATUS_PORT))
+            taken.listen()
+        with nodes.allocate(GROUP) as addresses:
+            server = listen(addresses.find("ppo-trainer", 0, endpoints.STATUS_PORT))
+            assert server.getsockname()[1] != endpoints.STATUS_PORT
+            server.close()
 
 
 def test_components_find_each_other_by_it(monkeypatch):

@@ -1,0 +1,99 @@
+"""Runs the whole job group with the tiny model, as a person would start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scripts.local.processes import MARK
+
+ROOT = Path(__file__).parents[2]
+
+SETTINGS = {
+    "DATASET": "arithmetic",
+    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "PROMPT_STYLE": "plain",
+    "REWARD_FN": "first_line_number",
+    "BATCH_SIZE": "4",
+    "GROUP_SIZE": "8",
+    "MAX_NEW_TOKENS": "4",
+    "MAX_PROMPT_TOKENS": "64",
+    "LEARNING_RATE": "1e-3",
+    "EVAL_PROMPTS": "20",
+}
+
+
+class System:
+    """A run of jobgroup.yaml by the local runner, with its run directory below ``shared_dir``."""
+
+    def __init__(self, shared_dir: Path, model: Path, *arguments: str, run_id: str = "", **settings: str) -> None:
+        run_id = run_id or f"run-{uuid.uuid4().hex[:12]}"
+        self.run_dir = shared_dir / "runs" / run_id
+        variables = SETTINGS | {"MODEL_NAME": str(model)} | settings
+        options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
+        self.output = shared_dir / f"output-{time.time_ns()}.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                [
+                    *[sys.executable, "-m", "scripts.run_local", "jobgroup.yaml", "--plain"],
+                    *["--run-id", run_id, "--shared-dir", str(shared_dir), *options, *arguments],
+                ],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            )
+
+    def wait(self, deadline: float = 240) -> int:
+        """Waits for the end and returns the exit code."""
+        try:
+            return self.process.wait(deadline)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+            raise AssertionError(f"no end within {deadline} s:\n{self.text}") from None
+
+    def wait_for_step(self, step: int, deadline: float = 180) -> None:
+        """Waits until the trainer has completed ``step``."""
+        end = time.monotonic() + deadline
+        while not any(record["step"] >= step for record in self.metrics()):
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, f"no step {step} within {deadline} s:\n{self.text}"
+            time.sleep(0.1)
+
+    @property
+    def text(self) -> str:
+        """What the runner printed."""
+        return self.output.read_text()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The complete lines of metrics.jsonl."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def log(self, node: str) -> str:
+        return (self.run_dir / "logs" / f"{node}.log").read_text()
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this run that are still there."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            variables = process.environ()
+        except psutil.Error:
+            return False
+        return MARK in variables and variables.get("RUN_ID") == self.run_dir.name

@@ -1,0 +1,104 @@
+"""The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
+
+import signal
+import time
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.e2e.system import System
+
+pytestmark = pytest.mark.e2e
+
+NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
+TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model, tmp_path_factory) -> System:
+    """A run with two rollout and two trainer nodes that went to its end."""
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="12")
+    assert system.wait() == 0, system.text
+    return system
+
+
+def test_a_run_says_what_it_did(finished):
+    summary = finished.summary()
+    assert summary["status"] == "succeeded"
+    assert summary["steps"] == 12
+    assert summary["dataset"] == "arithmetic"
+    assert {"seconds", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "model", "device"} <= set(
+        summary
+    )
+
+
+def test_it_learns(finished):
+    summary = finished.summary()
+    assert summary["reward_last"] > summary["reward_first"]
+
+
+def test_every_step_has_its_metrics(finished):
+    records = finished.metrics()
+    assert [record["step"] for record in records] == list(range(1, 13))
+    for record in records:
+        assert {"reward_mean", "loss", "entropy", "policy_version"} <= set(record)
+        assert {"seconds_generate", "seconds_reward", "seconds_train", "seconds_publish"} <= set(record)
+        assert record["policy_version"] == record["step"]
+
+
+def test_every_component_was_up_and_has_a_log(finished):
+    for node in NODES:
+        assert f"{node} up" in finished.text
+    for node in NODES + TRAINERS:
+        assert finished.log(node)
+
+
+def test_both_rollout_nodes_generated(finished):
+    for node in ("rollout-server-0", "rollout-server-1"):
+        assert "error" not in finished.log(node).lower()
+
+
+def test_what_was_trained_loads_as_any_model(finished, tiny_model):
+    directory = finished.run_dir / "model"
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert model.num_parameters() == start.num_parameters()
+    assert any((a != b).any() for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(directory).encode("3+4=") == [5, 12, 6, 15]
+
+
+def test_the_reward_curve_is_a_picture(finished):
+    assert (finished.run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_process_is_left(finished):
+    assert finished.processes() == []
+
+
+def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tiny_model, tmp_path):
+    one_node_each = ("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1")
+    first = System(tmp_path, tiny_model, *one_node_each, run_id="interrupted", MAX_STEPS="200")
+    first.wait_for_step(2)
+    asked = time.monotonic()
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130
+    assert time.monotonic() - asked < 10
+    assert first.processes() == []
+    completed = first.metrics()[-1]["step"]
+
+    second = System(tmp_path, tiny_model, *one_node_each, run_id="interrupted", MAX_STEPS=str(completed + 2))
+    assert second.wait() == 0, second.text
+    assert [record["step"] for record in second.metrics()] == list(range(1, completed + 3))
+    assert "resumed" in second.log("ppo-trainer-0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [("MODEL_NAME", "no-such-model", "no-such-model"), ("DATASET", "no-such-file.jsonl", "no-such-file.jsonl")],
+)
+def test_what_cannot_be_had_stops_the_run_before_training(tiny_model, tmp_path, setting, value, said):
+    settings = {setting: value}
+    system = System(tmp_path, settings.pop("MODEL_NAME", tiny_model), "--num-nodes", "ppo-trainer=1", **settings)
+    assert system.wait() == 78, system.text
+    assert said in system.text
+    assert system.metrics() == []
