@@ -31,6 +31,7 @@ class RouterControl:
 
     def __init__(self, endpoint: endpoints.Endpoint | None = None, token: str | None = None) -> None:
         address = endpoint or endpoints.router()
+        self._token = token
         self._http = HttpClient(address.url, token=token, service="router", timeout=10, deadline=ROUTER_SECONDS)
 
     async def __aenter__(self) -> Self:
@@ -52,7 +53,9 @@ class RouterControl:
 
     async def add(self, url: str) -> None:
         """Registers a worker; the router asks it for its model and then routes to it."""
-        await self._http.request("POST", "/workers", payload={"url": url})
+        # The router's own questions to a worker carry the token only when it is given here.
+        key = {"api_key": self._token} if self._token else {}
+        await self._http.request("POST", "/workers", payload={"url": url, **key})
 
     async def remove(self, url: str) -> None:
         """Takes a worker out of the routing; one that is not registered is no error."""
@@ -108,7 +111,7 @@ class WorkerControl:
         text = str((await self._get("/model_info")).get("weight_version"))
         return int(text) if text.isdecimal() else None
 
-    async def update_from_disk(self, path: Path, version: int, *, flush_cache: bool = True) -> None:
+    async def update_from_disk(self, path: Path | str, version: int, *, flush_cache: bool = True) -> None:
         """Loads a model directory as ``version``. Requests in flight end first, unless generation is paused."""
         payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._post("/update_weights_from_disk", payload)

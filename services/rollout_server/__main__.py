@@ -1,0 +1,134 @@
+"""Runs a rollout node: ``python -m services.rollout_server``. Its engine, and on node 0 the router, are its children.
+
+Engine and router are started again when they end, a bounded number of times; beyond that, and when the shared volume
+or the router stays away, the launcher ends with exit code 33. It leaves no process behind, whatever it ends of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import time
+
+from services import endpoints, logs
+from services.endpoints import Endpoint, Task
+from services.errors import DependencyLostError
+from services.rollout_control import WorkerControl
+from services.rollout_server.engines import addresses, choose_engine, engine_command, router_command
+from services.rollout_server.keeper import WorkerKeeper
+from services.rollout_server.settings import RolloutSettings
+from services.rollout_server.supervision import Supervised
+from services.scaffold import exit_code_of
+
+log = logs.get_logger(__name__)
+
+POLL_SECONDS = 0.2
+
+
+class Launcher:
+    """What runs on one rollout node."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.rank = endpoints.node_rank()
+        engine_bind, router_bind, metrics_bind = addresses(settings)
+        router = endpoints.router()
+        if settings.rollout_server_listen_port is not None:
+            router = Endpoint(router.host, settings.rollout_server_listen_port)
+        self.router_endpoint = router
+        kind = choose_engine(settings)
+        log.info("engine chosen", engine=kind.value, listen=engine_bind.url, router=router.url)
+        self.keeper = WorkerKeeper(settings, self._worker(self.rank).url, router, lambda: self.engine)
+        self.engine = Supervised(
+            engine_command(settings, kind, engine_bind), settings.rollout_max_restarts, self.keeper.withdraw
+        )
+        self.router = Supervised(router_command(settings, router_bind, metrics_bind), settings.rollout_max_restarts)
+
+    async def run(self) -> None:
+        """Runs the node until SIGTERM or SIGINT.
+
+        Raises:
+            DependencyLostError: see the module.
+            ConfigurationError: the engine cannot run with these settings.
+        """
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        await self.keeper.withdraw_at_once()
+        parts = [self.engine.run(), self.keeper.run()]
+        if self.rank == 0:
+            parts.append(self._run_router())
+        running = [asyncio.create_task(part) for part in parts]
+        stop = asyncio.create_task(stopped.wait())
+        try:
+            await asyncio.wait([*running, stop], return_when=asyncio.FIRST_COMPLETED)
+            if stopped.is_set():
+                log.info("stopping")
+                await self.keeper.withdraw_at_once()
+        finally:
+            for task in (*running, stop):
+                task.cancel()
+            results = await asyncio.gather(*running, stop, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _run_router(self) -> None:
+        """Starts the router when the first worker answers, and keeps it running."""
+        await self._wait_for_a_worker()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.router.run())
+            group.create_task(self._watch_router())
+
+    async def _wait_for_a_worker(self) -> None:
+        end = time.monotonic() + self.settings.engine_start_seconds * (1 + self.settings.rollout_max_restarts)
+        nodes = range(endpoints.num_nodes())
+        while True:
+            answers = await asyncio.gather(*(self._answers(self._worker(rank).url) for rank in nodes))
+            if any(answers):
+                return
+            if time.monotonic() > end:
+                raise DependencyLostError(f"none of {len(nodes)} rollout workers answers; see the logs of their nodes")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _watch_router(self) -> None:
+        """Kills a router that runs and does not answer."""
+        answered, start = time.monotonic(), 0
+        while True:
+            if start != self.router.starts or await self._answers(self.router_endpoint.url):
+                answered, start = time.monotonic(), self.router.starts
+            elif time.monotonic() - answered > self.settings.engine_hang_seconds:
+                log.error("router hangs: killed", seconds=self.settings.engine_hang_seconds)
+                self.router.kill()
+            await asyncio.sleep(1.0)
+
+    async def _answers(self, url: str) -> bool:
+        async with WorkerControl(url, self.settings.token) as worker:
+            return await worker.is_healthy()
+
+    def _worker(self, rank: int) -> Endpoint:
+        """Where the other nodes reach the worker of node ``rank``."""
+        worker = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
+        return Endpoint(worker.host, self.settings.engine_listen_port or worker.port)
+
+
+def main() -> None:
+    """Reads command line and environment, and runs the node."""
+    parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
+    parser.add_argument("--host", help="address to listen on (also ROLLOUT_SERVER_LISTEN_HOST)")
+    parser.add_argument("--port", type=int, help="the router's port, default 30000 (also ROLLOUT_SERVER_LISTEN_PORT)")
+    parser.add_argument("--engine-port", type=int, help="the engine's port, default 30001 (also ENGINE_LISTEN_PORT)")
+    given = parser.parse_args()
+    settings = RolloutSettings.load(
+        rollout_server_listen_host=given.host,
+        rollout_server_listen_port=given.port,
+        engine_listen_port=given.engine_port,
+    )
+    logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
+    asyncio.run(Launcher(settings).run())
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

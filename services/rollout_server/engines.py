@@ -1,0 +1,146 @@
+"""Which engine a node runs, and the command lines of engine and router."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services import endpoints
+from services.endpoints import Endpoint
+from services.errors import ConfigurationError
+from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.settings import EngineKind, EngineType, RolloutSettings
+
+CHILD = Path(__file__).with_name("child.py")
+FIRST_VERSION = 0
+"""The policy version of MODEL_NAME itself."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a child process is started."""
+
+    name: str
+    python: str
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> list[str]:
+        """The whole command line."""
+        return [self.python, str(CHILD), self.module, *self.arguments]
+
+
+def choose_engine(settings: RolloutSettings) -> EngineKind:
+    """ROLLOUT_ENGINE, with ``auto`` decided by whether the node has a GPU.
+
+    Raises:
+        ConfigurationError: SGLang is asked for, by name or by a GPU, and is not installed.
+    """
+    kind = settings.rollout_engine
+    if kind is EngineKind.AUTO:
+        kind = EngineKind.SGLANG if number_of_gpus() > 0 else EngineKind.EMBEDDED
+    if kind is EngineKind.SGLANG and not _has_module(settings.sglang_python, "sglang"):
+        raise ConfigurationError(
+            f"ROLLOUT_ENGINE={settings.rollout_engine.value} needs SGLang on this node, which "
+            f"{settings.sglang_python or sys.executable} does not have; install the extra 'sglang', name its "
+            f"interpreter by SGLANG_PYTHON, or set ROLLOUT_ENGINE=embedded"
+        )
+    return kind
+
+
+def number_of_gpus() -> int:
+    """This node's GPUs: as SkyPilot says, else as torch finds them."""
+    told = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    if told.isdecimal():
+        return int(told)
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def engine_command(settings: RolloutSettings, kind: EngineKind, bind: Endpoint) -> Command:
+    """How to start the node's engine."""
+    if kind is EngineKind.EMBEDDED:
+        address = ["--host", bind.host, "--port", str(bind.port)]
+        return Command("engine", sys.executable, "services.rollout_server.embedded", address)
+    # One second a check otherwise, since /health would generate a token each time.
+    environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    python = settings.sglang_python or sys.executable
+    return Command("engine", python, "sglang.launch_server", sglang_flags(settings, bind), environment)
+
+
+def sglang_flags(settings: RolloutSettings, bind: Endpoint) -> list[str]:
+    """The arguments of ``sglang.launch_server``."""
+    flags = ["--model-path", settings.model_name, "--host", bind.host, "--port", str(bind.port)]
+    flags += ["--weight-version", str(FIRST_VERSION), "--enable-metrics", API_KEY_FROM_TOKEN]
+    flags += ["--tp-size", str(settings.sglang_tp_size or max(number_of_gpus(), 1))]
+    flags += ["--max-queued-requests", str(settings.engine_max_queued_requests)]
+    if settings.engine_dtype is not EngineType.AUTO:
+        flags += ["--dtype", settings.engine_dtype.value]
+    for flag, value in (
+        ("--mem-fraction-static", settings.sglang_mem_fraction),
+        ("--context-length", settings.engine_context_length),
+        ("--attention-backend", settings.sglang_attention_backend),
+        ("--tool-call-parser", settings.sglang_tool_call_parser),
+        ("--max-running-requests", settings.engine_max_running_requests),
+        ("--max-total-tokens", settings.engine_max_total_tokens),
+    ):
+        if value is not None:
+            flags += [flag, str(value)]
+    if settings.engine_deterministic:
+        flags += ["--enable-deterministic-inference"]
+    # Last, since the last of several wins.
+    return flags + settings.extra_flags
+
+
+def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint) -> Command:
+    """How to start the router, without workers: these are registered as they come up."""
+    flags = ["--host", bind.host, "--port", str(bind.port), "--policy", settings.router_policy.value]
+    flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port), API_KEY_FROM_TOKEN]
+    flags += ["--worker-startup-check-interval", "1", "--worker-startup-timeout-secs", "60"]
+    interval = str(settings.router_health_interval_seconds)
+    flags += ["--health-check-interval-secs", interval, "--health-check-timeout-secs", "5"]
+    flags += ["--health-failure-threshold", "3", "--health-success-threshold", "1"]
+    flags += ["--request-timeout-secs", str(settings.router_request_seconds)]
+    flags += ["--retry-max-retries", str(settings.router_retries)]
+    flags += ["--cb-failure-threshold", str(settings.router_circuit_failures), "--cb-success-threshold", "1"]
+    flags += ["--cb-timeout-duration-secs", str(settings.router_circuit_seconds)]
+    # Generation takes minutes and clients bound what they send: the router itself queues without a limit.
+    flags += ["--max-concurrent-requests", "-1", "--log-level", "warn"]
+    return Command("router", sys.executable, "sglang_router.launch_router", flags)
+
+
+def addresses(settings: RolloutSettings) -> tuple[Endpoint, Endpoint, Endpoint]:
+    """Where this node's engine, router and router metrics listen."""
+    task = endpoints.Task.ROLLOUT_SERVER
+
+    def bind(port: int, given_port: int | None) -> Endpoint:
+        default = endpoints.bind_address(task, port)
+        return Endpoint(settings.rollout_server_listen_host or default.host, given_port or default.port)
+
+    return (
+        bind(endpoints.ENGINE_PORT, settings.engine_listen_port),
+        bind(endpoints.ROUTER_PORT, settings.rollout_server_listen_port),
+        bind(endpoints.ROUTER_METRICS_PORT, None),
+    )
+
+
+def _has_module(python: str | None, module: str) -> bool:
+    if python is None:
+        return importlib.util.find_spec(module) is not None
+    check = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", check], timeout=60, check=False).returncode == 0
+    except OSError as error:
+        raise ConfigurationError(
+            f"SGLANG_PYTHON is {python!r}, which cannot be run ({error}); give the path of a Python interpreter"
+        ) from error

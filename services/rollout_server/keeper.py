@@ -1,0 +1,219 @@
+"""Keeps one node's worker in the router's list exactly while it serves what it should.
+
+The trainer updates every registered worker itself and takes one that failed out of the routing. Everything else is
+here: whatever the reason for which the worker is not registered (it is new, its engine died, its update failed, the
+router was restarted), it loads the newest published version from the shared volume and is registered again. Being
+registered anew also makes the router's cache-aware policy send it traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from services.endpoints import Endpoint
+from services.errors import DependencyLostError
+from services.http_client import RequestRefusedError
+from services.logs import get_logger
+from services.policy_store import PolicyStore, PublishedPolicy
+from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
+from services.rollout_server.engines import FIRST_VERSION
+from services.rollout_server.settings import RolloutSettings
+from services.rollout_server.supervision import Supervised
+
+log = get_logger(__name__)
+
+POLL_SECONDS = 0.5
+CATCH_UP_TRIES = 5
+REGISTER_SECONDS = 60.0
+AT_ONCE_SECONDS = 2.0
+ROUTER_LOST_SECONDS = 300.0
+"""The router is restarted within seconds where it can be; without it for so long, the node has nothing to serve."""
+UNREGISTERED_SECONDS = 600.0
+"""A worker that could not be registered for so long ends its launcher."""
+
+
+class WorkerKeeper:
+    """The part of the launcher that looks after one worker."""
+
+    def __init__(self, settings: RolloutSettings, url: str, router: Endpoint, engine: Callable[[], Supervised]) -> None:
+        self.settings = settings
+        self.url = url
+        self.store = PolicyStore(settings.policy_dir)
+        self._router_endpoint = router
+        self._engine = engine
+        self._newest_seen = -1
+        self._fresh = True
+        """Whether the engine has the weights that it started with."""
+        self._was_registered = False
+
+    async def run(self) -> None:
+        """Keeps the worker until cancelled.
+
+        Raises:
+            DependencyLostError: the router or the shared volume is gone for good.
+        """
+        async with (
+            WorkerControl(self.url, self.settings.token) as worker,
+            RouterControl(self._router_endpoint, self.settings.token) as router,
+        ):
+            start = 0
+            while True:
+                await self._engine().wait_for_start(after=start)
+                start = self._engine().starts
+                if await self._wait_until_up(worker, start):
+                    self._fresh = True
+                    await self._keep(worker, router, start)
+
+    async def withdraw(self) -> None:
+        """Takes the worker out of the routing, before its engine is started again with its first weights.
+
+        Raises:
+            DependencyLostError: the router does not answer.
+        """
+        if not self._was_registered:
+            return
+        end = time.monotonic() + ROUTER_LOST_SECONDS
+        async with RouterControl(self._router_endpoint, self.settings.token) as router:
+            while True:
+                try:
+                    await router.remove(self.url)
+                    return
+                except DependencyLostError:
+                    if time.monotonic() > end:
+                        raise
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def withdraw_at_once(self) -> None:
+        """Takes the worker out of the routing if the router answers now: at this node's start and end."""
+        async with RouterControl(self._router_endpoint, self.settings.token) as router:
+            try:
+                async with asyncio.timeout(AT_ONCE_SECONDS):
+                    await router.remove(self.url)
+            except (DependencyLostError, TimeoutError) as error:
+                log.info("router does not answer", reason=str(error) or "timed out")
+
+    async def _wait_until_up(self, worker: WorkerControl, start: int) -> bool:
+        """True when the engine answers; False when it ended before, or was killed since it took too long."""
+        end = time.monotonic() + self.settings.engine_start_seconds
+        while self._runs(start):
+            if await worker.is_healthy():
+                return True
+            if time.monotonic() > end:
+                log.error("engine does not answer: killed", seconds=self.settings.engine_start_seconds)
+                self._engine().kill()
+                break
+            await asyncio.sleep(POLL_SECONDS / 5)
+        return False
+
+    async def _keep(self, worker: WorkerControl, router: RouterControl, start: int) -> None:
+        """Looks after a worker that is up, until its engine ends."""
+        answered = registered_at = time.monotonic()
+        stale_since: float | None = None
+        refusals = 0
+        while self._runs(start):
+            if await worker.is_healthy():
+                answered = time.monotonic()
+            elif time.monotonic() - answered > self.settings.engine_hang_seconds:
+                log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
+                self._engine().kill()
+                break
+            try:
+                registered = self.url in await router.workers()
+                stale_since = await self._stale_since(worker, stale_since) if registered else None
+                if not registered or self._is_too_stale(stale_since):
+                    await self._join(worker, router)
+                    stale_since = None
+                registered_at = time.monotonic()
+                refusals = 0
+            except (DependencyLostError, WorkerRefusedError) as error:
+                if not self._runs(start):
+                    break
+                log.warning("worker not registered", reason=str(error))
+                refusals += isinstance(error, WorkerRefusedError)
+                if refusals >= CATCH_UP_TRIES:
+                    log.error("engine refuses what is published: killed")
+                    self._engine().kill()
+                    break
+                if time.monotonic() - registered_at > UNREGISTERED_SECONDS:
+                    raise
+            await asyncio.sleep(POLL_SECONDS * (1 + refusals))
+
+    def _is_too_stale(self, since: float | None) -> bool:
+        return since is not None and time.monotonic() - since > self.settings.engine_stale_seconds
+
+    async def _stale_since(self, worker: WorkerControl, since: float | None) -> float | None:
+        """Since when the registered worker serves an older version than the newest; None when it does not."""
+        newest = self._newest()
+        if newest is None:
+            return None
+        version = await worker.version()
+        if version is not None and version >= newest.version:
+            return None
+        return time.monotonic() if since is None else since
+
+    async def _join(self, worker: WorkerControl, router: RouterControl) -> None:
+        """Brings the worker to the newest version and registers it.
+
+        Published meanwhile, a version may have been sent to the workers registered before this one: after registering,
+        the newest is looked up again.
+        """
+        for _ in range(CATCH_UP_TRIES):
+            await router.remove(self.url)
+            version = await self._catch_up(worker)
+            self._was_registered = True
+            await self._register(router)
+            newest = self._newest()
+            if newest is None or newest.version <= version:
+                log.info("worker registered", url=self.url, policy_version=version)
+                return
+        raise WorkerRefusedError(f"{self.url}: versions are published faster than it can load them")
+
+    async def _catch_up(self, worker: WorkerControl) -> int:
+        """Loads the newest published version, whatever the worker says that it serves; returns the version.
+
+        A worker whose update failed half-way may have weights of two versions, so its word is not enough.
+        """
+        newest = self._newest()
+        if newest is None and self._newest_seen >= 0:
+            raise DependencyLostError(
+                f"{self.store.policy_dir} held policy version {self._newest_seen} and is empty or missing now; is "
+                f"SHARED_DIR still mounted?"
+            )
+        path, version = (newest.path, newest.version) if newest else (self.settings.model_name, FIRST_VERSION)
+        if not (self._fresh and await worker.version() == version):
+            started = time.monotonic()
+            self._fresh = False
+            await worker.update_from_disk(path, version)
+            # The trainer may have died between pausing this worker and resuming it.
+            await worker.resume()
+            log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
+        served = await worker.version()
+        if served != version:
+            raise WorkerRefusedError(
+                f"worker {self.url} loaded policy version {version} but says that it serves {served}"
+            )
+        return version
+
+    async def _register(self, router: RouterControl) -> None:
+        try:
+            await router.add(self.url)
+        except RequestRefusedError as error:
+            raise WorkerRefusedError(f"the router refuses worker {self.url}: {error.detail}") from error
+        # The router looks at the worker before it lists it.
+        end = time.monotonic() + REGISTER_SECONDS
+        while self.url not in await router.healthy_workers():
+            if time.monotonic() > end:
+                raise WorkerRefusedError(f"the router did not list worker {self.url} within {REGISTER_SECONDS:g} s")
+            await asyncio.sleep(POLL_SECONDS / 10)
+
+    def _newest(self) -> PublishedPolicy | None:
+        newest = self.store.newest()
+        if newest is not None:
+            self._newest_seen = max(self._newest_seen, newest.version)
+        return newest
+
+    def _runs(self, start: int) -> bool:
+        engine = self._engine()
+        return engine.starts == start and engine.is_running
