@@ -46,7 +46,7 @@ def show(console: Console, run: Run, outcome: Outcome, peak_memory_bytes: int, s
 
 
 def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("outcome", f"{outcome.reason} (exit code {outcome.exit_code})")]
+    rows = [("outcome", outcome.reason)]
     if summary:
         rows += [
             ("model", str(summary.get("model"))),

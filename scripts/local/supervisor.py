@@ -35,6 +35,10 @@ LONG_ENOUGH_SECONDS = 60.0
 LONGEST_BACKOFF_SECONDS = 30.0
 
 
+# Begins the line in a log at which a start or restart begins.
+LIFE_MARK = "=== "
+
+
 class State(StrEnum):
     """What a node is doing."""
 
@@ -240,7 +244,7 @@ class Supervisor:
 
 def _write_header(log: IO[bytes], restarts: int) -> None:
     what = f"restart {restarts}" if restarts else "start"
-    log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
+    log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
     log.flush()  # before the process writes
 
 

@@ -16,7 +16,7 @@ from scripts.local.environment import Run
 from scripts.local.health import TrainerStatus
 from scripts.local.progress import Pace, Step
 from scripts.local.spec import TaskSpec
-from scripts.local.supervisor import State
+from scripts.local.supervisor import LIFE_MARK, State
 
 # A component that answered once counts as silent after so many unanswered questions in a row.
 SILENT_AFTER = 5
@@ -49,6 +49,7 @@ class View:
         self._trainer = TrainerStatus("starting", 0, 0)
         self._pace = Pace()
         self._memory = 0
+        self._explained: dict[str, str] = {}
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> View:
@@ -72,7 +73,7 @@ class View:
         name = task.name if rank is None else f"{task.name}-{rank}"
         self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:
-            self._tail(self._run.log(task, rank))
+            self._explain(task, rank)
 
     def health(self, task: str, rank: int, is_up: bool) -> None:
         """A node answered, or did not."""
@@ -109,13 +110,16 @@ class View:
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style=style), soft_wrap=True)
 
-    def _tail(self, log: Path) -> None:
-        if not log.exists():
-            return
-        lines = log.read_text(errors="replace").splitlines()
-        start = max(number for number, line in enumerate(lines) if line.startswith("=== "))
-        lines = lines[start + 1 :][-TAIL_LINES:]
-        self._say(f"the end of {_shown(log)}:\n" + "\n".join(f"  {line}" for line in lines), "dim")
+    def _explain(self, task: TaskSpec, rank: int) -> None:
+        """Prints why a node failed: its own last error if it named one, else the end of its log."""
+        log = self._run.log(task, rank)
+        lines = last_life(log)
+        error = last_error(lines)
+        if error is None:
+            self._say(f"the end of {_shown(log)}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), "dim")
+        elif error != self._explained.get(task.name):
+            self._say(f"  {error}", "red")
+            self._explained[task.name] = error
 
     def _render(self) -> RenderableType:
         table = Table(box=None, pad_edge=False)
@@ -148,6 +152,18 @@ class View:
             f"{duration(left)} left" if left is not None else "",
         )
         return grid
+
+
+def last_life(log: Path) -> list[str]:
+    """The lines of a node's log since its last start."""
+    lines = log.read_text(errors="replace").splitlines()
+    start = max((number for number, line in enumerate(lines) if line.startswith(LIFE_MARK)), default=-1)
+    return lines[start + 1 :]
+
+
+def last_error(lines: list[str]) -> str | None:
+    """The last of ``lines`` in which a component names the error that ended it."""
+    return next((line for line in reversed(lines) if line.startswith("error: ")), None)
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:

@@ -114,18 +114,25 @@ def test_a_trainer_is_not_restarted_for_ever_when_a_service_is_gone_for_good(tmp
 
 
 def test_auxiliaries_outlive_the_trainer_by_their_delay(tmp_path):
+    def auxiliary(name: str) -> str:
+        return task(name, f"trap 'touch {name}-ended; exit 0' TERM; touch {name}-up; while :; do sleep 0.05; done")
+
     ended = run(
         tmp_path,
-        DONE,
-        task("replay-buffer", "trap 'exit 0' TERM; while sleep 0.1; do date +%s.%N >> replay; done"),
-        task("reward-server", "trap 'exit 0' TERM; while sleep 0.1; do date +%s.%N >> reward; done"),
-        header=HEADER + "termination_delay: {default: 0s, replay-buffer: 2s}\n",
+        task(
+            "ppo-trainer",
+            "until [ -e replay-buffer-up ] && [ -e reward-server-up ]; do sleep 0.05; done; touch ppo-trainer-ended",
+        ),
+        auxiliary("replay-buffer"),
+        auxiliary("reward-server"),
+        header=HEADER + "termination_delay: {default: 0s, replay-buffer: 3s}\n",
     )
     assert ended.exit_code == 0
-    lived = {name: len((tmp_path / name).read_text().split()) for name in ("replay",)}
-    rewards = (tmp_path / "reward").read_text().split() if (tmp_path / "reward").exists() else []
-    assert lived["replay"] >= 10
-    assert len(rewards) < lived["replay"] / 2
+    times = {
+        name: (tmp_path / f"{name}-ended").stat().st_mtime for name in ("ppo-trainer", "replay-buffer", "reward-server")
+    }
+    assert times["replay-buffer"] - times["ppo-trainer"] >= 3
+    assert times["reward-server"] < times["replay-buffer"]
 
 
 def test_auxiliaries_end_at_once_when_the_trainer_fails(tmp_path):
@@ -297,6 +304,13 @@ def test_steps_are_told_as_they_come(tmp_path):
 def test_the_end_of_a_failed_components_log_is_shown(tmp_path):
     ended = run(tmp_path, task("ppo-trainer", "echo the reason; exit 3"))
     assert "the reason" in ended.output
+
+
+def test_of_a_component_that_names_its_error_only_that_is_shown(tmp_path):
+    command = "echo chatter; echo 'error: DATASET x cannot be had' >&2; echo more chatter; exit 78"
+    ended = run(tmp_path, task("ppo-trainer", command, num_nodes=2))
+    assert ended.output.count("DATASET x cannot be had") == 1
+    assert "chatter" not in ended.output
 
 
 @pytest.mark.parametrize("hosts", ["--own-hosts", "--shared-host"])
