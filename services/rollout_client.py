@@ -28,6 +28,7 @@ log = get_logger(__name__)
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
 RESUBMITTED = Counter("rollout_resubmitted", "Completions asked for again, by reason.", ["reason"])
+LOST = Counter("rollout_requests_lost", "Requests that no worker answered well, retries of router and client included.")
 MISSING = Counter("rollout_missing", "Completions that could not be had within deadline and tries.")
 TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
@@ -111,11 +112,12 @@ class RolloutClient:
         Raises:
             ValueError: an id is not below ``vocab_size``, or there is none.
             RequestRefusedError: the engine refuses the request, such as a prompt that is too long.
-            DependencyLostError: nothing answered within the deadline.
+            DependencyLostError: not one completion could be had within deadline and tries.
         """
         self._check(prompt_ids)
         end = time.monotonic() + self.deadline_seconds
         done: list[Completion] = []
+        lost: DependencyLostError | None = None
         async with self._places:
             for attempt in range(MAX_ROUNDS):
                 left = end - time.monotonic()
@@ -125,15 +127,18 @@ class RolloutClient:
                     received = await self._request(
                         prompt_ids, params, n - len(done), None if seed is None else seed + attempt, left
                     )
-                except DependencyLostError:
-                    if done:
-                        break
-                    raise
+                except DependencyLostError as error:
+                    # The router has tried other workers already; by now it may know better which are left.
+                    lost = error
+                    LOST.inc()
+                    continue
                 done += [c for c in received if c.finish_reason is not FinishReason.ABORT]
                 aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
                 RESUBMITTED.labels("aborted").inc(aborted)
                 RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
         MISSING.inc(max(n - len(done), 0))
+        if lost is not None and not done:
+            raise lost
         return done[:n]
 
     async def _request(

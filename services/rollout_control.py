@@ -18,6 +18,7 @@ from services.errors import DependencyLostError
 from services.http_client import HttpClient, RequestRefusedError
 
 ROUTER_SECONDS = 30.0
+PROBE_SECONDS = 5.0
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -33,15 +34,25 @@ class RouterControl:
         address = endpoint or endpoints.router()
         self._token = token
         self._http = HttpClient(address.url, token=token, service="router", timeout=10, deadline=ROUTER_SECONDS)
+        self._probe = httpx.AsyncClient(base_url=address.url, timeout=PROBE_SECONDS, trust_env=False)
 
     async def __aenter__(self) -> Self:
         await self._http.__aenter__()
+        await self._probe.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
+        await self._probe.__aexit__(kind, error, trace)
+
+    async def is_healthy(self) -> bool:
+        """Whether the router answers now; asked once."""
+        try:
+            return (await self._probe.get("/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
 
     async def workers(self) -> list[str]:
         """URLs of the registered workers, in order of their URL."""
@@ -102,7 +113,7 @@ class WorkerControl:
     async def is_healthy(self) -> bool:
         """Whether the worker answers /health with 200."""
         try:
-            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+            return (await self._http.get("/health", timeout=PROBE_SECONDS)).status_code == 200
         except httpx.HTTPError:
             return False
 

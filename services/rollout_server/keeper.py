@@ -76,23 +76,21 @@ class WorkerKeeper:
             return
         end = time.monotonic() + ROUTER_LOST_SECONDS
         async with RouterControl(self._router_endpoint, self.settings.token) as router:
-            while True:
-                try:
-                    await router.remove(self.url)
-                    return
-                except DependencyLostError:
-                    if time.monotonic() > end:
-                        raise
+            while not await router.is_healthy():
+                if time.monotonic() > end:
+                    raise DependencyLostError(f"the router did not answer for {ROUTER_LOST_SECONDS:g} s; see its log")
                 await asyncio.sleep(POLL_SECONDS)
+            await router.remove(self.url)
 
     async def withdraw_at_once(self) -> None:
         """Takes the worker out of the routing if the router answers now: at this node's start and end."""
         async with RouterControl(self._router_endpoint, self.settings.token) as router:
             try:
                 async with asyncio.timeout(AT_ONCE_SECONDS):
-                    await router.remove(self.url)
+                    if await router.is_healthy():
+                        await router.remove(self.url)
             except (DependencyLostError, TimeoutError) as error:
-                log.info("router does not answer", reason=str(error) or "timed out")
+                log.warning("worker not withdrawn", reason=str(error) or "timed out")
 
     async def _wait_until_up(self, worker: WorkerControl, start: int) -> bool:
         """True when the engine answers; False when it ended before, or was killed since it took too long."""
@@ -111,26 +109,32 @@ class WorkerKeeper:
         """Looks after a worker that is up, until its engine ends."""
         answered = registered_at = time.monotonic()
         stale_since: float | None = None
-        refusals = 0
+        refusals, told = 0, ""
         while self._runs(start):
-            if await worker.is_healthy():
-                answered = time.monotonic()
-            elif time.monotonic() - answered > self.settings.engine_hang_seconds:
-                log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
-                self._engine().kill()
-                break
+            if not await worker.is_healthy():
+                if time.monotonic() - answered > self.settings.engine_hang_seconds:
+                    log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
+                    self._engine().kill()
+                    break
+                await asyncio.sleep(POLL_SECONDS)
+                continue
+            answered = time.monotonic()
             try:
+                if not await router.is_healthy():
+                    raise DependencyLostError("the router does not answer")
                 registered = self.url in await router.workers()
                 stale_since = await self._stale_since(worker, stale_since) if registered else None
                 if not registered or self._is_too_stale(stale_since):
                     await self._join(worker, router)
                     stale_since = None
                 registered_at = time.monotonic()
-                refusals = 0
+                refusals, told = 0, ""
             except (DependencyLostError, WorkerRefusedError) as error:
                 if not self._runs(start):
                     break
-                log.warning("worker not registered", reason=str(error))
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("worker not registered", reason=told)
                 refusals += isinstance(error, WorkerRefusedError)
                 if refusals >= CATCH_UP_TRIES:
                     log.error("engine refuses what is published: killed")
