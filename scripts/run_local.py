@@ -22,6 +22,7 @@ from typing import Annotated
 import psutil
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from scripts.local import environment, gpus, health, nodes, processes, progress, spec, summary
 from scripts.local.environment import Run
@@ -54,6 +55,9 @@ def main(
     live: Annotated[
         bool | None, typer.Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would run, and where, without running it.")
+    ] = False,
     own_hosts: Annotated[
         bool | None,
         typer.Option(
@@ -82,12 +86,24 @@ def main(
                 gpus=gpus.visible(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
+            if dry_run:
+                plan(console, run)
+                raise typer.Exit
             with _locked(run), _watchdog(run):
                 exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
     except ConfigurationError as error:
         print(f"run_local: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(exit_code)
+
+
+def plan(console: Console, run: Run) -> None:
+    """Prints the nodes of a run, with their addresses and commands."""
+    table = Table("node", "address", "command", title=f"run {run.run_id} in {run.run_dir}", title_justify="left")
+    for task in run.group.tasks:
+        for rank, host in enumerate(run.addresses.hosts[task.name]):
+            table.add_row(f"{task.name}-{rank}", host, task.run.strip().splitlines()[-1])
+    console.print(table)
 
 
 async def _run(run: Run, console: Console, live: bool) -> int:

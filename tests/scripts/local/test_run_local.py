@@ -324,3 +324,12 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
     )
     assert ended.exit_code == 0, ended.output
     assert "reward-server-0 up" in ended.output
+
+
+def test_a_dry_run_shows_what_would_run_and_runs_nothing(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "touch ran", num_nodes=2), arguments=("--dry-run",))
+    assert ended.exit_code == 0
+    assert "ppo-trainer-1" in ended.output
+    assert "touch ran" in ended.output
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "runs").exists()
