@@ -227,7 +227,7 @@ def bench_data(quick: bool, model: str | None) -> list[Result]:
         for what in ("first start", "later start"):
             with running("data_server", DATASET=str(large), **cache, **tokenizer) as (service, started):
                 results.append(Result("data-server", f"{rows} rows, {what}", started, "s", 15, at_least=False))
-                latencies, _ = asyncio.run(_prompt_clients(service.port, 50, 10 if quick else 100))
+                latencies, _ = asyncio.run(_prompt_clients(service.port, 50, 10 if quick else 100, shared=True))
                 if what == "later start":
                     results.append(Result("data-server", f"{rows} rows, p99", percentile(latencies, 99), "ms"))
                     memory = service.memory_mb()
@@ -245,15 +245,19 @@ def _write_rows(path: Path, count: int) -> Path:
     return path
 
 
-async def _prompt_clients(port: int, clients: int, requests: int) -> tuple[list[float], float]:
-    """Latencies in ms of clients that each ask again as soon as they are answered, and the seconds it took."""
+async def _prompt_clients(port: int, clients: int, requests: int, *, shared: bool = False) -> tuple[list[float], float]:
+    """Latencies in ms of clients that each ask again as soon as they are answered, and the seconds it took.
+
+    Clients that have one cursor ``shared`` among them get different prompts, so that nothing is rendered twice.
+    """
     latencies: list[float] = []
 
     async def client(number: int) -> None:
         connection = await Connection.open(port)
         for _ in range(requests):
             started = time.perf_counter()
-            await connection.request("GET", f"/prompts?batch_size=4&consumer=client-{number}")
+            consumer = "all" if shared else f"client-{number}"
+            await connection.request("GET", f"/prompts?batch_size=4&consumer={consumer}")
             latencies.append(1e3 * (time.perf_counter() - started))
         connection.close()
 

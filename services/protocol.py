@@ -79,15 +79,9 @@ class Cursor(WireModel):
     skip: list[int] = Field(default_factory=list, max_length=1_000_000)
 
 
-class PromptsRequest(StrictModel):
-    """Body of POST /prompts: the prompts at and after a cursor, which depends on nothing that the server remembers.
+class Shard(StrictModel):
+    """With ``shard_count`` > 1, only prompts of shard ``shard_index`` come; shards are disjoint and together all."""
 
-    With ``shard_count`` > 1, only prompts of shard ``shard_index`` come; shards are disjoint and together are all.
-    """
-
-    batch_size: int = Field(default=4, ge=1, le=4096)
-    split: Split = Split.TRAIN
-    cursor: Cursor = Field(default_factory=Cursor)
     shard_index: int = Field(default=0, ge=0)
     shard_count: int = Field(default=1, ge=1, le=65_536)
 
@@ -96,6 +90,25 @@ class PromptsRequest(StrictModel):
         if self.shard_index >= self.shard_count:
             raise ValueError(f"shard_index {self.shard_index} must be below shard_count {self.shard_count}")
         return self
+
+
+class PromptsQuery(Shard):
+    """Query of GET /prompts. With ``epoch`` or ``position`` given, the server's own cursors are left alone."""
+
+    batch_size: int = Field(default=4, ge=1, le=4096)
+    split: Split = Split.TRAIN
+    consumer: str = Field(default="default", min_length=1, max_length=200)
+    epoch: int | None = Field(default=None, ge=0, le=10**9)
+    position: int | None = Field(default=None, ge=0, lt=2**31)
+    request_id: str | None = Field(default=None, min_length=1, max_length=200)
+
+
+class PromptsRequest(Shard):
+    """Body of POST /prompts: the prompts at and after a cursor, which depends on nothing that the server remembers."""
+
+    batch_size: int = Field(default=4, ge=1, le=4096)
+    split: Split = Split.TRAIN
+    cursor: Cursor = Field(default_factory=Cursor)
 
 
 class CursorRequest(StrictModel):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import datasets
 import huggingface_hub
-from fastapi import FastAPI, Query
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from prometheus_client import Counter, Gauge
 
@@ -28,11 +28,13 @@ from services.protocol import (
     CursorRequest,
     DataStats,
     PromptBatch,
+    PromptsQuery,
     PromptsRequest,
     Split,
     SuccessRatesReply,
     SuccessRatesRequest,
 )
+from services.query import query_parameters, read_query
 
 log = get_logger(__name__)
 
@@ -42,6 +44,7 @@ REFUSED_ROWS = Gauge("data_rows_refused", "Rows of the source that were left out
 TOO_LONG = Gauge("data_prompts_too_long", "Prompts met that have more than MAX_PROMPT_TOKENS tokens.")
 
 MAX_BODY_BYTES = 16 * 2**20
+RENDERED_AHEAD = 2048
 
 
 @dataclass(frozen=True)
@@ -132,8 +135,6 @@ def load(settings: DataSettings) -> Data:
                 f"MAX_PROMPT_TOKENS is {settings.max_prompt_tokens}, but every prompt of DATASET "
                 f"{settings.dataset!r} is longer; allow more"
             )
-    for reason, count in source.refused.items():
-        REFUSED_ROWS.labels(reason).set(count)
     identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {settings.data_seed}, {settings.curriculum.value})"
     state = ServerState(settings.data_state_dir, identity)
     orders = {
@@ -146,6 +147,10 @@ def load(settings: DataSettings) -> Data:
         ),
         Split.TEST: EpochOrder(len(source.test), seed=0, shuffle=False),
     }
+    # The first requests of a run come all at once.
+    catalogues[Split.TRAIN].prefetch(orders[Split.TRAIN].of(0)[:RENDERED_AHEAD].tolist())
+    for reason, count in source.refused.items():
+        REFUSED_ROWS.labels(reason).set(count)
     log.info(
         "loaded",
         dataset=settings.dataset,
@@ -183,34 +188,26 @@ def create_app(settings: DataSettings) -> FastAPI:
         max_body_bytes=MAX_BODY_BYTES,
     )
 
-    @app.get("/prompts", response_model=PromptBatch)
-    async def get_prompts(
-        batch_size: Annotated[int, Query(ge=1, le=4096)] = 4,
-        split: Split = Split.TRAIN,
-        consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default",
-        epoch: Annotated[int | None, Query(ge=0, le=10**9)] = None,
-        position: Annotated[int | None, Query(ge=0, le=2**31 - 1)] = None,
-        shard_index: Annotated[int, Query(ge=0)] = 0,
-        shard_count: Annotated[int, Query(ge=1, le=65_536)] = 1,
-        request_id: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
-    ) -> Response:
+    # Read as one model: FastAPI takes more time over eight parameters than the rest of the request needs.
+    @app.get("/prompts", response_model=PromptBatch, openapi_extra={"parameters": query_parameters(PromptsQuery)})
+    async def get_prompts(request: Request) -> Response:
         """The next prompts.
 
         With ``epoch`` or ``position`` they depend on these alone. Otherwise the server's own cursor of ``consumer``
         (one a split and shard) moves on; repeating a ``request_id`` gives the same prompts again.
         """
-        if shard_index >= shard_count:
-            raise ProblemError(422, f"shard_index {shard_index} must be below shard_count {shard_count}")
-        data = held[0]
-        if epoch is not None or position is not None:
-            cursor = Cursor(epoch=epoch or 0, position=position or 0)
-            return _reply(data, split, *data.batch(split, cursor, batch_size, shard_index, shard_count))
-        key = _cursor_key(consumer, split, shard_index, shard_count)
-        before = None if request_id is None else data.state.start_of(key, request_id)
+        query = read_query(request, PromptsQuery)
+        data, split = held[0], query.split
+        shard = (query.shard_index, query.shard_count)
+        if query.epoch is not None or query.position is not None:
+            cursor = Cursor(epoch=query.epoch or 0, position=query.position or 0)
+            return _reply(data, split, *data.batch(split, cursor, query.batch_size, *shard))
+        key = _cursor_key(query.consumer, split, *shard)
+        before = None if query.request_id is None else data.state.start_of(key, query.request_id)
         start = data.state.cursor(key) if before is None else before
-        prompts, after = data.batch(split, start, batch_size, shard_index, shard_count)
+        prompts, after = data.batch(split, start, query.batch_size, *shard)
         if before is None:
-            data.state.advance(key, request_id, start, after)
+            data.state.advance(key, query.request_id, start, after)
         return _reply(data, split, prompts, after)
 
     @app.post("/prompts", response_model=PromptBatch)

@@ -18,6 +18,10 @@ INSTRUCTIONS = {
 }
 
 
+# A fast tokenizer spreads a list over threads; for a few texts, waiting for these costs more than it gains.
+_WORTH_THREADS = 128
+
+
 class Tokenizer(Protocol):
     """What we use of a transformers tokenizer."""
 
@@ -26,7 +30,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any:
         """The conversation as one text."""
 
-    def __call__(self, text: list[str], **options: Any) -> Any:
+    def __call__(self, text: str | list[str], **options: Any) -> Any:
         """Token ids of texts, under ``input_ids``."""
 
 
@@ -119,8 +123,11 @@ class PromptMaker:
             return [[] for _ in questions]
         texts = [self.text(question) for question in questions]
         # A chat template writes its own special tokens.
-        ids: list[list[int]] = self._tokenizer(texts, add_special_tokens=not self.uses_chat)["input_ids"]
-        return ids
+        options = {"add_special_tokens": not self.uses_chat}
+        if len(texts) >= _WORTH_THREADS:
+            ids: list[list[int]] = self._tokenizer(texts, **options)["input_ids"]
+            return ids
+        return [self._tokenizer(text, **options)["input_ids"] for text in texts]
 
 
 def instruction_of(settings: DataSettings, form: GroundTruthFormat) -> str | None:

@@ -45,14 +45,12 @@ class Row:
 class Rows:
     """The rows of one split that have a question and a ground truth, in the order of the source."""
 
-    def __init__(
-        self, table: pa.Table, truths: pa.ChunkedArray, numbers: np.ndarray[Any, np.dtype[np.int32]], category: bool
-    ) -> None:
-        """Takes a table with the columns question, answer and (with ``category``) category."""
+    def __init__(self, table: pa.Table, truths: pa.ChunkedArray, numbers: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """Takes a table with the columns question, answer and perhaps category."""
         self._table = datasets.table.InMemoryTable(table)
         self._truths = truths.combine_chunks()
         self.numbers = numbers
-        self._has_category = category
+        self._has_category = "category" in table.column_names
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -84,6 +82,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A split that can be read: which columns of which Arrow files, or of a table in memory."""
+
+    files: tuple[str, ...]
+    in_memory: pa.Table | None
+    columns: dict[str, str]
+
+    def table(self) -> pa.Table:
+        """The columns question, answer and perhaps category, mapped anew: pages read so far no longer count as ours."""
+        if self.in_memory is not None:
+            table = self.in_memory
+        else:
+            table = pa.concat_tables(datasets.Dataset.from_file(file).data.table for file in self.files)
+        return pa.table({name: table[column] for name, column in self.columns.items()})
+
+
+@dataclass(frozen=True)
 class Source:
     """Rows to train on, rows held out, how their ground truths are written, and how many were left out, by reason."""
 
@@ -100,6 +115,8 @@ def load(settings: DataSettings) -> Source:
     Raises:
         ConfigurationError: it cannot be had, lacks a column, or no row of it qualifies.
     """
+    train: Opened
+    test: Opened | None
     if settings.dataset == "arithmetic":
         train, test = _arithmetic(settings)
         name = "arithmetic"
@@ -130,7 +147,7 @@ def _is_path(dataset: str) -> bool:
     return Path(dataset).suffix in FILE_TYPES or dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1
 
 
-def _arithmetic(settings: DataSettings) -> tuple[pa.Table, pa.Table]:
+def _arithmetic(settings: DataSettings) -> tuple[Opened, Opened]:
     train, held_out = arithmetic.questions(
         digits=[int(digit) for digit in settings.arithmetic_digits.split(",")],
         operations=settings.arithmetic_operations,
@@ -140,24 +157,25 @@ def _arithmetic(settings: DataSettings) -> tuple[pa.Table, pa.Table]:
     return _question_table(train), _question_table(held_out)
 
 
-def _question_table(questions: list[arithmetic.Question]) -> pa.Table:
-    return pa.table(
+def _question_table(questions: list[arithmetic.Question]) -> Opened:
+    table = pa.table(
         {
             "question": [q.text for q in questions],
             "answer": [q.answer for q in questions],
             "category": [q.category for q in questions],
         }
     )
+    return Opened((), table, {name: name for name in table.column_names})
 
 
-def _files(settings: DataSettings) -> tuple[pa.Table, pa.Table | None]:
+def _files(settings: DataSettings) -> tuple[Opened, Opened | None]:
     train = _load_file(Path(settings.dataset), "DATASET", settings)
     if settings.dataset_test is None:
         return train, None
     return train, _load_file(settings.dataset_test, "DATASET_TEST", settings)
 
 
-def _load_file(path: Path, setting: str, settings: DataSettings) -> pa.Table:
+def _load_file(path: Path, setting: str, settings: DataSettings) -> Opened:
     if path.suffix not in FILE_TYPES:
         raise ConfigurationError(f"{setting} {str(path)!r}: allowed are files that end in {', '.join(FILE_TYPES)}")
     if not path.is_file():
@@ -177,10 +195,10 @@ def _load_file(path: Path, setting: str, settings: DataSettings) -> pa.Table:
         raise ConfigurationError(
             f"{setting} {str(path)!r} cannot be read as {path.suffix}: {_first_line(cause)}; correct the file"
         ) from error
-    return _canonical(loaded.data.table, f"{setting} {str(path)!r}", settings)
+    return _open(loaded, f"{setting} {str(path)!r}", settings)
 
 
-def _hub(settings: DataSettings) -> tuple[pa.Table, pa.Table | None]:
+def _hub(settings: DataSettings) -> tuple[Opened, Opened | None]:
     is_gsm8k = settings.dataset.lower() in ("gsm8k", GSM8K)
     dataset = GSM8K if is_gsm8k else settings.dataset
     config = settings.dataset_config or (GSM8K_CONFIG if is_gsm8k else None)
@@ -199,9 +217,9 @@ def _hub(settings: DataSettings) -> tuple[pa.Table, pa.Table | None]:
         raise ConfigurationError(
             f"{where} has no split {settings.dataset_train_split!r}; set DATASET_TRAIN_SPLIT to one of {sorted(loaded)}"
         )
-    train = _canonical(loaded[settings.dataset_train_split].data.table, where, settings)
+    train = _open(loaded[settings.dataset_train_split], where, settings)
     if settings.dataset_test_split in loaded:
-        return train, _canonical(loaded[settings.dataset_test_split].data.table, where, settings)
+        return train, _open(loaded[settings.dataset_test_split], where, settings)
     if "dataset_test_split" in settings.model_fields_set:
         raise ConfigurationError(
             f"{where} has no split {settings.dataset_test_split!r}; set DATASET_TEST_SPLIT to one of {sorted(loaded)}"
@@ -209,27 +227,29 @@ def _hub(settings: DataSettings) -> tuple[pa.Table, pa.Table | None]:
     return train, None
 
 
-def _canonical(table: pa.Table, where: str, settings: DataSettings) -> pa.Table:
-    """The columns that matter, under the names question, answer and category."""
+def _open(dataset: Any, where: str, settings: DataSettings) -> Opened:
+    """The columns of a dataset that matter; ConfigurationError where one is missing or holds something else."""
+    table = dataset.data.table
     question = _column(table, where, "PROMPT_COLUMN", settings.prompt_column, _PROMPT_COLUMNS)
     answer = _column(table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS)
-    if not (pa.types.is_string(table[question].type) or pa.types.is_large_string(table[question].type)):
+    if not _is_text(table[question].type):
         raise ConfigurationError(
             f"{where}: column {question!r} holds {table[question].type}; set PROMPT_COLUMN to a text column"
         )
     kind = table[answer].type
-    if not any(
-        test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
-    ):
+    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise ConfigurationError(
             f"{where}: column {answer!r} holds {kind}; set GROUND_TRUTH_COLUMN to a column of text or numbers"
         )
-    columns = {"question": table[question], "answer": table[answer]}
+    columns = {"question": question, "answer": answer}
     if settings.category_column is not None:
-        columns["category"] = table[
-            _column(table, where, "CATEGORY_COLUMN", settings.category_column, (settings.category_column,))
-        ]
-    return pa.table(columns)
+        columns["category"] = _column(table, where, "CATEGORY_COLUMN", settings.category_column, ())
+    files = tuple(file["filename"] for file in dataset.cache_files)
+    return Opened(files, None if files else table, columns)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _column(table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
@@ -245,18 +265,21 @@ def _column(table: pa.Table, where: str, setting: str, given: str | None, usual:
     return found
 
 
-def _rows(table: pa.Table, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
+def _rows(opened: Opened, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
+    table = opened.table()
     truths = _ground_truths(pc.cast(table["answer"], pa.string()), form)
-    has_question = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(table["question"]), ""), False)
-    has_truth = pc.fill_null(pc.not_equal(truths, ""), False)
-    questions, answered = _flags(has_question), _flags(has_truth)
+    questions = _flags(pc.fill_null(pc.match_substring_regex(table["question"], r"\S"), False))
+    answered = _flags(pc.fill_null(pc.not_equal(truths, ""), False))
+    del table
     without_question, without_truth = int((~questions).sum()), int((questions & ~answered).sum())
     if without_question:
         refused["no question"] += without_question
     if without_truth:
         refused["no ground truth"] += without_truth
     numbers = np.flatnonzero(questions & answered).astype(np.int32)
-    return Rows(table, truths, numbers, "category" in table.column_names)
+    rows = Rows(opened.table(), truths, numbers)
+    pa.default_memory_pool().release_unused()
+    return rows
 
 
 def _flags(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -264,11 +287,11 @@ def _flags(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.bool_]]:
     return flags.astype(np.bool_)
 
 
-def _format(table: pa.Table, settings: DataSettings) -> GroundTruthFormat:
+def _format(opened: Opened, settings: DataSettings) -> GroundTruthFormat:
     """The format asked for; ``auto`` is the one that most of the first thousand rows have."""
     if settings.ground_truth_format is not GroundTruthFormat.AUTO:
         return settings.ground_truth_format
-    first = pc.cast(table["answer"].slice(0, 1000), pa.string())
+    first = pc.cast(opened.table()["answer"].slice(0, 1000), pa.string())
     for form, mark in ((GroundTruthFormat.HASH, "####"), (GroundTruthFormat.BOXED, "\\boxed{")):
         if 2 * (pc.sum(pc.match_substring(first, mark)).as_py() or 0) > len(first):
             return form

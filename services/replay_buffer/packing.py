@@ -6,6 +6,7 @@ Logprobs that float32 does not hold exactly are kept as float64, so that every g
 from __future__ import annotations
 
 import struct
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,8 @@ def pack(group: Group) -> bytes:
             for e in group.experiences
         ],
     }
-    ids = np.fromiter(
-        (i for part in (group.prompt_ids, *(e.completion_ids for e in group.experiences)) for i in part), np.int32
-    )
-    exact = np.fromiter((x for e in group.experiences for x in e.logprobs), np.float64)
+    ids = np.fromiter(chain(group.prompt_ids, *(e.completion_ids for e in group.experiences)), np.int32)
+    exact = np.fromiter(chain.from_iterable(e.logprobs for e in group.experiences), np.float64)
     # A logprob beyond float32's range becomes infinite here, differs, and is kept as float64.
     with np.errstate(over="ignore"):
         short = exact.astype(np.float32)
