@@ -44,6 +44,7 @@ class Collector:
         self.maker = maker
         self.replay = replay
         self._places = asyncio.Semaphore(settings.generation_concurrency)
+        self._in_flight = 0
 
     async def run(self) -> None:
         """Collects until the last epoch's prompts are used up.
@@ -65,6 +66,7 @@ class Collector:
                 if prompt.epoch >= self.settings.num_epochs:
                     return
                 await self._places.acquire()
+                self._in_flight += 1
                 flights.create_task(self._collect(prompt))
 
     async def _collect(self, prompt: Prompt) -> None:
@@ -74,12 +76,14 @@ class Collector:
                 await self.replay.enqueue([group], [initial_priority(group)])
                 COLLECTED.inc()
         finally:
+            self._in_flight -= 1
             self._places.release()
 
     async def _wait_for_room(self) -> None:
         most = self.settings.batch_size * (self.settings.max_staleness + 1)
         while True:
-            if (await self.replay.stats()).waiting < most:
+            ahead = (await self.replay.stats()).waiting + self._in_flight
+            if ahead + self.settings.batch_size <= most:
                 return
             await asyncio.sleep(FULL_QUEUE_POLL_SECONDS)
 
