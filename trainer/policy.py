@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
+import huggingface_hub.serialization._torch
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
@@ -25,6 +27,9 @@ from trainer.logprobs import token_logprobs
 from trainer.packing import MicroBatch
 
 LORA_TARGETS = "all-linear"
+
+# It tells of every file that it saves, under its own path as the logger's name.
+logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
 
 
 class Policy(nn.Module):
