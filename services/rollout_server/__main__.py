@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import time
 from services import endpoints, logs
 from services.endpoints import Endpoint, Task
 from services.errors import DependencyLostError
-from services.rollout_control import WorkerControl
+from services.rollout_control import RouterControl, WorkerControl
 from services.rollout_server.engines import addresses, choose_engine, engine_command, router_command
 from services.rollout_server.keeper import WorkerKeeper
 from services.rollout_server.settings import RolloutSettings
@@ -25,6 +26,7 @@ from services.scaffold import exit_code_of
 log = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.2
+WATCH_SECONDS = 1.0
 
 
 class Launcher:
@@ -85,28 +87,27 @@ class Launcher:
     async def _wait_for_a_worker(self) -> None:
         end = time.monotonic() + self.settings.engine_start_seconds * (1 + self.settings.rollout_max_restarts)
         nodes = range(endpoints.num_nodes())
-        while True:
-            answers = await asyncio.gather(*(self._answers(self._worker(rank).url) for rank in nodes))
-            if any(answers):
-                return
-            if time.monotonic() > end:
-                raise DependencyLostError(f"none of {len(nodes)} rollout workers answers; see the logs of their nodes")
-            await asyncio.sleep(POLL_SECONDS)
+        async with contextlib.AsyncExitStack() as stack:
+            workers = [
+                await stack.enter_async_context(WorkerControl(self._worker(rank).url, self.settings.token))
+                for rank in nodes
+            ]
+            while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):
+                if time.monotonic() > end:
+                    raise DependencyLostError(f"none of {len(nodes)} rollout workers answers; see their nodes' logs")
+                await asyncio.sleep(POLL_SECONDS)
 
     async def _watch_router(self) -> None:
         """Kills a router that runs and does not answer."""
         answered, start = time.monotonic(), 0
-        while True:
-            if start != self.router.starts or await self._answers(self.router_endpoint.url):
-                answered, start = time.monotonic(), self.router.starts
-            elif time.monotonic() - answered > self.settings.engine_hang_seconds:
-                log.error("router hangs: killed", seconds=self.settings.engine_hang_seconds)
-                self.router.kill()
-            await asyncio.sleep(1.0)
-
-    async def _answers(self, url: str) -> bool:
-        async with WorkerControl(url, self.settings.token) as worker:
-            return await worker.is_healthy()
+        async with RouterControl(self.router_endpoint, self.settings.token) as router:
+            while True:
+                if start != self.router.starts or await router.is_healthy():
+                    answered, start = time.monotonic(), self.router.starts
+                elif time.monotonic() - answered > self.settings.engine_hang_seconds:
+                    log.error("router hangs: killed", seconds=self.settings.engine_hang_seconds)
+                    self.router.kill()
+                await asyncio.sleep(WATCH_SECONDS)
 
     def _worker(self, rank: int) -> Endpoint:
         """Where the other nodes reach the worker of node ``rank``."""
