@@ -1,0 +1,31 @@
+"""Runs the embedded engine: ``python -m services.rollout_server.embedded --host H --port P``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from services import logs, scaffold
+from services.rollout_server.embedded.app import SERVICE, create_app
+from services.rollout_server.engines import addresses
+from services.rollout_server.settings import RolloutSettings
+
+
+def main() -> None:
+    """Reads the command line and the environment, and serves until a signal."""
+    parser = argparse.ArgumentParser(prog="python -m services.rollout_server.embedded")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="port to listen on, default 30001 (also ENGINE_LISTEN_PORT)")
+    arguments = parser.parse_args()
+    settings = RolloutSettings.load()
+    logs.configure(SERVICE, settings.log_level)
+    default = addresses(settings)[0]
+    host = arguments.host or default.host
+    listener = scaffold.listen(host, default.port if arguments.port is None else arguments.port)
+    app = create_app(settings)
+    logs.get_logger(__name__).info("listening", host=host, port=listener.getsockname()[1])
+    scaffold.serve(app, listener)
+
+
+if __name__ == "__main__":
+    sys.exit(scaffold.exit_code_of(main))

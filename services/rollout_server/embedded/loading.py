@@ -1,0 +1,126 @@
+"""Loads a model for the embedded engine: configuration, tokenizer, weights; what it computes in and on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from services.errors import ConfigurationError
+from services.rollout_server.embedded.cache import KVCache
+from services.rollout_server.embedded.model import Model, Weights, pack_weights
+from services.rollout_server.embedded.weights import Architecture, WeightsError, read_directory
+from services.rollout_server.settings import EngineType, RolloutSettings
+
+DEFAULT_MAX_RUNNING = 64
+DEFAULT_MAX_TOTAL_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what is needed to serve it."""
+
+    model: Model
+    cache: KVCache
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    max_running: int
+
+    def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text prompt, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def read_weights(self, directory: Path) -> Weights:
+        """Weights of a model directory, ready to replace the model's.
+
+        Raises:
+            WeightsError: they cannot be read or do not fit.
+        """
+        architecture = self.model.architecture
+        with torch.inference_mode():
+            return pack_weights(
+                architecture, read_directory(directory, architecture), self.model.dtype, self.model.device
+            )
+
+
+def load(settings: RolloutSettings) -> Loaded:
+    """Loads MODEL_NAME.
+
+    Raises:
+        ConfigurationError: it cannot be had, or the embedded engine does not compute its kind.
+    """
+    if settings.engine_threads is not None:
+        torch.set_num_threads(settings.engine_threads)
+    directory = find_model(settings.model_name)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = compute_dtype(settings.engine_dtype, device)
+    try:
+        config = AutoConfig.from_pretrained(directory)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        architecture = Architecture.of(config)
+        max_tokens = settings.engine_max_total_tokens or max(
+            DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0
+        )
+        context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
+        max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
+        with torch.inference_mode():
+            weights = pack_weights(architecture, read_directory(directory, architecture), dtype, device)
+            model = Model(config, weights, dtype, device, context_length)
+            cache = KVCache(architecture, max_tokens, max_running, dtype, device)
+    except (WeightsError, OSError, ValueError) as error:
+        raise ConfigurationError(f"MODEL_NAME={settings.model_name}: {error}") from error
+    return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer), max_running)
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model: ``name`` itself, or the hub's snapshot of it.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={name} is neither a directory nor a model that the hub gives ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); give a directory, or check the name and the network"
+        ) from error
+
+
+def compute_dtype(wanted: EngineType, device: torch.device) -> torch.dtype:
+    """What to compute in. Without bfloat16 units a processor takes many times longer in bfloat16 than in float32."""
+    if wanted is EngineType.FLOAT32:
+        return torch.float32
+    if wanted is EngineType.BFLOAT16 or device.type == "cuda":
+        return torch.bfloat16
+    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if has_units else torch.float32
+
+
+def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion: those of the model, of its generation settings, and of the tokenizer."""
+    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    if (directory / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(directory).eos_token_id)
+    ids: set[int] = set()
+    for source in sources:
+        ids.update([source] if isinstance(source, int) else source or [])
+    return frozenset(ids)

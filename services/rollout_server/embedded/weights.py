@@ -1,0 +1,197 @@
+"""Model directories: which tensors an architecture has, and how they are read and checked before anything changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+_INDEX = "model.safetensors.index.json"
+
+
+class WeightsError(Exception):
+    """Weights that do not fit the model; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a decoder of the Llama, Qwen2 or Qwen3 family."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_positions: int
+    has_tied_embeddings: bool
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Architecture:
+        """The architecture that a configuration describes.
+
+        Raises:
+            WeightsError: the embedded engine does not compute this kind of model.
+        """
+        family = config.model_type
+        if family not in FAMILIES:
+            raise WeightsError(f"model type {family!r}: the embedded engine computes {', '.join(FAMILIES)}")
+        if getattr(config, "use_sliding_window", False) or config.hidden_act != "silu":
+            raise WeightsError("the embedded engine computes neither sliding windows nor activations other than silu")
+        bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            family=family,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            norm_eps=config.rms_norm_eps,
+            max_positions=config.max_position_embeddings,
+            has_tied_embeddings=bool(config.tie_word_embeddings),
+            has_qkv_bias=bias or family == "qwen2",
+            has_output_bias=bias and family != "qwen2",
+            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            has_qk_norm=family == "qwen3",
+        )
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor, by its name in a Hugging Face model directory; tied ones once."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        projections = {
+            "self_attn.q_proj": (self.query_size, hidden, self.has_qkv_bias),
+            "self_attn.k_proj": (self.kv_size, hidden, self.has_qkv_bias),
+            "self_attn.v_proj": (self.kv_size, hidden, self.has_qkv_bias),
+            "self_attn.o_proj": (hidden, self.query_size, self.has_output_bias),
+            "mlp.gate_proj": (inner, hidden, self.has_mlp_bias),
+            "mlp.up_proj": (inner, hidden, self.has_mlp_bias),
+            "mlp.down_proj": (hidden, inner, self.has_mlp_bias),
+        }
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+            shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+            if self.has_qk_norm:
+                shapes[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
+            for name, (outputs, inputs, has_bias) in projections.items():
+                shapes[f"{prefix}{name}.weight"] = (outputs, inputs)
+                if has_bias:
+                    shapes[f"{prefix}{name}.bias"] = (outputs,)
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.has_tied_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+def is_ignored(architecture: Architecture, name: str) -> bool:
+    """Whether a tensor of that name may be given but is not read: a tied copy, or a table that is computed."""
+    return name.endswith("rotary_emb.inv_freq") or (architecture.has_tied_embeddings and name == "lm_head.weight")
+
+
+def check(architecture: Architecture, given: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Compares names and shapes with what the model has.
+
+    Raises:
+        WeightsError: a tensor is missing, unknown, or of another shape; the message names the first few.
+    """
+    shapes = architecture.shapes()
+    missing = [name for name in shapes if name not in given]
+    unknown = [name for name in given if name not in shapes and not is_ignored(architecture, name)]
+    wrong = [
+        f"{name} is {list(given[name])} instead of {list(shape)}"
+        for name, shape in shapes.items()
+        if name in given and given[name] != shape
+    ]
+    problems = [
+        *(f"{name} is missing" for name in missing),
+        *(f"{name} is not part of the model" for name in unknown),
+        *wrong,
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise WeightsError(f"{source} does not fit the model: {'; '.join(problems[:3])}{more}")
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
+    """Refuses weights with NaN or infinity, which would poison every answer.
+
+    Raises:
+        WeightsError: with the first such tensor's name.
+    """
+    for name, tensor in tensors.items():
+        # The sum is infinite or NaN when an element is; only then is it worth looking at each.
+        if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise WeightsError(f"{source}: {name} has values that are not finite; a training step went wrong")
+
+
+def read_directory(directory: Path, architecture: Architecture) -> dict[str, Tensor]:
+    """Reads a model directory's tensors (one file or several, any float type), checked against the model.
+
+    Raises:
+        WeightsError: there is none, it cannot be read, or it does not fit.
+    """
+    source = str(directory)
+    files = _files(directory)
+    try:
+        given: dict[str, tuple[int, ...]] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  # not a mapping
+                    given[name] = tuple(opened.get_slice(name).get_shape())
+        check(architecture, given, source)
+        tensors: dict[str, Tensor] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if not is_ignored(architecture, name):
+                        tensors[name] = opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(f"{source} cannot be read: {error}") from error
+    check_finite(tensors, source)
+    return tensors
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise WeightsError(f"{directory} is not a directory; publish the version first, on a volume that is shared")
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise WeightsError(f"{index} is not an index of tensors: {error!r}") from error
+        files = [directory / name for name in names]
+    else:
+        files = [directory / "model.safetensors"]
+    absent = [path for path in files if not path.is_file()]
+    if absent:
+        raise WeightsError(f"{absent[0]} does not exist; weights are read from safetensors files only")
+    return files
