@@ -85,6 +85,12 @@ class RolloutSettings(Settings):
         description="The same request with the same seed gives the same tokens and logprobs whatever else is computed "
         "at the same time; slower.",
     )
+    engine_prefill_tokens: int = Field(
+        default=2048, ge=1, description="Prompt tokens that the embedded engine computes between two decoding steps."
+    )
+    engine_threads: int | None = Field(
+        default=None, ge=1, description="Processor threads of the embedded engine; default all cores."
+    )
     engine_start_seconds: float = Field(
         default=1800.0, gt=0, description="An engine that does not answer that long after its start has failed."
     )
