@@ -1,0 +1,141 @@
+"""What the tests of the services share: running an application in this process, or a service in its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+REPOSITORY = Path(__file__).parents[2]
+Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def serving() -> Serving:
+    """``async with serving(app) as client``: the application with its lifespan, once it is ready."""
+
+    @asynccontextmanager
+    async def serve(app: FastAPI, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+        headers = {"Authorization": f"Bearer {token}"} if token else None
+        async with app.router.lifespan_context(app):
+            async with asyncio.timeout(60):
+                await app.state.lifecycle.wait_ready()
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=headers) as client:
+                yield client
+
+    return serve
+
+
+@dataclass
+class RunningService:
+    """A service in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log_file: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def wait_healthy(self, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the service ended:\n{self.log}"
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not healthy after {seconds} s:\n{self.log}")
+
+    def terminate(self, seconds: float = 20) -> int:
+        """Ends it as SkyPilot or a person would, and returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+StartService = Callable[..., RunningService]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(given: dict[str, str]) -> dict[str, str]:
+    ours = ("DATASET", "MODEL_NAME", "REWARD_", "REPLAY_", "DATA_", "JOBGROUP_", "SKYPILOT_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **given}
+
+
+@pytest.fixture(scope="session")
+def start_service_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartService]:
+    """``start_service(module, NAME=value, ...)``: a service as its own process, ended with the session."""
+    started: list[RunningService] = []
+
+    def start(*command: str, port: int | None = None, healthy: bool = True, **environment: str) -> RunningService:
+        directory = tmp_path_factory.mktemp("service")
+        service_port = port or free_port()
+        log_file = directory / "log"
+        arguments = [*command, "--host", "127.0.0.1", "--port", str(service_port)]
+        if not command[0].endswith(".py"):
+            arguments = ["-m", *arguments]
+        with log_file.open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=REPOSITORY,
+                env=_environment({"SHARED_DIR": str(directory), **environment}),
+                stdout=log,
+                stderr=log,
+            )
+        service = RunningService(process, service_port, log_file)
+        started.append(service)
+        if healthy:
+            service.wait_healthy()
+        return service
+
+    yield start
+    for service in started:
+        if service.process.poll() is None:
+            service.kill()
+
+
+@pytest.fixture
+def start_service(start_service_once: StartService) -> Iterator[StartService]:
+    """As ``start_service_once``, but what it starts ends with the test."""
+    started: list[RunningService] = []
+
+    def start(*command: str, **options: Any) -> RunningService:
+        service = start_service_once(*command, **options)
+        started.append(service)
+        return service
+
+    yield start
+    for service in started:
+        if service.process.poll() is None:
+            service.kill()
