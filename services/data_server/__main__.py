@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from services import endpoints, scaffold
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
 
 if __name__ == "__main__":
-    sys.exit(scaffold.run(create_app, endpoints.Task.DATA_SERVER, endpoints.DATA_PORT, DataSettings))
+    sys.exit(
+        scaffold.run(
+            partial(create_app, own_process=True), endpoints.Task.DATA_SERVER, endpoints.DATA_PORT, DataSettings
+        )
+    )

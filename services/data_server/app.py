@@ -17,7 +17,7 @@ from services import scaffold
 from services.data_server import sources
 from services.data_server.catalogue import Catalogue
 from services.data_server.order import EpochOrder, walk
-from services.data_server.prompts import PromptMaker, load_tokenizer
+from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
 from services.data_server.settings import DataSettings, PromptStyle
 from services.data_server.state import ServerState
 from services.errors import ConfigurationError
@@ -108,9 +108,11 @@ class Data:
         ).model_dump()
 
 
-def load(settings: DataSettings) -> Data:
+def load(settings: DataSettings, *, own_process: bool = False) -> Data:
     """Loads the dataset and the tokenizer; ConfigurationError where one cannot be had."""
     _quieten_libraries()
+    if own_process and settings.model_name is not None:
+        import_transformers_alone()
     # First the tokenizer: it fails sooner.
     tokenizer = None if settings.model_name is None else load_tokenizer(settings.model_name)
     source = sources.load(settings)
@@ -169,13 +171,13 @@ def _quieten_libraries() -> None:
     datasets.disable_progress_bars()
 
 
-def create_app(settings: DataSettings) -> FastAPI:
-    """The data-server."""
+def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
+    """The data-server. In a process of its ``own`` it may take shortcuts with imports."""
     held: list[Data] = []
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        held.append(await scaffold.in_background(lambda: load(settings)))
+        held.append(await scaffold.in_background(lambda: load(settings, own_process=own_process)))
         yield
         held.pop().state.close()
 

@@ -34,22 +34,30 @@ class Tokenizer(Protocol):
         """Token ids of texts, under ``input_ids``."""
 
 
+def import_transformers_alone() -> None:
+    """Imports transformers as if torch were not installed. For a process of the data-server's own.
+
+    It would import torch wherever that is there: seconds, and hundreds of megabytes that a tokenizer does not need.
+    """
+    # Read at import: its advice that torch is missing helps nobody here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # A None makes a module look absent. It goes again, because other libraries take it for the module.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
 def load_tokenizer(model_name: str) -> Tokenizer:
-    """The tokenizer of a model on the hub, in its cache, or in a directory. Does not import torch.
+    """The tokenizer of a model on the hub, in its cache, or in a directory.
 
     Raises:
         ConfigurationError: it cannot be had.
     """
-    # transformers imports torch wherever it is installed: seconds and hundreds of megabytes that a tokenizer does not
-    # need. A None in sys.modules makes it look absent; it goes again because other libraries take it for the module.
-    hide_torch = "torch" not in sys.modules
-    if hide_torch:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        # Read at import: its advice that torch is missing helps nobody here.
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
+    try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model_name)
     # What it raises depends on the hub client, the network and the files: OSError, ValueError, KeyError, ...
     except Exception as error:
@@ -58,9 +66,6 @@ def load_tokenizer(model_name: str) -> Tokenizer:
             f"the tokenizer of MODEL_NAME {model_name!r} cannot be loaded from the Hugging Face hub, its cache or a "
             f"directory of that name: {lines[0][:300]}; check the name and the network, or give a directory"
         ) from error
-    finally:
-        if hide_torch:
-            del sys.modules["torch"]
     return tokenizer
 
 

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.data_server.app import create_app
+from services.data_server.settings import DataSettings
+from services.errors import ConfigurationError
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Any:
+    def make(rows: int = 40, **options: Any) -> Any:
+        path = tmp_path / "rows.jsonl"
+        if rows:
+            lines = [{"question": "x" * (i % 20) + f" {i}?", "answer": f"#### {i}"} for i in range(rows)]
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            options = {"dataset": str(path), "dataset_cache_dir": tmp_path / "cache", "instruction": "none", **options}
+        return create_app(DataSettings(**options))
+
+    return make
+
+
+async def drawn(client: Any, **params: Any) -> list[tuple[int, int]]:
+    response = await client.get("/prompts", params=params)
+    assert response.status_code == 200, response.text
+    return [(prompt["epoch"], prompt["position"]) for prompt in response.json()["prompts"]]
+
+
+async def test_consumers_have_cursors_of_their_own_and_those_that_share_one_get_different_prompts(
+    serving: Any, app: Any
+) -> None:
+    async with serving(app()) as client:
+        assert await drawn(client, consumer="a") == [(0, 0), (0, 1), (0, 2), (0, 3)]
+        assert await drawn(client, consumer="b", batch_size=2) == [(0, 0), (0, 1)]
+        shared = await asyncio.gather(*(drawn(client, consumer="a", batch_size=3) for _ in range(4)))
+        assert sorted(p for batch in shared for p in batch) == [(0, p) for p in range(4, 16)]
+        stats = (await client.get("/stats")).json()
+        assert stats["cursors"]["a/train"] == {"epoch": 0, "position": 16}
+
+
+async def test_an_explicit_position_depends_on_nothing_else(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        first = (await client.get("/prompts", params={"epoch": 3, "position": 5})).json()
+        await drawn(client)
+        assert (await client.get("/prompts", params={"epoch": 3, "position": 5})).json() == first
+        posted = await client.post("/prompts", json={"cursor": {"epoch": 3, "position": 5}})
+        assert posted.json() == first
+    async with serving(app()) as again:
+        assert (await again.get("/prompts", params={"epoch": 3, "position": 5})).json() == first
+
+
+async def test_a_repeated_request_gets_the_same_prompts_and_uses_none_up(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        first = await drawn(client, request_id="r1")
+        assert await drawn(client, request_id="r1") == first
+        assert await drawn(client, request_id="r2") == [(0, p) for p in range(4, 8)]
+
+
+async def test_cursors_can_be_read_and_set_with_prompts_to_skip(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        await drawn(client, consumer="a")
+        assert (await client.get("/cursor", params={"consumer": "a"})).json()["position"] == 4
+        cursor = {"epoch": 1, "position": 2, "skip": [3, 4, 30]}
+        assert (await client.put("/cursor", json={"consumer": "a", "cursor": cursor})).status_code == 200
+        assert await drawn(client, consumer="a", batch_size=2) == [(1, 2), (1, 5)]
+        assert (await client.get("/cursor", params={"consumer": "a"})).json() == {
+            "epoch": 1,
+            "position": 6,
+            "skip": [30],
+        }
+
+
+async def test_cursors_survive_a_restart_with_a_state_directory(serving: Any, app: Any, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    async with serving(app(data_state_dir=state)) as client:
+        await drawn(client, consumer="a", request_id="r1")
+    async with serving(app(data_state_dir=state)) as client:
+        assert await drawn(client, consumer="a", request_id="r1") == [(0, p) for p in range(4)]
+        assert await drawn(client, consumer="a") == [(0, p) for p in range(4, 8)]
+    other = app(data_state_dir=state, data_seed=1)
+    async with other.router.lifespan_context(other):
+        with pytest.raises(ConfigurationError, match=r"holds cursors of .*give another directory or remove that one"):
+            await other.state.lifecycle.wait_ready()
+
+
+async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: Any, app: Any, chat_model: str) -> None:
+    # One token a byte: the template takes 3, " i?" takes 3 or 4, the rest is x.
+    async with serving(app(model_name=chat_model, max_prompt_tokens=15)) as client:
+        seen = []
+        for _ in range(40):
+            batch = (await client.get("/prompts", params={"batch_size": 1})).json()["prompts"]
+            seen += [p for p in batch if p["epoch"] == 0]
+        assert all(len(p["prompt_ids"]) <= 15 for p in seen)
+        stats = (await client.get("/stats")).json()
+        assert stats["refused"]["too long"] > 0
+        assert len({p["id"] for p in seen}) == len(seen)
+        train_long = 38 - len(seen)
+        assert stats["train_prompts"] == 38
+        assert 0 < train_long <= stats["refused"]["too long"]
+
+
+async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any, chat_model: str) -> None:
+    made = app(model_name=chat_model, max_prompt_tokens=2)
+    async with made.router.lifespan_context(made):
+        with pytest.raises(ConfigurationError, match=r"MAX_PROMPT_TOKENS is 2, but every prompt .* is longer"):
+            await made.state.lifecycle.wait_ready()
+
+
+async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:
+    async with serving(app(prompt_style="few_shot", few_shot_count=5)) as client:
+        stats = (await client.get("/stats")).json()
+        assert stats["train_prompts"] == 33
+
+
+async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        reply = (await client.get("/prompts", params={"split": "test", "batch_size": 50, "epoch": 0})).json()
+        assert len(reply["prompts"]) == 2
+        assert reply["cursor"] == {"epoch": 1, "position": 0, "skip": []}
+
+
+async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving: Any, app: Any, tmp_path: Path) -> None:
+    options = {"rows": 400, "curriculum": "easy_first", "data_state_dir": tmp_path / "state"}
+    async with serving(app(**options)) as client:
+        prompts = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
+        assert {p["epoch"] for p in prompts} == {0}
+        rates = {p["id"]: float(int(p["ground_truth"]) % 2) for p in prompts}
+        reply = (await client.post("/success_rates", json={"success_rates": {**rates, "elsewhere/9": 1.0}})).json()
+        assert reply == {"recorded": 380, "unknown": 1}
+        second = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
+        assert {p["epoch"] for p in second} == {1}
+        assert sorted(p["id"] for p in second) == sorted(p["id"] for p in prompts)
+        assert sum(int(p["ground_truth"]) % 2 for p in second[:150]) > 120
+        # What is recorded in the course of an epoch changes that epoch no more.
+        await client.post("/success_rates", json={"success_rates": dict.fromkeys(rates, 0.5)})
+    async with serving(app(**options)) as client:
+        again = (await client.get("/prompts", params={"batch_size": 380, "epoch": 1})).json()["prompts"]
+        assert again == second
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"batch_size": 0},
+        {"batch_size": "x"},
+        {"batch_size": 5000},
+        {"split": "validation"},
+        {"position": 39},
+        {"epoch": -1},
+        {"shard_index": 2, "shard_count": 2},
+        {"consumer": ""},
+        {"batchsize": 4},
+    ],
+)
+async def test_a_query_that_does_not_fit_is_refused_and_moves_no_cursor(
+    serving: Any, app: Any, params: dict[str, Any]
+) -> None:
+    async with serving(app()) as client:
+        response = await client.get("/prompts", params=params)
+        assert response.status_code == 422
+        assert response.json()["detail"]
+        assert (await client.get("/cursor")).json()["position"] == 0
+
+
+def test_settings_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value, part in (
+        ("PROMPT_STYLE", "poem", "'chat', 'plain' or 'few_shot'"),
+        ("ARITHMETIC_TEMPLATE", "What is {x}?", "allowed are the fields {a}, {op} and {b}"),
+        ("CURRICULUM", "balanced", "needs DATA_STATE_DIR"),
+    ):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigurationError, match=part.replace("{", r"\{")):
+            DataSettings.load()
+        monkeypatch.delenv(name)

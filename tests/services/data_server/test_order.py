@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.data_server.order import EpochOrder, walk
+from services.data_server.settings import Curriculum
+from services.protocol import Cursor
+
+
+def order(size: int, **options: object) -> EpochOrder:
+    return EpochOrder(size, **{"seed": 0, "shuffle": True, **options})  # type: ignore[arg-type]
+
+
+def test_every_epoch_is_a_permutation_of_its_own_and_the_same_for_the_same_seed() -> None:
+    first = order(1000)
+    orders = [first.of(epoch).tolist() for epoch in range(3)]
+    assert all(sorted(places) == list(range(1000)) for places in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert [order(1000).of(epoch).tolist() for epoch in range(3)] == orders
+    assert order(1000, seed=1).of(0).tolist() != orders[0]
+    assert order(10, shuffle=False).of(5).tolist() == list(range(10))
+
+
+def test_a_walk_goes_on_into_the_next_epoch_or_ends_with_it() -> None:
+    found, after = walk(order(5, shuffle=False), Cursor(position=3), 4, lambda place: True)
+    assert found == [(3, 0, 3), (4, 0, 4), (0, 1, 0), (1, 1, 1)]
+    assert after == Cursor(epoch=1, position=2)
+    found, after = walk(order(5, shuffle=False), Cursor(position=3), 4, lambda place: True, ends_with_epoch=True)
+    assert [place for place, _, _ in found] == [3, 4]
+    assert after == Cursor(epoch=1, position=0)
+    found, after = walk(order(5, shuffle=False), Cursor(position=5), 2, lambda place: True, ends_with_epoch=True)
+    assert found == [(0, 1, 0), (1, 1, 1)]
+
+
+def test_a_walk_gives_up_after_an_epoch_in_which_nothing_qualifies() -> None:
+    found, _ = walk(order(50), Cursor(), 4, lambda place: False)
+    assert found == []
+
+
+@given(
+    size=st.integers(1, 60),
+    batch=st.integers(1, 17),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+def test_from_any_cursor_each_unused_prompt_comes_once_before_the_epoch_ends(
+    size: int, batch: int, epoch: int, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, size - 1))
+    skip = data.draw(st.lists(st.integers(0, size - 1), max_size=size, unique=True))
+    short = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    cursor = Cursor(epoch=epoch, position=position, skip=skip)
+    places = order(size)
+    seen: list[int] = []
+    while cursor.epoch == epoch:
+        found, cursor = walk(places, cursor, batch, lambda place: place in short)
+        seen += [p for place, e, p in found if e == epoch]
+        assert all(places.of(e)[p] == place for place, e, p in found)
+        if not found:
+            break
+    expected = [p for p in range(position, size) if p not in skip and int(places.of(epoch)[p]) in short]
+    assert seen == expected
+
+
+@given(size=st.integers(1, 80), shards=st.integers(1, 6), batch=st.integers(1, 9))
+def test_shards_are_disjoint_and_together_all(size: int, shards: int, batch: int) -> None:
+    places = order(size)
+    seen: list[int] = []
+    for index in range(min(shards, size)):
+        cursor = Cursor()
+        while cursor.epoch == 0:
+            found, cursor = walk(places, cursor, batch, lambda _: True, shard_index=index, shard_count=shards)
+            seen += [place for place, epoch, _ in found if epoch == 0]
+    assert sorted(seen) == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("curriculum", "early"),
+    [(Curriculum.EASY_FIRST, 1.0), (Curriculum.HARD_FIRST, 0.0), (Curriculum.BALANCED, 0.5)],
+)
+def test_a_curriculum_brings_the_wanted_success_rates_early_and_each_prompt_once(
+    curriculum: Curriculum, early: float
+) -> None:
+    rates = np.repeat(np.array([0.0, 0.5, 1.0], np.float32), 400)
+    made = order(1200, curriculum=curriculum, rates_at_start=lambda epoch: rates)
+    places = made.of(1)
+    assert sorted(places.tolist()) == list(range(1200))
+    first = rates[places[:300]]
+    assert np.mean(first == early) > 0.5
+    assert np.mean(first == early) > 1.5 * np.mean(rates == early)
+
+
+def test_prompts_never_tried_count_as_balanced() -> None:
+    rates = np.array([np.nan] * 300 + [0.0] * 300, np.float32)
+    places = order(600, curriculum=Curriculum.BALANCED, rates_at_start=lambda epoch: rates).of(0)
+    assert np.mean(places[:200] < 300) > 0.8

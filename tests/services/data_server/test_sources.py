@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from services.data_server import sources
+from services.data_server.settings import DataSettings, GroundTruthFormat
+from services.errors import ConfigurationError
+
+GSM8K = Path(__file__).parents[4] / "shared" / "gsm8k"
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Any:
+    def load_rows(rows: list[dict[str, Any]] | str, suffix: str = ".jsonl", **options: Any) -> sources.Source:
+        dataset = rows if isinstance(rows, str) else str(write(tmp_path / f"rows{suffix}", rows))
+        return sources.load(DataSettings(dataset=dataset, dataset_cache_dir=tmp_path / "cache", **options))
+
+    return load_rows
+
+
+def truths(rows: sources.Rows) -> list[str]:
+    return [row.ground_truth for row in rows.take(list(range(len(rows))))]
+
+
+def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(load: Any, tmp_path: Path) -> None:
+    answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
+    test = write(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
+    source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
+    assert source.ground_truth_format is GroundTruthFormat.HASH
+    assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
+    assert truths(source.test) == ["5"]
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="the published GSM8K files are not beside the repository")
+def test_the_published_gsm8k_files_load_whole(load: Any) -> None:
+    source = load(str(GSM8K / "train.jsonl"), dataset_test=GSM8K / "test.jsonl")
+    assert (len(source.train), len(source.test), source.refused) == (7473, 1319, {})
+    assert all(float(truth) == int(truth) for truth in truths(source.test) if truth.isdecimal())
+    assert source.train.take([0])[0].ground_truth == "72"
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_without_question_or_ground_truth_are_left_out_and_counted(load: Any, suffix: str) -> None:
+    rows = [
+        {"question": "a", "answer": "#### 1"},
+        {"question": "b", "answer": "no mark"},
+        {"question": " ", "answer": "#### 2"},
+        {"question": None, "answer": "#### 3"},
+        {"question": "c", "answer": None},
+        {"question": "d", "answer": "####  "},
+        {"question": "e", "answer": "#### 4"},
+        {"question": "f", "answer": "#### 5"},
+        {"question": "g", "answer": "#### 6"},
+        {"question": "h", "answer": "#### 7"},
+    ]
+    source = load(rows, suffix)
+    assert source.refused == {"no question": 2, "no ground truth": 3}
+    assert sorted(truths(source.train) + truths(source.test)) == ["1", "4", "5", "6", "7"]
+
+
+def test_boxed_and_plain_ground_truths(load: Any) -> None:
+    boxed = [{"problem": f"p{i}", "solution": rf"so \boxed{{\frac{{{i}}}{{2}}}}"} for i in range(3)]
+    source = load(boxed)
+    assert source.ground_truth_format is GroundTruthFormat.BOXED
+    assert sorted(truths(source.train) + truths(source.test)) == [rf"\frac{{{i}}}{{2}}" for i in range(3)]
+    numbers = load([{"prompt": f"p{i}", "ground_truth": i} for i in range(3)])
+    assert sorted(truths(numbers.train) + truths(numbers.test)) == ["0", "1", "2"]
+
+
+def test_columns_are_taken_by_name(load: Any) -> None:
+    rows = [{"q": f"q{i}", "a": f"{i}", "kind": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
+    source = load(rows, prompt_column="q", ground_truth_column="a", category_column="kind")
+    row = source.train.take([0])[0]
+    assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")
+
+
+def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> None:
+    rows = [{"question": f"q{i}", "answer": f"{i}"} for i in range(100)]
+    first, again, other = (load(rows, dataset_held_out=0.2, data_seed=seed) for seed in (1, 1, 2))
+    assert (len(first.train), len(first.test)) == (80, 20)
+    assert set(truths(first.train)).isdisjoint(truths(first.test))
+    assert truths(first.test) == truths(again.test) != truths(other.test)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "message"),
+    [
+        ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
+        ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
+        ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl"),
+        ("empty.jsonl", {}, "is empty"),
+        ("nothing.jsonl", {}, "no training row with a question and a ground truth"),
+        ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
+        ("good.jsonl", {"ground_truth_column": "list"}, "holds list"),
+        ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl' is not a file"),
+        ("strange.jsonl", {}, "has none of the columns question, prompt, problem; set PROMPT_COLUMN to one of"),
+    ],
+)
+def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.jsonl").write_text('{"question": "a", "ans')
+    Path("empty.jsonl").write_text("")
+    write(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}])
+    write(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
+    write(Path("strange.jsonl"), [{"x": "a"}])
+    with pytest.raises(ConfigurationError, match=message) as error:
+        load(dataset, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_else(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import datasets
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no network\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ConfigurationError, match=r"'openai/gsm8k' \(main\) cannot be loaded .*no network;.*arithmetic"):
+        load("gsm8k")
+
+
+def test_a_hub_dataset_is_taken_by_splits_and_configuration(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def hub(name: str, config: str | None, **_: Any) -> Any:
+        asked.append((name, config))
+        rows = {"question": ["a", "b"], "answer": ["1", "2"]}
+        return datasets.DatasetDict(
+            {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(rows)}
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    source = load("owner/name", dataset_config="hard", dataset_test_split="validation")
+    assert asked == [("owner/name", "hard")]
+    assert (len(source.train), len(source.test)) == (2, 2)
+    with pytest.raises(ConfigurationError, match=r"no split 'exam'; set DATASET_TEST_SPLIT to one of \['train'"):
+        load("owner/name", dataset_test_split="exam")
