@@ -1,0 +1,53 @@
+"""Headless Chromium for the tests of pages and for screenshots."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+PHONE = {"width": 375, "height": 812}
+DESKTOP = {"width": 1280, "height": 900}
+
+
+def chromium() -> str | None:
+    """Where Chromium (or Chrome) is; CHROMIUM says it where it is not on the path. None where there is none."""
+    return os.environ.get("CHROMIUM") or next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
+    )
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """A browser that ends with the context."""
+    with sync_playwright() as playwright:
+        # Containers lack what Chromium's sandbox needs; it sees nothing but our own pages.
+        running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def problems_of(page: Page) -> list[str]:
+    """A list which fills with the page's console errors, uncaught exceptions and failed requests as they come."""
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("requestfailed", lambda request: problems.append(f"{request.url}: {request.failure}"))
+    return problems
+
+
+def is_wider_than_window(page: Page) -> bool:
+    """Whether the page as a whole scrolls sideways, which it never should."""
+    return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+def screenshot(page: Page, path: Path) -> None:
+    """Writes a picture of the window as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=str(path))
