@@ -7,6 +7,7 @@ whether few long sequences run or many short ones.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,10 +32,7 @@ class KVCache:
         self.max_rows = max_rows
         self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
         self.num_layers = architecture.num_layers
-        # Zeros, since what is masked is multiplied by 0 and must not be NaN; on a CPU they cost nothing until used.
-        self._memory = torch.zeros(
-            2, self.num_layers, max_tokens * self.num_heads * self.head_dim, dtype=dtype, device=device
-        )
+        self._memory = _zeros((2, self.num_layers, max_tokens * self.num_heads * self.head_dim), dtype, device)
         self.row_length = 0
         self.rows = 0
         self._view = self._memory
@@ -88,3 +86,12 @@ class KVCache:
         )
         self.keys = list(self._view[0].unbind(0))
         self.values = list(self._view[1].unbind(0))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since what is masked is multiplied by 0 and must not be NaN; on a CPU they take memory when written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page; numpy gets zeroed ones from the system as they are touched.
+    same_size = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, same_size)).view(dtype)
