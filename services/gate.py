@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +38,7 @@ MAX_BODY_SECONDS = 60.0
 MAX_DEPTH = 64
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-# Answered before the service is ready; only /health is answered without the token.
+# Answered before the service is ready; only /health, and pages that contain no data, are answered without the token.
 _ALWAYS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
 # Possessive, so linear on any input; an unterminated string swallows the rest.
 _STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
@@ -101,10 +101,13 @@ class Gate:
         service: str,
         token: str | None,
         is_ready: Callable[[], bool],
+        public: Collection[str] = (),
         max_body_bytes: int = MAX_BODY_BYTES,
         max_body_seconds: float = MAX_BODY_SECONDS,
     ) -> None:
         self._app = app
+        self._without_token = frozenset({"/health", *public})
+        self._always = _ALWAYS | self._without_token
         self._service = service
         self._expected = f"Bearer {token}".encode() if token else None
         self._is_ready = is_ready
@@ -163,12 +166,12 @@ class Gate:
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
         path = scope["path"]
-        if self._expected is not None and path != "/health":
+        if self._expected is not None and path not in self._without_token:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"
                 return problem_response(401, detail, headers={"WWW-Authenticate": "Bearer"})
-        if path not in _ALWAYS and not self._is_ready():
+        if path not in self._always and not self._is_ready():
             detail = f"{self._service} is starting or stopping; wait until GET /health answers 200"
             return problem_response(503, detail, headers={"Retry-After": "1"})
         length = headers.get(b"content-length", b"0")

@@ -175,6 +175,20 @@ class HttpClient:
             ) from error
         raise AssertionError("stamina returned without an attempt that succeeded or raised")
 
+    async def ask_once(self, path: str, seconds: float) -> httpx.Response:
+        """One GET, without retries, whatever status it is answered with: for those who ask again anyway.
+
+        Raises:
+            DependencyLostError: there was no answer within ``seconds``.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._http.get(path, timeout=_timeout(seconds))
+        except (TimeoutError, *_RETRIED_ERRORS) as error:
+            raise DependencyLostError(
+                f"{self.service} at {self.base_url} did not answer within {seconds:g} s: {describe(error)}"
+            ) from error
+
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Polls GET /health until it answers 200.
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
 from types import FrameType
@@ -110,6 +110,7 @@ def create_app(
     stats: Callable[[], Stats | Awaitable[Stats]] | None = None,
     version: str | None = None,
     description: str = "",
+    public: Collection[str] = (),
     max_body_bytes: int = gate.MAX_BODY_BYTES,
 ) -> FastAPI:
     """An application with /health, /metrics, /stats, /openapi.json and /docs, problem documents, token and limits.
@@ -123,6 +124,7 @@ def create_app(
         stats: the content of GET /stats, plain data; may be a coroutine function.
         version: of the service; default this project's.
         description: shown on the OpenAPI page.
+        public: paths of pages that contain no data, which a browser may load before it has been given the token.
         max_body_bytes: larger bodies get 413.
     """
     lifecycle = Lifecycle()
@@ -145,6 +147,7 @@ def create_app(
         service=service,
         token=settings.token,
         is_ready=lambda: lifecycle.is_serving,
+        public=public,
         max_body_bytes=max_body_bytes,
     )
     return app
