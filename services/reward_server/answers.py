@@ -24,6 +24,7 @@ _DIGIT = re.compile(r"\d", re.ASCII)
 _MAX_LINE = 1000
 _NEGATED = re.compile(r"\b(?:not|never|instead of|rather than)\s+\$?-?\d[\d,.]*", re.IGNORECASE)
 _NUMBER_TOKEN = re.compile(r"(?<![\w.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d])")
+_SPACE_BESIDE_SIGNS = re.compile(r"(?<!\w) | (?!\w)")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 # Beside one of these a number is part of something larger.
 _PARTS = frozenset("/^*:\\{}_()!+<>|")
@@ -190,7 +191,12 @@ def _isolated(text: str, token: re.Match[str]) -> str | None:
 
 
 def _same_text(answer: str, ground_truth: str) -> bool:
-    return "".join(answer.split()).casefold() == "".join(ground_truth.split()).casefold() != ""
+    return _normal_text(answer) == _normal_text(ground_truth) != ""
+
+
+def _normal_text(text: str) -> str:
+    # Space matters between words and digits only: "2 3" is not 23.
+    return _SPACE_BESIDE_SIGNS.sub("", " ".join(text.split())).casefold()
 
 
 def _same_time(given: tuple[int, int, int, str], truth: tuple[int, int, int, str] | None) -> bool:

@@ -55,9 +55,10 @@ class _Worker:
         self._writer = writer
 
     @classmethod
-    async def start(cls, functions: list[str], settings: RewardSettings) -> _Worker:
+    async def start(cls, functions: list[str], settings: RewardSettings, *, limits_memory: bool) -> _Worker:
         """Starts a process and waits until it has loaded its functions."""
-        limits = worker.Limits(settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
+        memory = settings.reward_memory_mb * 2**20 if limits_memory else None
+        limits = worker.Limits(settings.reward_cpu_seconds, memory)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["services.reward_server.worker", *(["services.reward_server.verifier"] if "math" in functions else [])]
@@ -133,7 +134,10 @@ class WorkerPool:
     """Evaluates answers in worker processes, in the order in which they come."""
 
     def __init__(self, functions: list[str], settings: RewardSettings, *, watch_memory: bool | None = None) -> None:
-        """``functions`` are names that the workers load; ``watch_memory`` is for systems without RLIMIT_AS."""
+        """``functions`` are names that the workers load.
+
+        ``watch_memory`` has the server watch their resident memory, for systems that have no RLIMIT_AS (macOS).
+        """
         self._functions = functions
         self._settings = settings
         self._watch_memory = sys.platform == "darwin" if watch_memory is None else watch_memory
@@ -150,7 +154,7 @@ class WorkerPool:
         """
         if not self._functions:
             return
-        starting = [_Worker.start(self._functions, self._settings) for _ in range(self._settings.reward_workers)]
+        starting = [self._start_worker() for _ in range(self._settings.reward_workers)]
         results = await asyncio.gather(*starting, return_exceptions=True)
         workers = [result for result in results if isinstance(result, _Worker)]
         failures = [result for result in results if isinstance(result, BaseException)]
@@ -274,10 +278,13 @@ class WorkerPool:
         while True:
             await asyncio.sleep(pause)
             try:
-                return await _Worker.start(self._functions, self._settings)
+                return await self._start_worker()
             except (_StartError, OSError) as error:
                 log.error("a worker cannot be started", error=str(error))
                 pause = min(max(0.1, pause * 2), 5.0)
+
+    async def _start_worker(self) -> _Worker:
+        return await _Worker.start(self._functions, self._settings, limits_memory=not self._watch_memory)
 
     def _set_alive(self, change: int) -> None:
         self.alive += change

@@ -6,6 +6,7 @@ RLIMIT_AS where the system honours it (Linux); elsewhere the server watches. Tim
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -15,7 +16,6 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,10 +38,10 @@ _PARENT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Limits:
-    """What one answer may use."""
+    """What one answer may use; ``memory_bytes`` is None where the server watches the memory."""
 
     cpu_seconds: float
-    memory_bytes: int
+    memory_bytes: int | None
 
 
 def run(connection: socket.socket, functions: list[str], format_pattern: str, limits: Limits) -> None:
@@ -58,21 +58,30 @@ def run(connection: socket.socket, functions: list[str], format_pattern: str, li
     except Exception as error:  # noqa: BLE001
         _send(connection, {"ready": False, "reason": _reason(error)})
         return
-    _limit_memory(limits.memory_bytes)
-    _send(connection, {"ready": True})
-    while (message := _receive(connection)) is not None:
-        reserve = bytearray(_RESERVE_BYTES)
-        signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
-        try:
-            reply = table[message["function"]](message["item"])
-        except MemoryError:
-            del reserve
-            os._exit(EXIT_MEMORY)
-        # A reward function that raises costs its own answer only.
-        except Exception as error:  # noqa: BLE001
-            reply = {"status": RewardStatus.ERROR.value, "reason": _reason(error)}
+    if limits.memory_bytes is not None:
+        _limit_memory(limits.memory_bytes)
+    # A server that hangs up has no more questions.
+    with contextlib.suppress(ConnectionError):
+        _send(connection, {"ready": True})
+        while (message := _receive(connection)) is not None:
+            _send(connection, _answer(table, message, limits.cpu_seconds))
+
+
+def _answer(
+    table: dict[str, Callable[[dict[str, Any]], dict[str, Any]]], message: dict[str, Any], cpu_seconds: float
+) -> dict[str, Any]:
+    reserve = bytearray(_RESERVE_BYTES)
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    try:
+        return table[message["function"]](message["item"])
+    except MemoryError:
+        del reserve
+        os._exit(EXIT_MEMORY)
+    # A reward function that raises costs its own answer only.
+    except Exception as error:  # noqa: BLE001
+        return {"status": RewardStatus.ERROR.value, "reason": _reason(error)}
+    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(connection, reply)
 
 
 def _end_with(parent: int) -> None:
@@ -108,8 +117,6 @@ def _load(name: str, format_pattern: str) -> Callable[[dict[str, Any]], dict[str
 
 
 def _limit_memory(extra_bytes: int) -> None:
-    if sys.platform != "linux":
-        return
     with open("/proc/self/statm", "rb") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     limit = now + extra_bytes

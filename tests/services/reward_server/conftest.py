@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.reward_server.pool import WorkerPool
+from services.reward_server.scoring import Scorer
+from services.reward_server.settings import BUILT_IN, RewardSettings
+
+PLUGIN = '''
+import ctypes, os, time
+
+def half(response):
+    return 0.5
+
+def length(response, completion_tokens=None, **rest):
+    assert set(rest) == {"prompt", "ground_truth", "finish_reason"}, rest
+    return float(completion_tokens or len(response))
+
+def moody(prompt, response):
+    """Does what the response says."""
+    match response:
+        case "raise":
+            raise ValueError("not today")
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+        case "burn":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(600)
+        case "hog":
+            hoard = []
+            while True:
+                hoard.append(bytearray(2**22))
+        case "grab":
+            return len(bytearray(2**40))
+        case "swallow":
+            try:
+                while True:
+                    pass
+            except BaseException:
+                return 1.0
+        case "exit":
+            os._exit(3)
+        case "crash":
+            ctypes.string_at(0)
+        case "pid":
+            return os.getpid()
+    return 1.0
+'''
+
+Scoring = Callable[..., AbstractAsyncContextManager[Scorer]]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module with reward functions of a user's own."""
+    (tmp_path / "rewards_of_mine.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "rewards_of_mine"
+
+
+@pytest.fixture
+def scoring(plugin: str) -> Scoring:
+    """``async with scoring(reward_fn=...) as scorer``: a scorer with its worker processes."""
+
+    @asynccontextmanager
+    async def score(*, watch_memory: bool | None = None, **options: Any) -> AsyncIterator[Scorer]:
+        settings = RewardSettings(**{"reward_workers": 1, **options})
+        names = [f.name for f in settings.functions]
+        in_workers = [name for name in names if name in ("math", "format") or name not in BUILT_IN]
+        pool = WorkerPool(in_workers, settings, watch_memory=watch_memory)
+        await pool.start()
+        try:
+            yield Scorer(settings, pool)
+        finally:
+            await pool.stop()
+
+    return score

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.errors import ConfigurationError
+from services.protocol import RewardItem, RewardStatus
+from services.reward_server.app import create_app
+from services.reward_server.settings import RewardSettings
+
+
+def _save(directory: Path, *, labels: int) -> str:
+    """A random reward model of a few thousand parameters with a tokenizer of one token a byte."""
+    import torch
+    from tokenizers import Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["</s>", *sorted(ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=labels,
+        pad_token_id=0,
+    )
+    LlamaForSequenceClassification(config).save_pretrained(directory)
+    return str(directory)
+
+
+async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not_at_all(
+    serving: Any, tmp_path: Path
+) -> None:
+    model = _save(tmp_path, labels=1)
+    options = {"reward_fn": "reward_model", "reward_model": model, "reward_model_max_tokens": 64}
+    items = [{"prompt": "What is 2 + 2?", "response": "4" * i, "ground_truth": ""} for i in (1, 5, 9, 30, 100)]
+    async with serving(create_app(RewardSettings(**options, reward_model_batch=4))) as client:
+        together = (await client.post("/batch_reward", json={"items": items})).json()["rewards"]
+        alone = [(await client.post("/reward", json=item)).json() for item in items]
+    assert [r["reward"] for r in together[:4]] == pytest.approx([r["reward"] for r in alone[:4]], abs=1e-5)
+    assert len({round(r["reward"], 4) for r in together[:4]}) == 4
+    assert together[4]["status"] == RewardStatus.ERROR
+    assert "tokens; allowed are 64" in together[4]["reason"]
+
+
+async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_path: Path) -> None:
+    for name, message in (
+        (str(tmp_path / "nothing"), "cannot be loaded as a sequence classification model"),
+        (_save(tmp_path / "two", labels=2), "has 2 logits; a reward model with one is needed"),
+    ):
+        app = create_app(RewardSettings(reward_fn="reward_model", reward_model=name))
+        async with app.router.lifespan_context(app):
+            with pytest.raises(ConfigurationError, match=message):
+                await app.state.lifecycle.wait_ready()
+
+
+async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from services.reward_server.functions import UnscorableError
+    from services.reward_server.reward_model import RewardModel
+
+    model = RewardModel(_save(tmp_path, labels=1), batch_size=2, max_tokens=64)
+    model.start()
+
+    def fail(batch: list[list[int]]) -> list[float]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "_forward", fail)
+    with pytest.raises(UnscorableError, match="the reward model failed: out of memory"):
+        await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
+    monkeypatch.undo()
+    assert isinstance(await model.score(RewardItem(prompt="a", response="b", ground_truth="")), float)
+    await model.stop()

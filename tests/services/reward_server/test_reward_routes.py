@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from services.errors import ConfigurationError
+from services.reward_server.app import create_app
+from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
+
+
+def test_rewards_are_read_with_their_weights() -> None:
+    assert parse_functions("math, format=0.2,my.module:f=-1") == [
+        WeightedFunction("math", 1.0),
+        WeightedFunction("format", 0.2),
+        WeightedFunction("my.module:f", -1.0),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "maths", "math=much", "math=nan", "math,math=2", "a b:c", "math;format", "math="])
+def test_rewards_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed|twice"):
+        parse_functions(text)
+    if text:
+        monkeypatch.setenv("REWARD_FN", text)
+        with pytest.raises(ConfigurationError, match="REWARD_FN is"):
+            RewardSettings.load()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_fn": "overlong"}, "needs REWARD_OVERLONG_MAX_TOKENS"),
+        (
+            {"reward_fn": "overlong", "reward_overlong_max_tokens": 5, "reward_overlong_buffer_tokens": 6},
+            "not larger",
+        ),
+        ({"reward_fn": "reward_model"}, "REWARD_MODEL and the reward `reward_model`"),
+        ({"reward_model": "x"}, "REWARD_MODEL and the reward `reward_model`"),
+    ],
+)
+def test_rewards_that_lack_a_setting_do_not_start(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        create_app(RewardSettings(**options))
+
+
+async def test_one_answer_and_many(serving: Any) -> None:
+    async with serving(create_app(RewardSettings(reward_workers=1))) as client:
+        right = {"prompt": "q", "response": "#### 5", "ground_truth": "5"}
+        one = (await client.post("/reward", json=right)).json()
+        assert one == {"reward": 1.0, "status": "scored", "components": {"math": 1.0}, "extracted": "5", "reason": None}
+        hostile = {**right, "response": r"\boxed{9^{9^{9}}}"}
+        many = (await client.post("/batch_reward", json={"items": [right, hostile]})).json()["rewards"]
+        assert [reward["reward"] for reward in many] == [1.0, None]
+        assert many[1]["status"] == "timeout"
+        assert (await client.post("/batch_reward", json={"items": []})).json() == {"rewards": []}
+        stats = (await client.get("/stats")).json()
+        assert stats["answers"] == {"scored": 2, "timeout": 1}
+        metrics = (await client.get("/metrics")).text
+        assert 'reward_answers_total{status="timeout"}' in metrics
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "q", "response": "x"},
+        {"prompt": "q", "response": 5, "ground_truth": "5"},
+        {"prompt": "q", "response": "x", "ground_truth": "5", "completion_tokens": -1},
+        [],
+        "text",
+    ],
+)
+async def test_an_answer_that_does_not_fit_is_refused(serving: Any, body: Any) -> None:
+    async with serving(create_app(RewardSettings(reward_fn="exact_match"))) as client:
+        response = await client.post("/reward", json=body)
+        assert response.status_code == 422
+        assert response.json()["errors"]
+        assert (await client.get("/stats")).json()["answers"] == {}

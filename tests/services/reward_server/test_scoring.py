@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from services.errors import ConfigurationError
+from services.protocol import RewardItem, RewardStatus
+
+
+def item(response: str, truth: str = "5", **more: Any) -> RewardItem:
+    return RewardItem(prompt="q", response=response, ground_truth=truth, **more)
+
+
+HOSTILE = ["9^{9^{9}}", "10^{10^{10}}", "99999999!", r"\sum_{i=1}^{10^9} i^i", "2^{10^{11}}"]
+
+
+async def test_hostile_answers_are_unscorable_with_a_reason_and_hold_nobody_up(scoring: Any) -> None:
+    async with scoring(reward_fn="math", reward_workers=2) as scorer:
+        hostile = [item(rf"\boxed{{{answer}}}") for answer in HOSTILE]
+        others = [item("#### 5"), item(r"\boxed{\sqrt{25}}"), item("#### 6"), item(r"\boxed{\sqrt{26}}")]
+        results = await scorer.score([*hostile, *others])
+        for result in results[: len(HOSTILE)]:
+            assert (result.reward, result.status) == (None, RewardStatus.TIMEOUT)
+            assert "0.25 s of processor time" in (result.reason or "")
+        assert [result.reward for result in results[len(HOSTILE) :]] == [1.0, 1.0, 0.0, 0.0]
+        # The workers that took their place answer.
+        assert (await scorer.score([item(r"\boxed{\sqrt{36}}", "6")]))[0].reward == 1.0
+
+
+async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
+    async with scoring(reward_fn="math", reward_cpu_seconds=60, reward_timeout_seconds=60) as scorer:
+        result = (await scorer.score([item(r"\boxed{(1+x)^{100000}}")]))[0]
+        assert (result.reward, result.status) == (None, RewardStatus.MEMORY)
+        assert "256 MB" in (result.reason or "")
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "reason"),
+    [
+        ("raise", RewardStatus.ERROR, "ValueError: not today"),
+        ("nan", RewardStatus.ERROR, "a finite number is needed"),
+        ("none", RewardStatus.ERROR, "TypeError"),
+        ("burn", RewardStatus.TIMEOUT, "processor time"),
+        ("swallow", RewardStatus.TIMEOUT, "processor time"),
+        ("sleep", RewardStatus.TIMEOUT, "more than 1 s"),
+        ("hog", RewardStatus.MEMORY, "more than 64 MB"),
+        ("grab", RewardStatus.MEMORY, "more than 64 MB"),
+        ("exit", RewardStatus.ERROR, "exit code 3"),
+        ("crash", RewardStatus.ERROR, "SIGSEGV"),
+    ],
+)
+async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
+    scoring: Any, plugin: str, response: str, status: RewardStatus, reason: str
+) -> None:
+    limits = {"reward_cpu_seconds": 0.5, "reward_timeout_seconds": 1, "reward_memory_mb": 64}
+    async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
+        before, bad, after = await scorer.score([item("fine"), item(response), item("fine")])
+        assert (bad.reward, bad.status) == (None, status)
+        assert reason in (bad.reason or "")
+        assert (before.reward, after.reward) == (1.0, 1.0)
+
+
+async def test_where_the_system_does_not_limit_memory_the_server_watches_it(scoring: Any, plugin: str) -> None:
+    limits = {"reward_cpu_seconds": 30, "reward_timeout_seconds": 30, "reward_memory_mb": 64}
+    async with scoring(reward_fn=f"{plugin}:moody", watch_memory=True, **limits) as scorer:
+        bad, after = await scorer.score([item("hog"), item("fine")])
+        assert (bad.status, after.reward) == (RewardStatus.MEMORY, 1.0)
+
+
+async def test_several_rewards_are_weighted_and_each_is_told_by_name(scoring: Any, plugin: str) -> None:
+    functions = f"math=2,format=0.5,exact_match,overlong=1,{plugin}:half=-1,{plugin}:length=0.1"
+    options = {"reward_overlong_max_tokens": 20, "reward_overlong_buffer_tokens": 10}
+    async with scoring(reward_fn=functions, **options) as scorer:
+        marked, plain = await scorer.score([item("#### 5", completion_tokens=15), item("5", completion_tokens=2)])
+        assert marked.components == {
+            "math": 1.0,
+            "format": 1.0,
+            "exact_match": 0.0,
+            "overlong": -0.5,
+            f"{plugin}:half": 0.5,
+            f"{plugin}:length": 15.0,
+        }
+        assert marked.reward == pytest.approx(2 + 0.5 - 0.5 - 0.5 + 1.5)
+        assert marked.extracted == "5"
+        assert plain.components["format"] == 0.0
+        assert plain.components["exact_match"] == 1.0
+        assert plain.components["overlong"] == 0.0
+
+
+async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"math,{plugin}:moody") as scorer:
+        result = (await scorer.score([item("raise", "raise")]))[0]
+        assert (result.reward, result.status) == (None, RewardStatus.ERROR)
+        assert result.components == {"math": 1.0, f"{plugin}:moody": None}
+        assert (result.reason or "").startswith(f"{plugin}:moody: ValueError")
+
+
+async def test_overlong_without_a_length_is_unscorable(scoring: Any) -> None:
+    options = {"reward_overlong_max_tokens": 20, "reward_overlong_buffer_tokens": 10}
+    async with scoring(reward_fn="overlong", **options) as scorer:
+        assert (await scorer.score([item("x")]))[
+            0
+        ].reason == "overlong: overlong needs completion_tokens beside the response"
+        lengths = [0, 10, 12, 20, 50]
+        results = await scorer.score([item("x", completion_tokens=n) for n in lengths])
+        assert [result.reward for result in results] == pytest.approx([0, 0, -0.2, -1, -1])
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "reward"),
+    [
+        ("7", "7", 1.0),
+        ("3 + 4 = 7", "7", 1.0),
+        ("7\nor 8", "7", 1.0),
+        ("The answer\n7", "7", 0.0),
+        ("7, or 8", "7", 0.0),
+        ("-7", "7", 0.0),
+        ("7.0", "7", 1.0),
+        ("1,234", "1234", 1.0),
+        ("none", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+async def test_the_last_number_of_the_first_line(scoring: Any, response: str, truth: str, reward: float) -> None:
+    async with scoring(reward_fn="first_line_number") as scorer:
+        assert (await scorer.score([item(response, truth)]))[0].reward == reward
+
+
+async def test_too_many_waiting_answers_come_back_overloaded(scoring: Any, plugin: str) -> None:
+    limits = {"reward_timeout_seconds": 1.0, "reward_queue_seconds": 0.3, "reward_max_pending": 2}
+    async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
+        results = await scorer.score([item("sleep")] + [item("fine")] * 4)
+        assert [result.status for result in results] == [RewardStatus.TIMEOUT] + [RewardStatus.OVERLOADED] * 4
+        reasons = {result.reason for result in results if result.status is RewardStatus.OVERLOADED}
+        assert any("REWARD_MAX_PENDING" in str(reason) for reason in reasons)
+        assert any("REWARD_QUEUE_SECONDS" in str(reason) for reason in reasons)
+        assert (await scorer.score([item("fine")]))[0].reward == 1.0
+
+
+async def test_the_event_loop_turns_while_answers_are_scored(scoring: Any) -> None:
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest = max(longest, time.perf_counter() - started)
+
+    async with scoring(reward_fn="math") as scorer:
+        watcher = asyncio.create_task(watch())
+        plain = [item("She has 3, 4 and 5 apples. " * 50 + f"The answer is {i}.", str(i)) for i in range(5000)]
+        hostile = [item(rf"\boxed{{{answer}}}") for answer in HOSTILE[:2]]
+        await scorer.score([*hostile, *plain])
+        watcher.cancel()
+    # Generous, for a machine that does other things; all at once would take more than a second.
+    assert longest < 0.4
+
+
+async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:moody", reward_workers=2) as scorer:
+        results = await scorer.score([item("pid") for _ in range(20)])
+        pids = {int(result.reward or 0) for result in results}
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "json:no_such_function", "json:__doc__"])
+async def test_a_function_that_cannot_be_loaded_stops_the_start(scoring: Any, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot be loaded: .*correct it or its module"):
+        async with scoring(reward_fn=name):
+            pass
