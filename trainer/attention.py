@@ -13,12 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 
 from services.errors import ConfigurationError
 from trainer.packing import AttentionLayout
 
 SHARED_PROMPT_ATTENTION = "shared_prompt"
+
+UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
+"""Options by which models ask for windows, capped scores or attention sinks."""
 
 
 def shared_prompt_attention(
@@ -31,7 +34,7 @@ def shared_prompt_attention(
     dropout: float = 0.0,
     *,
     layout: AttentionLayout,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention of T packed tokens as ``layout`` says.
 
@@ -44,10 +47,20 @@ def shared_prompt_attention(
         scaling: factor of the scores; 1 / sqrt(D) by default.
         dropout: must be 0.
         layout: where prompts and completions lie.
+        options: what else a model passes; most of it is of no concern here.
 
     Returns:
         ([1, T, H, D], None), as transformers' attention interface has it.
+
+    Raises:
+        ConfigurationError: the model asks for what this attention does not do.
     """
+    asked = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None] + ["dropout"] * (dropout != 0)
+    if asked:
+        raise ConfigurationError(
+            f"MODEL_NAME: the model's attention has {', '.join(asked)}, which the trainer does not support; "
+            "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
 
@@ -65,25 +78,6 @@ def shared_prompt_attention(
 
     rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (prompts, completions)])
     return rows[layout.unpack][None], None
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Refuses models whose attention is more than softmax over the whole context.
-
-    Raises:
-        ConfigurationError: sliding windows, soft-capped scores or attention sinks, which this attention would ignore.
-    """
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise ConfigurationError(
-            f"MODEL_NAME: {config.model_type} has layers of type {sorted(layer_types - {'full_attention'})}; "
-            "the trainer supports full attention only, choose a model of another family (Qwen2, Qwen3, Llama, ...)"
-        )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ConfigurationError(
-            f"MODEL_NAME: {config.model_type} caps attention scores, which the trainer does not support; "
-            "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
-        )
 
 
 AttentionInterface.register(SHARED_PROMPT_ATTENTION, shared_prompt_attention)

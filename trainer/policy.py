@@ -20,11 +20,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from services.errors import ConfigurationError
-from trainer.attention import SHARED_PROMPT_ATTENTION, check_supported
+from trainer.attention import SHARED_PROMPT_ATTENTION
 from trainer.config import ComputeType, TrainerSettings
 from trainer.distributed import Ranks
 from trainer.logprobs import token_logprobs
 from trainer.packing import MicroBatch
+from trainer.support import check_config, check_model
 
 LORA_TARGETS = "all-linear"
 
@@ -121,7 +122,8 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
-    policy.train(trainable).requires_grad_(trainable and not settings.lora_rank)
+    # Without dropout, of which the policy that sampled knew nothing either.
+    policy.eval().requires_grad_(trainable and not settings.lora_rank)
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(trainable)
@@ -177,28 +179,24 @@ def save_description(policy: Policy, settings: TrainerSettings, directory: Path,
 
 
 def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
-    options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION}
+    trust = settings.trust_remote_code
+    options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
     try:
-        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
-        check_supported(config)
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=trust)
+        check_config(config)
         if materialise:
-            return cast(
-                "PreTrainedModel",
-                AutoModelForCausalLM.from_pretrained(
-                    settings.model_name, config=config, trust_remote_code=settings.trust_remote_code, **options
-                ),
-            )
-        with torch.device("meta"):
-            return cast(
-                "PreTrainedModel",
-                AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **options),
-            )
+            model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigurationError(
             f"MODEL_NAME: the model {settings.model_name!r} cannot be loaded: {first_line} "
             "Give a Hugging Face name that this machine can reach or a local model directory."
         ) from error
+    check_model(model)
+    return cast("PreTrainedModel", model)
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:

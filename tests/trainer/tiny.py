@@ -1,0 +1,93 @@
+"""Random models of a few thousand parameters, and random groups for them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from scripts.tiny_model import build_tokenizer
+from trainer.packing import TrainingGroup, TrainingSequence
+
+VOCABULARY = 17
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, num_key_value_heads=4, tie_word_embeddings=False),
+    "llama-one-key-head": LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False),
+}
+
+
+def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:
+    """Writes a model with random weights and a tokenizer as a Hugging Face directory."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # livelier than the initialisation, so that differences show
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def plain_model(directory: Path) -> PreTrainedModel:
+    """The model as transformers alone loads and runs it, in float32."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", config=AutoConfig.from_pretrained(directory)
+    )
+    model.eval()
+    return model
+
+
+def plain_logprobs(model: PreTrainedModel, group: TrainingGroup, temperature: float = 1.0) -> list[torch.Tensor]:
+    """One forward pass a completion: ``result[completion]`` has the log-probability of each of its tokens."""
+    result = []
+    for sequence in group.sequences:
+        ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
+        logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1].float() / temperature
+        targets = torch.tensor(sequence.completion_ids, dtype=torch.int64)
+        result.append(logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1))
+    return result
+
+
+def random_groups(
+    seed: int, n_groups: int = 5, n_completions: int = 4, longest: int = 9, vocabulary: int = VOCABULARY
+) -> list[TrainingGroup]:
+    """Groups with prompts and completions of several lengths; no group is without advantage."""
+    draw = random.Random(seed)
+
+    def ids(most: int) -> list[int]:
+        return [draw.randrange(2, vocabulary) for _ in range(draw.randint(1, most))]
+
+    groups = []
+    for g in range(n_groups):
+        sequences = []
+        for s in range(n_completions):
+            completion = ids(longest)
+            logprobs = [draw.uniform(-4, -1) for _ in completion]
+            sequences.append(TrainingSequence(completion, logprobs, draw.choice([-1.0, 0.5, 1.0]) if s else 1.5))
+        groups.append(TrainingGroup(ids(8), sequences, f"group-{g}"))
+    return groups
