@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.errors import ConfigurationError
@@ -50,11 +51,12 @@ class Loaded:
         Raises:
             WeightsError: they cannot be read or do not fit.
         """
-        architecture = self.model.architecture
+        return self.pack(read_directory(directory, self.model.architecture))
+
+    def pack(self, tensors: dict[str, Tensor]) -> Weights:
+        """Weights, ready to replace the model's, from its named tensors, which are taken out of ``tensors``."""
         with torch.inference_mode():
-            return pack_weights(
-                architecture, read_directory(directory, architecture), self.model.dtype, self.model.device
-            )
+            return pack_weights(self.model.architecture, tensors, self.model.dtype, self.model.device)
 
 
 def load(settings: RolloutSettings) -> Loaded:

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -84,6 +84,42 @@ class UpdateFromDisk(BaseModel):
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
+
+
+class InitGroup(BaseModel):
+    """Body of /init_weights_update_group. ``rank_offset`` is this worker's rank: it has but one."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    group_name: str = "weight_update_group"
+    backend: str = Field(default="gloo", pattern="^(gloo|nccl)$")
+
+
+class DestroyGroup(BaseModel):
+    """Body of /destroy_weights_update_group."""
+
+    group_name: str = "weight_update_group"
+
+
+class BeginUpdate(BaseModel):
+    """Body of /begin_weight_update: all of the model's weights will come."""
+
+    selector: Literal["all"] = "all"
+
+
+class UpdateFromDistributed(StrictModel):
+    """Body of /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: Literal[False] = False
+    weight_version: str | None = None
+    load_format: None = None
 
 
 class PauseRequest(BaseModel):

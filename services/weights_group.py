@@ -1,0 +1,76 @@
+"""The process group over which a trainer broadcasts weights to rollout workers.
+
+It is no part of any process's default group: trainer rank 0 is its rank 0 and holds a TCP store, at which every worker
+meets it under the group's name, as SGLang's workers do. Trainer and embedded engine join with this same function.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+SOURCE = 0
+"""The rank that broadcasts."""
+
+
+def join_weights_group(
+    master_address: str,
+    master_port: int,
+    rank: int,
+    world_size: int,
+    group_name: str,
+    backend: str,
+    timeout: float,
+) -> dist.ProcessGroup:
+    """Joins the group; returns when all ``world_size`` members have.
+
+    Args:
+        master_address: where rank 0 is reached.
+        master_port: where rank 0 listens from this call on.
+        rank: of this process in the group.
+        world_size: 1 + the number of workers.
+        group_name: the same for all members, and used once at a time.
+        backend: ``gloo`` or ``nccl``.
+        timeout: seconds for joining, and later for each broadcast.
+
+    Raises:
+        ValueError: a group of that name is joined already.
+        RuntimeError: the others did not come in time (torch.distributed.DistError among them).
+    """
+    limit = timedelta(seconds=timeout)
+    # Not torch's rendezvous: under torchrun that would take the launcher's store for this one.
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed
+        master_address, master_port, world_size, is_master=rank == SOURCE, timeout=limit, multi_tenant=True
+    )
+    # Torch's public functions make groups of the default group's members only.
+    group, _ = distributed_c10d._new_process_group_helper(
+        world_size,
+        rank,
+        [],
+        dist.Backend(backend),
+        distributed_c10d.PrefixStore(group_name, store),
+        group_name=distributed_c10d.GroupName(group_name),
+        timeout=limit,
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
+    joined: dist.ProcessGroup = group
+    return joined
+
+
+def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:
+    """Sends ``tensor`` from the group's rank 0 to all others, or receives into it; contiguous, the same everywhere.
+
+    Raises:
+        RuntimeError: a member left or did not answer in time; the group cannot be used any more.
+    """
+    work = dist.broadcast(tensor, group=group, group_src=SOURCE, async_op=True)
+    if work is not None:
+        work.wait(timedelta(seconds=timeout))
+
+
+def leave_weights_group(group: dist.ProcessGroup) -> None:
+    """Leaves the group; its name can then be used again."""
+    dist.destroy_process_group(group)
