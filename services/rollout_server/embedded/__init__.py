@@ -2,6 +2,7 @@
 
     app.py        the application, and the routes of SGLang that generate and inform
     control.py    the routes that pause generation and change weights
+    openai_routes.py, openai_wire.py, openai_replies.py, tool_calls.py   OpenAI's chat and text completions
     wire.py       what those routes take and give
     served.py     what all routes work on
     engine.py     the thread that runs the model: what is asked from outside, pauses, weight changes

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from services import scaffold
 from services.logs import get_logger
 from services.problems import ProblemError
-from services.rollout_server.embedded import control, sequences, wire
+from services.rollout_server.embedded import control, openai_routes, sequences, wire
 from services.rollout_server.embedded.batch import Limits
 from services.rollout_server.embedded.broadcast import WeightsReceiver
 from services.rollout_server.embedded.engine import Engine
@@ -77,6 +77,7 @@ def create_app(settings: RolloutSettings) -> FastAPI:
     _add_generation(app)
     _add_information(app)
     control.add_routes(app)
+    openai_routes.add_routes(app)
     return app
 
 

@@ -17,11 +17,12 @@ from services.rollout_server.embedded.cache import KVCache
 from services.rollout_server.embedded.model import Model
 from services.rollout_server.embedded.sampling import Sampler, log_softmax_of
 
-GENERATED = Counter("engine_generated_tokens", "Completion tokens sampled.")
-PROMPT_TOKENS = Counter("engine_prompt_tokens", "Prompt tokens computed.")
+# By SGLang's names where it has one, so that the same dashboards show both engines.
+GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
+PROMPT_TOKENS = Counter("sglang:prompt_tokens", "Prompt tokens computed.")
 STEPS = Counter("engine_steps", "Decoding steps.")
 FINISHED = Counter("engine_completions", "Completions that ended, by finish reason.", ["finish_reason"])
-RUNNING = Gauge("engine_running_sequences", "Sequences being decoded.")
+RUNNING = Gauge("sglang:num_running_reqs", "Sequences being decoded.")
 
 # Logits of a long prompt are computed in pieces: 128 rows of 150,000 float32 are 77 MB.
 LOGITS_ROWS = 128

@@ -26,7 +26,7 @@ from services.rollout_server.embedded.model import Model, Weights
 log = get_logger(__name__)
 T = TypeVar("T")
 
-WAITING = Gauge("engine_waiting_requests", "Requests with completions that do not run yet.")
+WAITING = Gauge("sglang:num_queue_reqs", "Requests with completions that do not run yet.")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 

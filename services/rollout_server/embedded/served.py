@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ class Served:
     model_path: str
     model_name: str
     receiver: WeightsReceiver
+    started: float = field(default_factory=time.time)
+    """Seconds since 1970."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change."""
     receiver_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -1,0 +1,76 @@
+"""Tool calls in a completion's text, in the form that Hermes and Qwen models are trained on.
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 3, "b": 4}}
+    </tool_call>
+
+What is not such a call stays text: nothing that the model wrote is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+OPENING = "<tool_call>"
+_CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function with its arguments, JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_openai(self) -> dict[str, Any]:
+        """As chat completions have it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def parse(text: str) -> tuple[str, list[ToolCall]]:
+    """The text without its well-formed calls, and these, in order."""
+    calls: list[ToolCall] = []
+
+    def take(match: re.Match[str]) -> str:
+        call = _read(match["body"])
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    rest = _CALL.sub(take, text)
+    return (rest.strip() if calls else text), calls
+
+
+def speakable(text: str) -> str:
+    """The beginning of a text in the making that is certainly no part of a call."""
+    start = text.find(OPENING)
+    if start >= 0:
+        return text[:start]
+    return text[: len(text) - overlap(text, OPENING)]
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest proper beginning of ``marker`` that ``text`` ends with."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+def _read(body: str) -> ToolCall | None:
+    try:
+        content = json.loads(body)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str):
+        return None
+    arguments = content.get("arguments", content.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", content["name"], json.dumps(arguments, ensure_ascii=False))
