@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 import lmdb
 import orjson
 
-from services.errors import ConfigurationError
+from services.errors import ConfigurationError, DependencyLostError
 from services.problems import ProblemError
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 _KEY = struct.Struct(">Q")
 _META = struct.Struct("<BBQQIdd")
 _FIRST_MAP_BYTES = 256 * 2**20
-_LOCK_SECONDS = 10.0
+_LOCK_SECONDS = 20.0
 
 
 class Kind(IntEnum):
@@ -165,16 +165,18 @@ class Storage:
         With ``fsync``, a committed transaction survives a loss of power; without it, the death of the process.
 
         Raises:
-            ConfigurationError: the directory cannot be used, or another process uses it.
+            ConfigurationError: the directory cannot be used.
+            DependencyLostError: another process still uses it.
         """
         self._max_bytes = max_bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(directory / "in-use")
+            # One process, by that lock, and one thread: LMDB needs none of its own, which some network disks lack.
             used = directory / "data.mdb"
             size = max(_FIRST_MAP_BYTES, 2 * used.stat().st_size if used.exists() else 0)
             self._env = lmdb.open(
-                str(directory), map_size=min(size, max_bytes), max_dbs=8, sync=fsync, metasync=fsync, max_readers=8
+                str(directory), map_size=min(size, max_bytes), max_dbs=8, sync=fsync, metasync=fsync, lock=False
             )
             self.metas = self._env.open_db(b"metas")
             self.payloads = self._env.open_db(b"payloads")
@@ -231,7 +233,10 @@ class Storage:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Takes the directory for this process; waits a little for one that is just ending."""
+    """Takes the directory for this process; waits a little for one that is just ending.
+
+    A directory on a network disk can stay locked for a while after its machine died; a restart may then succeed.
+    """
     lock = path.open("wb")
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
@@ -239,7 +244,9 @@ def _lock(path: Path) -> IO[bytes]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise OSError("another process uses it") from None
+                raise DependencyLostError(
+                    f"another process uses {str(path.parent)!r}; end it, or give this one another REPLAY_DIR"
+                ) from None
             time.sleep(0.1)
         else:
             return lock

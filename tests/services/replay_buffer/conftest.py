@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.protocol import Group, LeaseRequest, SampleGroupsRequest
+from services.replay_buffer.archive import Archive
+from services.replay_buffer.fresh import FreshDesk
+from services.replay_buffer.settings import ReplaySettings
+from services.replay_buffer.state import State
+from services.replay_buffer.store import Store
+
+
+class Clock:
+    """A clock that stands still unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Parts:
+    """A buffer, without HTTP."""
+
+    state: State
+    store: Store
+    fresh: FreshDesk
+    archive: Archive
+
+    def sample(self, count: int, **options: Any) -> list[str]:
+        reply = orjson.loads(self.store.sample(SampleGroupsRequest(batch_size=count, **options)))
+        return [drawn["group"]["group_id"] for drawn in reply["groups"]]
+
+    def lease(self, count: int, **options: Any) -> tuple[str | None, list[str]]:
+        reply = self.fresh.lease(LeaseRequest(max_groups=count, **options), take_fewer=True)
+        assert reply is not None
+        read = orjson.loads(reply)
+        return read["lease_id"], [group["group_id"] for group in read["groups"]]
+
+    def waiting(self) -> list[str]:
+        return [group.id for group in self.state.queue.first(10_000, 0)[0]]
+
+    def stored(self) -> dict[str, float]:
+        return {entry.id: self.state.groups.priority(entry) for entry in self.state.groups}
+
+
+OpenBuffer = Callable[..., Parts]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def buffer(tmp_path: Path, clock: Clock) -> Iterator[OpenBuffer]:
+    """``buffer(replay_capacity=10)``: opens the buffer in the test's directory, closing the one opened before."""
+    opened: list[State] = []
+
+    def open_buffer(directory: Path = tmp_path, **options: Any) -> Parts:
+        while opened:
+            opened.pop().close()
+        state = State(ReplaySettings(replay_dir=directory / "replay", **options), clock=clock)
+        opened.append(state)
+        return Parts(state, Store(state), FreshDesk(state), Archive(state))
+
+    yield open_buffer
+    while opened:
+        opened.pop().close()
+
+
+@pytest.fixture
+def group() -> Callable[..., Group]:
+    def make(name: str, version: int = 1, *, tokens: int = 3, completions: int = 2, prompt: str = "2 + 2?") -> Group:
+        experience = {
+            "completion": "4",
+            "completion_ids": list(range(tokens)),
+            "logprobs": [-0.25 * (i + 1) for i in range(tokens)],
+            "policy_versions": [{"version": version, "start": 0, "end": tokens}],
+            "finish_reason": "stop",
+            "result": {"reward": 1.0},
+        }
+        return Group(
+            group_id=name,
+            prompt=prompt,
+            ground_truth="4",
+            prompt_ids=[1, 2],
+            experiences=[experience] * completions,
+        )
+
+    return make

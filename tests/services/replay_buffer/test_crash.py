@@ -1,0 +1,71 @@
+"""A buffer killed with SIGKILL under load still has everything that it acknowledged."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.clients import ReplayClient
+from services.endpoints import Endpoint
+from services.errors import DependencyLostError
+from services.protocol import AcknowledgeRequest, Group, LeaseRequest
+
+
+@pytest.mark.parametrize("fsync", ["true", "false"])
+async def test_what_was_acknowledged_survives_sigkill(
+    start_service: Any, tmp_path: Path, group: Any, fsync: str
+) -> None:
+    environment = {"REPLAY_DIR": str(tmp_path / "replay"), "REPLAY_FSYNC": fsync, "LOG_LEVEL": "warning"}
+    service = start_service("services.replay_buffer", **environment)
+    stored: dict[str, Group] = {}
+    queued: dict[str, Group] = {}
+    taken: set[str] = set()
+    in_doubt: set[str] = set()
+
+    async def add(worker: int, replay: ReplayClient) -> None:
+        for number in range(10_000):
+            name = f"{'q' if worker % 2 else 's'}{worker}-{number}"
+            made = group(name, version=number, tokens=50 + number % 50, completions=4)
+            in_doubt.add(name)
+            await (replay.enqueue if worker % 2 else replay.add)([made])
+            (queued if worker % 2 else stored)[name] = made
+            in_doubt.discard(name)
+
+    async def take(replay: ReplayClient) -> None:
+        while True:
+            lease = await replay.lease(LeaseRequest(max_groups=2, wait_seconds=1))
+            if lease.lease_id is not None:
+                names = {g.group_id for g in lease.groups}
+                in_doubt.update(names)
+                await replay.acknowledge(AcknowledgeRequest(lease_id=lease.lease_id, keep=False))
+                taken.update(names)
+                in_doubt.difference_update(names)
+
+    async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=1.0) as replay:
+        load = [asyncio.create_task(add(worker, replay)) for worker in range(4)]
+        load.append(asyncio.create_task(take(replay)))
+        async with asyncio.timeout(60):
+            while len(stored) < 150 or len(taken) < 30:  # noqa: ASYNC110  # the load itself sets no event
+                await asyncio.sleep(0.01)
+        service.kill()
+        ends = await asyncio.gather(*load, return_exceptions=True)
+        assert all(isinstance(end, DependencyLostError) for end in ends), ends
+
+    service = start_service("services.replay_buffer", **environment)
+    async with ReplayClient(Endpoint("127.0.0.1", service.port)) as replay:
+        for name, made in stored.items():
+            response = await replay.http.request("GET", f"/groups/{name}")
+            assert Group.model_validate_json(response.content) == made
+        waiting = set()
+        while (lease := await replay.lease(LeaseRequest(max_groups=500))).lease_id is not None:
+            for found in lease.groups:
+                waiting.add(found.group_id)
+                assert found.group_id in in_doubt or found == queued[found.group_id]
+        # Nothing acknowledged is handed out again, and nothing queued is lost.
+        assert waiting.isdisjoint(taken)
+        assert set(queued) - taken - in_doubt <= waiting
+        # Whoever was cut off can ask again.
+        assert (await replay.add([stored[next(iter(stored))]])).duplicates == 1

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.replay_buffer.app import create_app
+from services.replay_buffer.settings import ReplaySettings
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Any:
+    return create_app(ReplaySettings(replay_dir=tmp_path / "replay"))
+
+
+def body(group: Any, *names: str) -> dict[str, Any]:
+    return {"groups": [group(name).model_dump(mode="json") for name in names]}
+
+
+async def test_a_lease_waits_for_groups_and_ends_when_enough_have_come(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        request = {"max_groups": 4, "min_groups": 2, "wait_seconds": 30}
+        lease = asyncio.create_task(client.post("/queue/lease", json=request, timeout=40))
+        await client.post("/queue", json=body(group, "a"))
+        await asyncio.sleep(0.05)
+        assert not lease.done()
+        await client.post("/queue", json=body(group, "b", "c"))
+        async with asyncio.timeout(10):
+            reply = (await lease).json()
+        assert [g["group_id"] for g in reply["groups"]] == ["a", "b", "c"]
+
+
+async def test_a_lease_that_waits_in_vain_takes_what_there_is(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/queue", json=body(group, "a"))
+        started = time.monotonic()
+        reply = await client.post("/queue/lease", json={"max_groups": 4, "min_groups": 2, "wait_seconds": 0.2})
+        assert 0.2 <= time.monotonic() - started < 10
+        assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
+        empty = (await client.post("/queue/lease", json={"max_groups": 1})).json()
+        assert (empty["lease_id"], empty["groups"]) == (None, [])
+
+
+async def test_a_lease_gets_groups_whose_former_lease_runs_out_meanwhile(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/queue", json=body(group, "a"))
+        await client.post("/queue/lease", json={"max_groups": 1, "lease_seconds": 0.3})
+        reply = await client.post("/queue/lease", json={"max_groups": 1, "wait_seconds": 20}, timeout=30)
+        assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
+
+
+async def test_groups_are_found_by_id_in_store_and_queue(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/groups", json=body(group, "stored"))
+        await client.post("/queue", json=body(group, "queued"))
+        for name in ("stored", "queued"):
+            assert (await client.get(f"/groups/{name}")).json() == group(name).model_dump(mode="json")
+        assert (await client.get("/groups/nowhere")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ("/groups", {"priorities": [1.0]}),
+        ("/groups", {"priorities": [-1.0, 1.0]}),
+        ("/groups", {"priority": [1.0, 1.0]}),
+        ("/groups", {"groups": [{"group_id": "a"}]}),
+        ("/queue", {"groups": "all"}),
+        ("/groups/sample", {"batch_size": 0}),
+        ("/groups/sample", {"batch_size": 4, "strategy": "best"}),
+        ("/groups/sample", {"batch_size": 4, "exponent": -1}),
+        ("/groups/priorities", {"priorities": {"a": -1}}),
+        ("/queue/lease", {"max_groups": 0}),
+        ("/queue/lease", {"max_groups": 1, "lease_seconds": 0}),
+        ("/queue/acknowledge", {}),
+        ("/snapshots", {"label": "../escape"}),
+        ("/snapshots", {"label": ""}),
+        ("/add", {"experiences": [{"prompt": "a", "response": "b"}]}),
+    ],
+)
+async def test_a_request_that_does_not_fit_is_refused_and_changes_nothing(
+    serving: Any, app: Any, group: Any, path: str, change: dict[str, Any]
+) -> None:
+    async with serving(app) as client:
+        before = (await client.get("/stats")).json()
+        request = {**(body(group, "a", "b") if path == "/groups" else {}), **change}
+        response = await client.post(path, json=request)
+        assert response.status_code == 422
+        assert response.json()["errors"]
+        assert (await client.get("/stats")).json() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"logprobs": [-0.1]},
+        {"logprobs": [-0.1, -0.2, 0.5]},
+        {"completion_ids": [1, 2, -3]},
+        {"completion_ids": [1, 2, 2**31]},
+        {"policy_versions": []},
+        {"policy_versions": [{"version": 1, "start": 0, "end": 2}]},
+        {"policy_versions": [{"version": 1, "start": 1, "end": 3}]},
+        {"finish_reason": "tired"},
+        {"result": {"reward": None, "status": "scored"}},
+        {"result": {"reward": 1.0, "status": "timeout"}},
+    ],
+)
+async def test_a_damaged_experience_is_refused(serving: Any, app: Any, group: Any, damage: dict[str, Any]) -> None:
+    async with serving(app) as client:
+        request = body(group, "good", "bad")
+        request["groups"][1]["experiences"][1].update(damage)
+        response = await client.post("/groups", json=request)
+        assert response.status_code == 422
+        assert "groups.1.experiences.1" in response.json()["detail"]
+        assert (await client.get("/stats")).json()["groups"] == 0
+
+
+async def test_metrics_tell_what_the_buffer_holds(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/groups", json=body(group, "a", "b"))
+        await client.post("/queue", json=body(group, "c"))
+        metrics = (await client.get("/metrics")).text
+        assert "replay_groups 2.0" in metrics
+        assert 'replay_queue_groups{place="waiting"} 1.0' in metrics

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.problems import ProblemError
+from services.protocol import AcknowledgeRequest
+from services.replay_buffer.snapshots import Lineage
+
+
+def picture(parts: Any) -> tuple[Any, ...]:
+    """All that a client could tell: contents, priorities, order, queue, and what seeds draw."""
+    return (
+        list(parts.stored().items()),
+        parts.waiting(),
+        [parts.sample(5, seed=seed) for seed in range(3)],
+        parts.sample(5, strategy="recency"),
+        parts.state.newest_version,
+        [parts.store.get(name) for name in [*parts.stored(), *parts.waiting()]],
+    )
+
+
+def contents(parts: Any) -> int:
+    return parts.state.storage.read(lambda txn: sum(txn.contents(s) is not None for s, _ in txn.metas()))
+
+
+def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_capacity=10)
+    parts.store.add([group(f"g{i}", version=i) for i in range(8)], [float(i + 1) for i in range(8)])
+    parts.fresh.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
+    lease_id, _ = parts.lease(1)
+    parts.archive.save("a")
+    # A lease that is open when the snapshot is made returns to the queue.
+    parts.fresh.release(lease_id)
+    before = picture(parts)
+    lease_id, _ = parts.lease(3)
+    parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id))
+    parts.store.add([group(f"h{i}", version=20) for i in range(9)], None)
+    parts.store.update_priorities({"h1": 77.0})
+    assert "g5" not in parts.stored()
+    for reopened in (False, True):
+        if reopened:
+            parts = buffer(replay_capacity=10)
+        assert parts.archive.restore("a").groups == 12
+        assert picture(parts) == before
+    assert picture(buffer(replay_capacity=10)) == before
+
+
+def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buffer: Any, group: Any) -> None:
+    """The same adds, draws, leases and priorities after a restore give the same answers."""
+
+    def go_on(parts: Any) -> list[Any]:
+        seen: list[Any] = []
+        for step in range(12):
+            parts.store.add([group(f"s{step}-{i}", version=step + 10) for i in range(3)], [step + 1.0] * 3)
+            drawn = parts.sample(4, seed=step, exponent=0.7)
+            seen += [drawn, parts.sample(4), parts.sample(2, strategy="uniform")]
+            parts.store.update_priorities({name: 0.5 + len(name) for name in drawn})
+            parts.fresh.enqueue([group(f"f{step}", version=step + 10)], None)
+            lease_id, names = parts.lease(2)
+            seen.append(names)
+            parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=step % 2 == 0))
+        return [*seen, picture(parts)]
+
+    options = {"replay_capacity": 12, "replay_max_staleness": 8}
+    parts = buffer(**options)
+    parts.store.add([group(f"g{i}", version=i) for i in range(12)], [float(i + 1) for i in range(12)])
+    parts.sample(5)
+    parts.archive.save("checkpoint")
+    undisturbed = go_on(parts)
+    parts.archive.restore("checkpoint")
+    assert go_on(parts) == undisturbed
+    parts = buffer(**options)
+    parts.archive.restore("checkpoint")
+    assert go_on(parts) == undisturbed
+
+
+def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_not(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_capacity=2)
+    parts.store.add([group("gone"), group("a"), group("b")], None)
+    parts.archive.save("s")
+    parts.store.add([group("c")], None)
+    parts.archive.restore("s")
+    reply = parts.store.add([group("c"), group("gone"), group("a")], None)
+    assert (reply.added, reply.duplicates) == (1, 2)
+
+
+def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_capacity=4)
+    parts.store.add([group("root")], None)
+    parts.archive.save("root")
+    parts.store.add([group("same", prompt="first way"), group("x")], None)
+    parts.archive.save("first")
+    first = picture(parts)
+    parts.archive.restore("root")
+    parts.store.add([group("same", prompt="second way"), group("y")], None)
+    parts.archive.save("second")
+    second = picture(parts)
+    assert b"second way" in parts.store.get("same")
+    parts.archive.restore("first")
+    assert picture(parts) == first
+    assert b"first way" in parts.store.get("same")
+    assert parts.store.add([group("x")], None).duplicates == 1
+    assert parts.store.add([group("y")], None).added == 1
+    parts.archive.restore("second")
+    assert picture(parts) == second
+    assert parts.store.add([group("y")], None).duplicates == 1
+
+
+def test_what_only_a_dropped_snapshot_needed_leaves_the_disk(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_capacity=3)
+    parts.store.add([group(f"a{i}") for i in range(3)], None)
+    parts.archive.save("a")
+    parts.archive.save("also a")
+    parts.store.add([group(f"b{i}") for i in range(3)], None)
+    assert contents(parts) == 6
+    assert parts.archive.drop("a").groups == 3
+    assert contents(parts) == 6
+    parts.archive.drop("also a")
+    assert contents(parts) == 3
+    assert parts.archive.drop("a").groups == 0
+    # Saving under a label again lets go of the former snapshot.
+    parts.archive.save("b")
+    parts.store.add([group(f"c{i}") for i in range(3)], None)
+    parts.archive.save("b")
+    assert contents(parts) == 3
+    parts.archive.restore("b")
+    assert list(parts.stored()) == ["c0", "c1", "c2"]
+
+
+def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.archive.save("empty")
+    parts.fresh.enqueue([group("a")], None)
+    lease_id, _ = parts.lease(1)
+    parts.archive.restore("empty")
+    assert parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id)).acknowledged == 0
+    assert parts.stored() == {}
+    assert parts.fresh.enqueue([group("a")], None).added == 1
+
+
+def test_an_unknown_label_is_refused_and_the_known_ones_told(buffer: Any) -> None:
+    parts = buffer()
+    parts.archive.save("step-10")
+    with pytest.raises(ProblemError, match="no snapshot 'step-11'; there are: step-10") as refusal:
+        parts.archive.restore("step-11")
+    assert refusal.value.status_code == 404
+
+
+def test_lineages_say_which_sequences_led_here() -> None:
+    trunk = Lineage().until(0, 10)
+    branch = trunk.until(25, 30)
+    assert [s in branch for s in (0, 9, 10, 24, 25, 29, 30)] == [True, True, False, False, True, True, False]
+    assert trunk.until(10, 12) == Lineage(((0, 12),))
+    assert branch.divergence(trunk) == branch.divergence(trunk.until(12, 14)) == 10
+    assert branch.divergence(trunk.until(25, 27)) == 27
+    assert branch.divergence(branch) == 30
+    assert Lineage().divergence(branch) == 0
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 30)),
+        st.tuples(st.just("enqueue"), st.integers(0, 30)),
+        st.tuples(st.just("take"), st.booleans()),
+        st.tuples(st.just("priority"), st.integers(0, 30)),
+        st.tuples(st.just("save"), st.sampled_from("ab")),
+        st.tuples(st.just("restore"), st.sampled_from("ab")),
+        st.tuples(st.just("drop"), st.sampled_from("ab")),
+        st.tuples(st.just("reopen"), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@given(operations)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_history_leaves_snapshots_exact_and_nothing_behind(
+    buffer: Any, group: Any, tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, Any]]
+) -> None:
+    directory = tmp_path_factory.mktemp("history")
+    options: dict[str, Any] = {"replay_capacity": 5, "replay_fsync": False}
+    parts = buffer(directory, **options)
+    pictures: dict[str, Any] = {}
+    for operation, argument in history:
+        match operation:
+            case "add":
+                parts.store.add([group(f"g{argument}", version=argument)], None)
+            case "enqueue":
+                parts.fresh.enqueue([group(f"g{argument}", version=argument)], None)
+            case "take":
+                lease_id, names = parts.lease(2)
+                if names:
+                    parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=argument))
+            case "priority":
+                parts.store.update_priorities({f"g{argument}": argument + 0.5})
+            case "save":
+                parts.archive.save(argument)
+                pictures[argument] = picture(parts)
+            case "restore" if argument in pictures:
+                parts.archive.restore(argument)
+                assert picture(parts) == pictures[argument]
+            case "drop":
+                parts.archive.drop(argument)
+                pictures.pop(argument, None)
+            case "reopen":
+                before = picture(parts)
+                parts = buffer(directory, **options)
+                assert picture(parts) == before
+    for label in list(pictures):
+        parts.archive.drop(label)
+    assert contents(parts) == len(parts.stored()) + len(parts.state.queue)

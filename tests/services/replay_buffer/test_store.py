@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from services.errors import DependencyLostError
+from services.problems import ProblemError
+from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
+from services.replay_buffer import state as state_module
+from services.replay_buffer import storage
+
+
+def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    assert parts.store.add([group("a"), group("b")], [1.0, 2.0]).added == 2
+    again = parts.store.add([group("a", prompt="another"), group("c"), group("c")], [9.0, 3.0, 4.0])
+    assert (again.added, again.duplicates, again.size) == (1, 2, 3)
+    assert parts.stored() == {"a": 1.0, "b": 2.0, "c": 3.0}
+    assert orjson.loads(parts.store.get("a"))["prompt"] == "2 + 2?"
+    # Not even after it has left, or waits in the queue.
+    parts = buffer(replay_capacity=1)
+    parts.store.add([group("d")], None)
+    assert parts.stored().keys() == {"d"}
+    assert parts.store.add([group("a")], None).duplicates == 1
+    assert parts.fresh.enqueue([group("d"), group("e")], None).added == 1
+    assert parts.store.add([group("e")], None).duplicates == 1
+
+
+def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.add([group(f"g{i}", version=i) for i in range(20)], [float(i) for i in range(20)])
+    parts.store.update_priorities({"g3": 33.0, "unknown": 1.0})
+    drawn = parts.sample(8, seed=4)
+    stored = parts.stored()
+    parts = buffer()
+    assert parts.stored() == stored
+    assert parts.stored()["g3"] == 33.0
+    assert parts.sample(8, seed=4) == drawn
+    assert parts.state.newest_version == 19
+
+
+def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    groups = {f"g{i}": group(f"g{i}", tokens=i + 1, completions=i + 1) for i in range(5)}
+    parts.store.add(list(groups.values()), None)
+    reply = orjson.loads(parts.store.sample(SampleGroupsRequest(batch_size=5)))
+    assert {d["group"]["group_id"]: d["group"] for d in reply["groups"]} == {
+        name: g.model_dump(mode="json") for name, g in groups.items()
+    }
+
+
+def test_a_group_without_a_priority_gets_the_highest(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.add([group("a")], None)
+    parts.store.add([group("b"), group("c")], [5.0, 0.0])
+    parts.store.add([group("d")], None)
+    assert parts.stored() == {"a": 1.0, "b": 5.0, "c": 0.0, "d": 5.0}
+
+
+def test_strategies(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.add([group(f"g{i}", version=i) for i in range(10)], [0.0] * 9 + [1.0])
+    assert parts.sample(4, strategy="recency") == ["g9", "g8", "g7", "g6"]
+    assert parts.sample(4, strategy="priority") == ["g9"]
+    assert sorted(parts.sample(20, strategy="uniform")) == [f"g{i}" for i in range(10)]
+    assert set(parts.sample(20, strategy="uniform", min_policy_version=7)) == {"g7", "g8", "g9"}
+    assert parts.sample(3, strategy="uniform", seed=1) == parts.sample(3, strategy="uniform", seed=1)
+    assert [parts.sample(3, strategy="uniform") for _ in range(5)] != [parts.sample(3, strategy="uniform")] * 5
+
+
+def test_beyond_the_capacity_the_oldest_leave_with_their_contents(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_capacity=5)
+    parts.store.add([group(f"g{i}") for i in range(4)], None)
+    parts.store.add([group(f"h{i}") for i in range(3)], None)
+    assert list(parts.stored()) == ["g2", "g3", "h0", "h1", "h2"]
+    parts.store.add([group(f"i{i}") for i in range(9)], None)
+    assert list(parts.stored()) == [f"i{i}" for i in range(4, 9)]
+    assert parts.store.get("g0") is None
+    assert parts.state.counts["evicted_capacity"] == 11
+    kept = parts.state.storage.read(lambda txn: sum(txn.contents(s) is not None for s, _ in txn.metas()))
+    assert kept == 5
+
+
+def test_groups_too_stale_leave_when_the_policy_moves_on(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_max_staleness=3)
+    parts.store.add([group(f"g{i}", version=i) for i in range(4)], None)
+    assert len(parts.stored()) == 4
+    assert set(parts.sample(9, policy_version=5)) == {"g2", "g3"}
+    assert set(parts.stored()) == {"g2", "g3"}
+    parts.store.add([group("new", version=6)], None)
+    assert set(parts.stored()) == {"g3", "new"}
+    # An older version that comes late does not turn time back.
+    parts.sample(9, policy_version=1)
+    assert parts.state.newest_version == 6
+
+
+def test_groups_too_old_by_the_clock_leave(buffer: Any, group: Any, clock: Any) -> None:
+    parts = buffer(replay_max_age_seconds=60)
+    parts.store.add([group("a")], None)
+    clock.now += 40
+    parts.store.add([group("b")], None)
+    clock.now += 40
+    assert parts.sample(9) == ["b"]
+    assert parts.state.counts["evicted_age"] == 1
+
+
+def test_experiences_without_tokens_live_beside_the_groups(buffer: Any, group: Any) -> None:
+    parts = buffer(replay_experience_capacity=4)
+    parts.store.add([group("a")], None)
+    flat = [FlatExperience(prompt=f"p{i}", response="r", reward=i, step=i) for i in range(6)]  # type: ignore[call-arg]
+    assert parts.store.add_experiences(flat).size == 4
+    drawn = orjson.loads(parts.store.sample_experiences(SampleExperiencesRequest(batch_size=9)))["experiences"]
+    assert sorted(e["step"] for e in drawn) == [2, 3, 4, 5]
+    assert parts.sample(9) == ["a"]
+    assert buffer(replay_experience_capacity=4).state.experiences.get("experience-2") is None
+
+
+def test_a_priority_of_its_own_wins_over_the_reward(buffer: Any) -> None:
+    parts = buffer()
+    flat = [
+        FlatExperience(prompt="never", response="", reward=5.0, priority=0),  # type: ignore[call-arg]
+        FlatExperience(prompt="sometimes", response="", reward=0.0, priority="high"),  # type: ignore[call-arg]
+    ]
+    parts.store.add_experiences(flat)
+    drawn = orjson.loads(parts.store.sample_experiences(SampleExperiencesRequest(batch_size=9)))["experiences"]
+    assert [e["prompt"] for e in drawn] == ["sometimes"]
+
+
+def test_a_write_that_fails_changes_nothing(buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = buffer()
+    parts.store.add([group("a")], None)
+
+    def fail(self: Any, *_: Any) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.Transaction, "put_contents", fail)
+        with pytest.raises(OSError, match="the disk is gone"):
+            parts.store.add([group("b"), group("c")], None)
+    assert list(parts.stored()) == ["a"]
+    assert parts.store.add([group("b")], None).added == 1
+    assert list(buffer().stored()) == ["a", "b"]
+
+
+def test_the_file_grows_as_needed_up_to_what_is_allowed(
+    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_FIRST_MAP_BYTES", 2**18)
+    parts = buffer(replay_max_gb=4 / 1024)
+    added = 0
+
+    def fill() -> None:
+        nonlocal added
+        for added in range(100):
+            parts.store.add([group(f"g{added}", tokens=10_000)], None)
+
+    with pytest.raises(ProblemError, match="all that REPLAY_MAX_GB allows") as refusal:
+        fill()
+    assert refusal.value.status_code == 507
+    assert 2**18 < parts.state.storage.used_bytes <= 4 * 2**20
+    assert len(parts.stored()) == added > 10
+    assert parts.sample(1)
+
+
+def test_ids_of_the_long_gone_are_forgotten_beyond_a_bound(
+    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_module, "KNOWN_GONE", 10)
+    parts = buffer(replay_capacity=1)
+    for i in range(40):
+        parts.store.add([group(f"g{i}")], None)
+    assert parts.store.add([group("g38")], None).duplicates == 1
+    assert parts.store.add([group("g1")], None).added == 1
+    assert parts.state.gone <= 11
+
+
+def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.1)
+    parts = buffer()
+    with pytest.raises(DependencyLostError, match="another process uses"):
+        storage.Storage(parts.state.settings.directory, fsync=True, max_bytes=2**30)
