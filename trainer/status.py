@@ -1,8 +1,9 @@
-"""The trainer's own HTTP service: health, metrics and where the run stands, on :8004."""
+"""The trainer's own HTTP service: the run page, health, metrics and where the run stands, on :8004."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.endpoints import STATUS_PORT, Task, bind_address
+from services.run_page.components import ComponentWatch
+from services.run_page.directory import RunDirectory
+from services.run_page.routes import PUBLIC, add_run_page
 from services.scaffold import create_app, listen
 from trainer.config import TrainerSettings
 
@@ -40,11 +44,25 @@ class RunStatus:
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """The application of the status service."""
 
+    watch = ComponentWatch(settings.token)
+    runs = [RunDirectory(settings.run_id, settings.run_dir)]
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+        watching = asyncio.create_task(watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
 
-    return create_app(Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats)
+    def now() -> dict[str, Any]:
+        return {**status.stats(), "components": watch.components()}
+
+    app = create_app(Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC)
+    add_run_page(app, lambda: runs, now=now, asks_token=settings.token is not None)
+    return app
 
 
 async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:

@@ -1,0 +1,64 @@
+"""Opens the run page over finished runs, one or several to compare: ``python -m scripts.view runs/grpo-1 runs/grpo-2``.
+
+A run that still goes on is shown as far as it has come. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import webbrowser
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from fastapi import FastAPI
+
+from services import logs
+from services.run_page.directory import RunDirectory, find_runs
+from services.run_page.routes import PUBLIC, add_run_page
+from services.scaffold import create_app, exit_code_of, listen, serve
+from services.settings import Settings
+
+
+def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
+    """The application that shows ``runs``."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    app = create_app("run-view", settings=settings, lifespan=lifespan, public=PUBLIC, description=__doc__ or "")
+    add_run_page(app, lambda: runs, now=None, asks_token=settings.token is not None)
+    return app
+
+
+def main(
+    directories: Annotated[
+        list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or a directory of such.")
+    ],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8005,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Serves the run page over run directories until Ctrl-C."""
+
+    def work() -> None:
+        settings = Settings.load()
+        logs.configure("run-view", "warning")
+        runs = find_runs(directories)
+        listener = listen(host, port)
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)
+        if open_browser:
+            # Browsers started from a terminal may not return at once; the listener queues their request until we serve.
+            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
+        serve(create_view_app(settings, runs), listener)
+
+    sys.exit(exit_code_of(work))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,43 @@
+// Asks the server this page came from. The token, where there is one, lives as long as the tab.
+
+const KEY = "jobgroup-token";
+const SECONDS = 20;
+
+/** The server asks for a token, or refuses the one we have. */
+export class TokenError extends Error {}
+
+/** The server could not be reached, or failed. */
+export class UnreachableError extends Error {}
+
+export const hasToken = () => sessionStorage.getItem(KEY) !== null;
+export const keepToken = (token) => sessionStorage.setItem(KEY, token);
+export const forgetToken = () => sessionStorage.removeItem(KEY);
+
+/** The reply of GET ``path`` with the query ``parameters`` (null and "" are left out). */
+export async function get(path, parameters = {}) {
+  const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const query = new URLSearchParams(given).toString();
+  const token = sessionStorage.getItem(KEY);
+  let response;
+  try {
+    response = await fetch(query ? `${path}?${query}` : path, {
+      headers: token === null ? {} : { Authorization: `Bearer ${token}` },
+      signal: AbortSignal.timeout(1000 * SECONDS),
+      cache: "no-store",
+    });
+  } catch (error) {
+    throw new UnreachableError(String(error.message ?? error));
+  }
+  if (response.status === 401) throw new TokenError();
+  if (!response.ok) throw new UnreachableError(await refusal(response));
+  return response.json();
+}
+
+async function refusal(response) {
+  const text = await response.text();
+  try {
+    return `${response.status} ${JSON.parse(text).detail}`;
+  } catch {
+    return `${response.status} ${text.slice(0, 200)}`;
+  }
+}

@@ -1,0 +1,194 @@
+// The page as a whole: reads what is new every few seconds while it is looked at, and shows the part that is chosen.
+
+import { TokenError, UnreachableError, forgetToken, get, hasToken, keepToken } from "./api.js";
+import { look, showComponents } from "./components.js";
+import { RunData } from "./data.js";
+import { byId, h, setText, show } from "./dom.js";
+import { clock, duration, number } from "./format.js";
+import { Plots, compare, summarise } from "./plots.js";
+import { Samples } from "./samples.js";
+import { Settings } from "./settings.js";
+
+const POLL_MILLISECONDS = 2000;
+const OVERVIEW_EVERY = 5;
+const TABS = { plots: "Plots", samples: "Samples", components: "Components", settings: "Settings" };
+
+const page = {
+  isLive: false,
+  runs: [],
+  now: null,
+  tab: "plots",
+  turns: 0,
+  answered: Date.now() / 1000,
+  plots: new Plots((step) => {
+    location.hash = "samples";
+    page.samples.choose(step);
+  }),
+  samples: new Samples((error) => fail(error)),
+  settings: new Settings(),
+};
+
+async function start() {
+  chooseTheme(localStorage.getItem("theme") ?? "auto");
+  byId("theme").addEventListener("click", () => chooseTheme({ auto: "dark", dark: "light", light: "auto" }[theme()]));
+  byId("token-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    keepToken(byId("token").value);
+    byId("token").value = "";
+    poll();
+  });
+  window.addEventListener("hashchange", showTab);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.plots.update(page.runs));
+  document.addEventListener("visibilitychange", () => document.hidden || poll());
+  if (document.documentElement.dataset.asksToken === "true" && !hasToken()) askToken(false);
+  else poll();
+}
+
+const theme = () => document.documentElement.dataset.theme ?? "auto";
+
+function chooseTheme(name) {
+  document.documentElement.dataset.theme = name;
+  localStorage.setItem("theme", name);
+  setText(byId("theme"), `${name} theme`);
+  page.plots.update(page.runs);
+}
+
+function askToken(wasRefused) {
+  forgetToken();
+  show(byId("token-form"), true);
+  show(byId("token-refused"), wasRefused);
+  show(byId("tabs"), false);
+  for (const name of Object.keys(TABS)) show(byId(name), false);
+  byId("token").focus();
+}
+
+let timer;
+let isPolling = false;
+
+/** Reads what is new, shows it, and does so again in a while. */
+async function poll() {
+  if (isPolling) return;
+  isPolling = true;
+  clearTimeout(timer);
+  try {
+    if (page.turns++ % OVERVIEW_EVERY === 0) await readOverview();
+    page.now = page.isLive ? await get("api/now") : null;
+    const changes = await Promise.all(page.runs.map((run) => run.read(draw)));
+    page.answered = Date.now() / 1000;
+    show(byId("trouble"), false);
+    draw();
+    if (page.tab === "samples" && changes.some(Boolean)) page.samples.refresh();
+    plan();
+  } catch (error) {
+    fail(error);
+  } finally {
+    isPolling = false;
+  }
+}
+
+async function readOverview() {
+  const reply = await get("api/runs");
+  page.isLive = reply.live;
+  const known = new Map(page.runs.map((run) => [run.name, run]));
+  page.runs = reply.runs.map((overview, index) => {
+    const run = known.get(overview.name) ?? new RunData(overview, index);
+    run.take(overview);
+    return run;
+  });
+  page.samples.take(page.runs);
+  page.settings.update(page.runs);
+  if (byId("token-form").hidden === false || !byId("tabs").childElementCount) {
+    show(byId("token-form"), false);
+    showTabs();
+  }
+}
+
+function plan() {
+  clearTimeout(timer);
+  // A page that nobody sees asks for nothing; it catches up when it is seen again.
+  if (!document.hidden) timer = setTimeout(poll, POLL_MILLISECONDS);
+}
+
+function fail(error) {
+  if (error instanceof TokenError) {
+    page.turns = 0;
+    askToken(hasToken());
+    return;
+  }
+  if (!(error instanceof UnreachableError)) throw error;
+  const advice = page.isLive
+    ? ` If the run has ended, open it with: python -m scripts.view ${page.runs[0]?.path ?? "RUN_DIR"}`
+    : "";
+  setText(byId("trouble"), `No answer since ${clock(page.answered)} (${error.message}); trying again.${advice}`);
+  show(byId("trouble"), true);
+  page.turns = 0;
+  plan();
+}
+
+function showTabs() {
+  const names = Object.keys(TABS).filter((name) => name !== "components" || page.isLive);
+  byId("tabs").replaceChildren(...names.map((name) => h("a", { href: `#${name}` }, TABS[name])));
+  show(byId("tabs"), true);
+  showTab();
+}
+
+function showTab() {
+  const wanted = location.hash.slice(1);
+  page.tab = wanted in TABS && (wanted !== "components" || page.isLive) ? wanted : "plots";
+  for (const name of Object.keys(TABS)) show(byId(name), name === page.tab);
+  for (const link of byId("tabs").children) {
+    if (link.hash === `#${page.tab}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (page.tab === "samples" && page.runs.length) page.samples.refresh();
+  draw();
+}
+
+function draw() {
+  const { runs, now } = page;
+  if (!runs.length) return;
+  showHeader(runs, now);
+  if (page.tab === "plots") {
+    const redraw = () => page.plots.update(runs);
+    const summary = runs.length > 1 ? compare(runs, redraw) : summarise(runs[0], now);
+    const focused = document.activeElement?.closest?.("#summary");
+    if (!focused) byId("summary").replaceChildren(summary);
+    redraw();
+  }
+  if (page.tab === "components" && now) showComponents(now);
+}
+
+function showHeader(runs, now) {
+  const [run] = runs;
+  const isOne = runs.length === 1;
+  setText(byId("title"), isOne ? run.name : `${runs.length} runs`);
+  const unwell = (now?.components ?? []).filter((component) => look(component.state) === "bad");
+  const ended = run.summary.status && !(now && now.phase !== "finished");
+  const [word, kind] = ended
+    ? [run.summary.status, run.summary.status === "succeeded" ? "good" : "bad"]
+    : unwell.length
+      ? [`${unwell.map((component) => component.name).join(", ")} unwell`, "bad"]
+      : [now ? now.phase : "running, or ended without a summary", "fair"];
+  const state = byId("state");
+  show(state, isOne);
+  setText(state, word);
+  state.className = `pill ${kind}`;
+  const model = run.settings.model_name ?? run.summary.model;
+  setText(byId("about"), isOne ? [model, run.summary.dataset, run.summary.device].filter(Boolean).join(" · ") : "");
+  const step = run.last("step") ?? 0;
+  const total = now?.total_steps || (ended ? step : 0);
+  show(byId("progress"), isOne && total > 0);
+  if (isOne && total > 0) {
+    byId("progress-bar").max = total;
+    byId("progress-bar").value = Math.min(step, total);
+    const pace = run.recent("seconds_step", 5);
+    const left = ended || pace === null ? "" : `, ${duration(pace * (total - step))} left`;
+    const took = ended ? `, ${duration(run.summary.seconds)}` : "";
+    setText(byId("progress-text"), `step ${step} of ${total}${took}${left}`);
+  }
+  const lost = run.unreadable ? `, ${run.unreadable} broken lines` : "";
+  const title = isOne ? `${number(run.last("reward_mean"))} · step ${step} · ${run.name}${lost}` : `${runs.length} runs`;
+  if (document.title !== title) document.title = title;
+}
+
+start();

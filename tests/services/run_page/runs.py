@@ -1,0 +1,100 @@
+"""Writes run directories such as the trainer leaves them, without a trainer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+def metrics(step: int, level: float = 0.4) -> dict[str, Any]:
+    """A line of metrics.jsonl; ``level`` is the reward at the start."""
+    reward = 1 - (1 - level) * math.exp(-step / 100) + 0.03 * math.sin(step)
+    record = {
+        "step": step,
+        "time": 1_700_000_000.0 + 2.5 * step,
+        "groups": 4.0,
+        "completions": 32.0,
+        "unscorable": 0.0,
+        "completion_tokens": 32.0 * 20,
+        "length_mean": 20 + math.cos(step / 7),
+        "length_max": 31.0,
+        "truncation_rate": 0.05,
+        "zero_variance_groups": float(step % 3),
+        "staleness_mean": 0.0,
+        "staleness_max": 0.0,
+        "reward_mean": reward,
+        "reward_std": 0.4,
+        "loss": 0.02 * math.sin(step / 3),
+        "entropy": 0.8 - 0.0004 * step,
+        "kl_behaviour": 1e-4 * (1 + math.sin(step / 5)),
+        "grad_norm": 1.5,
+        "learning_rate": 1e-6,
+        "replay_loss": 0.01,
+        "seconds_generate": 1.2,
+        "seconds_store": 0.05,
+        "seconds_train": 0.9,
+        "seconds_publish": 0.2,
+        "seconds_step": 2.4,
+        "trained_tokens_per_second": 700.0,
+        "policy_version": float(step),
+        "peak_memory_bytes": 5e8,
+        "workers": 2.0,
+        "lovely_metric": float(step),
+    }
+    if step % 20 == 0:
+        record["accuracy"] = min(1.0, reward)
+    return record
+
+
+def group(step: int, number: int, *, rewards: list[float | None], **fields: Any) -> list[dict[str, Any]]:
+    """The lines of a group in samples.jsonl, one a reward."""
+    shared = {
+        "step": step,
+        "group_id": f"run-0-{number}",
+        "prompt": f"What is {number} plus 1?",
+        "ground_truth": str(number + 1),
+    }
+    return [
+        {
+            **shared,
+            "completion": f"I say {number + place}.",
+            "reward": reward,
+            "finish_reason": "stop",
+            "policy_version": step - 1,
+            "tokens": 6,
+            "result": {
+                "reward": reward,
+                "status": "error" if reward is None else "scored",
+                "extracted": str(number + place),
+                "reason": "the verifier stumbled" if reward is None else "compared as numbers",
+            },
+            **fields,
+        }
+        for place, reward in enumerate(rewards)
+    ]
+
+
+def append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Appends lines, as the trainer does."""
+    with path.open("ab") as stream:
+        stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+
+
+def write_run(path: Path, steps: int, *, level: float = 0.4, ended: bool = True, **settings: Any) -> Path:
+    """A run of ``steps`` steps with two groups of samples a step: one whose rewards differ, one of equal rewards."""
+    path.mkdir(parents=True)
+    config = {"model_name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 4, "learning_rate": 1e-6, **settings}
+    (path / "config.json").write_bytes(orjson.dumps(config))
+    append(path / "metrics.jsonl", [metrics(step, level) for step in range(steps + 1)])
+    samples: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        samples += group(step, 2 * step, rewards=[0.0, 1.0, 0.0, 0.5])
+        samples += group(step, 2 * step + 1, rewards=[1.0, 1.0])
+    append(path / "samples.jsonl", samples)
+    if ended:
+        summary = {"status": "succeeded", "steps": steps, "seconds": 2.5 * steps, "dataset": "gsm8k", "device": "cpu"}
+        (path / "summary.json").write_bytes(orjson.dumps(summary))
+    return path

@@ -1,0 +1,114 @@
+"""Run directories are read part by part, also while the trainer writes them and after it was resumed."""
+
+import os
+
+import orjson
+import pytest
+
+from services.errors import ConfigurationError
+from services.run_page.directory import RECORDS_A_REPLY, RunDirectory, find_runs
+from services.run_page.lines import Position
+from tests.services.run_page.runs import append, metrics, write_run
+
+
+def steps_of(columns):
+    return [int(step) for step in columns.columns.get("step", [])]
+
+
+def read_all(run, start):
+    steps, restarts = [], 0
+    while True:
+        read = run.metrics(start)
+        if read.restarted:
+            restarts += 1
+            steps = []
+        steps += steps_of(read)
+        start = read.end
+        if not read.more:
+            return steps, restarts, start
+
+
+def test_each_step_is_read_once_as_the_file_grows(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 3))
+    steps, _, end = read_all(run, Position())
+    assert steps == [0, 1, 2, 3]
+    append(run.path / "metrics.jsonl", [metrics(4)])
+    steps, restarts, end = read_all(run, end)
+    assert (steps, restarts) == ([4], 0)
+    assert read_all(run, end)[0] == []
+
+
+def test_a_long_run_comes_in_parts(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 2 * RECORDS_A_REPLY))
+    first = run.metrics(Position())
+    assert first.more
+    assert len(steps_of(first)) == RECORDS_A_REPLY
+    assert read_all(run, first.end)[0] == list(range(RECORDS_A_REPLY, 2 * RECORDS_A_REPLY + 1))
+
+
+def test_a_line_that_is_being_written_waits(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    _, _, end = read_all(run, Position())
+    line = orjson.dumps(metrics(2)) + b"\n"
+    with (run.path / "metrics.jsonl").open("ab", buffering=0) as stream:
+        stream.write(line[:20])
+        assert steps_of(run.metrics(end)) == []
+        stream.write(line[20:])
+    assert steps_of(run.metrics(end)) == [2]
+
+
+def test_a_resumed_run_is_read_from_its_start_again(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 9))
+    _, _, end = read_all(run, Position())
+    # As the trainer does when it drops the steps after its checkpoint.
+    partial = run.path / ".metrics.partial"
+    append(partial, [metrics(step) for step in range(6)])
+    os.rename(partial, run.path / "metrics.jsonl")
+    append(run.path / "metrics.jsonl", [metrics(step) for step in range(6, 30)])
+    steps, restarts, _ = read_all(run, end)
+    assert restarts == 1
+    assert steps == list(range(30))
+
+
+def test_what_a_step_lacks_or_is_not_finite_is_none(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    (run.path / "metrics.jsonl").write_text(
+        '{"step":1,"loss":0.123456789}\n{"step":2,"accuracy":0.5}\n{"step":3,"loss":null}\n'
+    )
+    columns = run.metrics(Position()).columns
+    assert columns["loss"] == [0.123457, None, None]
+    assert columns["accuracy"] == [None, 0.5, None]
+
+
+def test_broken_lines_are_counted_and_left_out(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    (run.path / "metrics.jsonl").write_text('{"step":1}\n{"st\n{"step":2}\n')
+    read = run.metrics(Position())
+    assert steps_of(read) == [1, 2]
+    assert read.unreadable == 1
+
+
+def test_a_run_that_has_just_begun_is_empty(tmp_path):
+    run = RunDirectory("run", tmp_path / "not-there-yet")
+    assert (run.settings(), run.summary(), run.metrics(Position()).columns) == ({}, {}, {})
+    write_run(run.path, 1)
+    assert read_all(run, Position())[0] == [0, 1]
+
+
+def test_a_directory_of_runs_stands_for_all_of_them(tmp_path):
+    for name in ("b", "a"):
+        write_run(tmp_path / "runs" / name, 1)
+    (tmp_path / "runs" / "notes").mkdir()
+    assert [run.name for run in find_runs([tmp_path / "runs"])] == ["a", "b"]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    paths = [write_run(tmp_path / volume / "grpo-1", 1) for volume in ("one", "two")]
+    names = [run.name for run in find_runs([*paths, paths[0]])]
+    assert len(set(names)) == 2
+    assert all(name.endswith("grpo-1") for name in names)
+
+
+def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nowhere is no run directory.*runs/grpo-1"):
+        find_runs([tmp_path / "nowhere"])
