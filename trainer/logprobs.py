@@ -45,41 +45,52 @@ class _TokenLogprobs(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             logits = _logits(hidden[rows], weight, temperature)
             normalisers[rows] = logits.logsumexp(1)
-            picked = logits.gather(1, targets[rows, None]).squeeze(1)
-            logprobs[rows] = picked - normalisers[rows]
-            # H = log Z - sum(p * logit)
-            probabilities = (logits - normalisers[rows, None]).exp_()
-            entropies[rows] = normalisers[rows] - probabilities.mul_(logits).sum(1)
+            log_p = logits.sub_(normalisers[rows, None])
+            logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+            entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
+        ctx.set_materialize_grads(False)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         logprob_gradient, entropy_gradient = gradients
         hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
-        hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        with_entropy = bool(entropy_gradient.any())
+        if logprob_gradient is None:
+            logprob_gradient = torch.zeros_like(normalisers)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        # Added up in float32, whatever the compute type.
+        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         for start in range(0, len(targets), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
             logits = _logits(hidden[rows], weight, ctx.temperature)
             log_p = logits.sub_(normalisers[rows, None])
             p = log_p.exp()
             # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
-            if with_entropy:
-                scale = (log_p + entropies[rows, None]).mul_(entropy_gradient[rows, None])
-                scale.add_(logprob_gradient[rows, None])
-                gradient = p.mul_(scale).neg_()
-            else:
+            if entropy_gradient is None:
                 gradient = p.mul_(-logprob_gradient[rows, None])
+            else:
+                scale = log_p.add_(entropies[rows, None]).mul_(entropy_gradient[rows, None])
+                gradient = p.mul_(scale.add_(logprob_gradient[rows, None])).neg_()
             gradient.scatter_add_(1, targets[rows, None], logprob_gradient[rows, None])
-            gradient.div_(ctx.temperature)
-            gradient = gradient.to(hidden.dtype)
-            hidden_gradient[rows] = gradient @ weight
-            if ctx.needs_input_grad[1]:
-                weight_gradient.add_(gradient.T @ hidden[rows])
-        return hidden_gradient, weight_gradient.to(weight.dtype), None, None, None
+            gradient = gradient.div_(ctx.temperature).to(hidden.dtype)
+            if hidden_gradient is not None:
+                torch.mm(gradient, weight, out=hidden_gradient[rows])
+            if weight_gradient is not None:
+                _add_product(weight_gradient, gradient.T, hidden[rows])
+        if weight_gradient is not None:
+            weight_gradient = weight_gradient.to(weight.dtype)
+        return hidden_gradient, weight_gradient, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds left @ right to ``total``, without a copy of its size where the types allow."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

@@ -140,14 +140,20 @@ def _diagnose(
     if batch.is_filler or len(logprobs) == 0:
         return Diagnostics()
     log_ratio = grpo.log_ratio(logprobs, denominator)
+    if settings.loss is Loss.GSPO:
+        log_ratio = grpo.sequence_means(log_ratio, batch.sequence_ids, batch.n_sequences)[batch.sequence_ids]
     ratio = log_ratio.exp()
+    below, above = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
+    if settings.loss is not Loss.CISPO:  # whose weights are clipped whatever the advantage
+        below, above = below & (batch.advantages < 0), above & (batch.advantages > 0)
     sums = {
         "loss": loss,
-        "tokens": torch.tensor(float(len(logprobs))),
+        "tokens": torch.full_like(loss, len(logprobs)),
         "entropy": entropies.sum(),
-        "kl_behaviour": grpo.kl_penalty(logprobs, batch.behaviour_logprobs, grpo.KLEstimator.K3).sum(),
-        "clip_fraction_low": ((ratio < 1 - settings.clip_low) & (batch.advantages < 0)).sum(),
-        "clip_fraction_high": ((ratio > 1 + settings.clip_high) & (batch.advantages > 0)).sum(),
+        # The tokens are the behaviour policy's, so KL(behaviour || theta) is what they estimate without bias.
+        "kl_behaviour": grpo.kl_penalty(batch.behaviour_logprobs, logprobs, grpo.KLEstimator.K3).sum(),
+        "clip_fraction_low": below.sum(),
+        "clip_fraction_high": above.sum(),
     }
     if weights is not None:
         sums["importance_weight"] = weights.sum()
@@ -157,7 +163,12 @@ def _diagnose(
     weight = ratio if weights is None else weights
     by_sequence = torch.zeros(batch.n_sequences, device=weight.device)
     by_sequence.index_add_(0, batch.sequence_ids, (weight * batch.advantages).abs())
-    result = Diagnostics({k: float(v) for k, v in sums.items()}, {k: float(v) for k, v in maxima.items()})
+    result = Diagnostics(_numbers(sums), _numbers(maxima))
     for group_id, value in zip(batch.group_ids, by_sequence.tolist(), strict=True):
         result.signal[group_id] = result.signal.get(group_id, 0.0) + value
     return result
+
+
+def _numbers(scalars: dict[str, Tensor]) -> dict[str, float]:
+    """Brings scalars from the device in one go."""
+    return dict(zip(scalars, torch.stack([x.double() for x in scalars.values()]).tolist(), strict=True))

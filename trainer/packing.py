@@ -25,6 +25,13 @@ class TrainingSequence:
     weight: float = 1.0
     """Importance weight of the group it comes from: 1, unless it was drawn by priority from the replay buffer."""
 
+    def __post_init__(self) -> None:
+        if len(self.behaviour_logprobs) != len(self.completion_ids):
+            raise ValueError(
+                f"{len(self.completion_ids)} completion_ids but {len(self.behaviour_logprobs)} behaviour_logprobs: "
+                "one a token is needed"
+            )
+
 
 @dataclass(frozen=True)
 class TrainingGroup:
@@ -33,6 +40,12 @@ class TrainingGroup:
     prompt_ids: list[int]
     sequences: list[TrainingSequence]
     group_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError(
+                f"group {self.group_id!r} has no prompt_ids: the first token needs one to be predicted from"
+            )
 
     @property
     def tokens(self) -> int:
