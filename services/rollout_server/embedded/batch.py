@@ -71,7 +71,7 @@ class Batch:
         self._on_all_admitted = on_all_admitted
         self._sampler: Sampler | None = None
         self._is_poisoned = False
-        self._generated = self._steps = 0
+        self._generated = self._prompted = self._steps = 0
 
     def add(self, waiting: state.Waiting) -> None:
         """Puts a request at the end of the queue."""
@@ -95,7 +95,7 @@ class Batch:
 
     def counts(self) -> dict[str, int]:
         """Totals since the start."""
-        return {"generated_tokens": self._generated, "steps": self._steps}
+        return {"generated_tokens": self._generated, "prompt_tokens": self._prompted, "steps": self._steps}
 
     def _take(self, sequences: Sequence[state.Sequence], logits: Tensor, sampler: Sampler) -> None:
         """Samples a token for each of ``sequences``, the rows of ``logits``."""
@@ -263,6 +263,7 @@ class Batch:
 
         hidden = self.model.prefill([waiting.tokens for waiting, _ in admitted], store)
         PROMPT_TOKENS.inc(len(hidden))
+        self._prompted += len(hidden)
         ends = np.cumsum([len(waiting.tokens) for waiting, _ in admitted]).tolist()
         last = self.model.logits(hidden[[end - 1 for end in ends]])
         for (waiting, _), end in zip(admitted, ends, strict=True):

@@ -70,13 +70,11 @@ def load(settings: RolloutSettings) -> Loaded:
     directory = find_model(settings.model_name)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = compute_dtype(settings.engine_dtype, device)
+    max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         architecture = Architecture.of(config)
-        max_tokens = settings.engine_max_total_tokens or max(
-            DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0
-        )
         context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
         max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
         with torch.inference_mode():
@@ -85,6 +83,11 @@ def load(settings: RolloutSettings) -> Loaded:
             cache = KVCache(architecture, max_tokens, max_running, dtype, device)
     except (WeightsError, OSError, ValueError) as error:
         raise ConfigurationError(f"MODEL_NAME={settings.model_name}: {error}") from error
+    except MemoryError as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={settings.model_name} with ENGINE_MAX_TOTAL_TOKENS={max_tokens} does not fit into memory "
+            f"({error}); lower the number, or take a smaller model"
+        ) from error
     return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer), max_running)
 
 

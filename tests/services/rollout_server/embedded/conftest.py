@@ -1,0 +1,81 @@
+"""What the tests of the embedded engine share: small models, and engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.rollout_server.embedded import wire
+from services.rollout_server.embedded.batch import Limits
+from services.rollout_server.embedded.engine import Engine
+from services.rollout_server.embedded.loading import Loaded, load
+from services.rollout_server.embedded.sequences import Request
+from services.rollout_server.settings import RolloutSettings
+
+PROMPT = [5, 12, 6, 15]
+WAIT_SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are fastest so, and tests run beside each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings_for(model: Path, **fields: Any) -> RolloutSettings:
+    return RolloutSettings.load(model_name=str(model), **fields)
+
+
+class RunningEngine:
+    """An engine with its model, and short ways to ask it."""
+
+    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+        self.loaded = loaded
+        self.failures: list[Exception] = []
+        self.engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, self.failures.append)
+        self.limits = wire.PromptLimits(
+            loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids
+        )
+        self.engine.start()
+
+    def request(self, prompt: list[int] | None = None, **fields: Any) -> Request:
+        """A request that is not submitted; fields are sampling parameters or make_request's own."""
+        own = {key: fields.pop(key) for key in ("rid", "logprob_start", "top_logprobs", "on_progress") if key in fields}
+        params = wire.read_sampling({"max_new_tokens": 8, "ignore_eos": True, **fields})
+        return wire.make_request(PROMPT if prompt is None else prompt, params, self.limits, **own)
+
+    def submit(self, prompt: list[int] | None = None, **fields: Any) -> Future[Request]:
+        request = self.request(prompt, **fields)
+        self.engine.submit(request)
+        return request.done
+
+    def generate(self, prompt: list[int] | None = None, **fields: Any) -> Request:
+        return self.submit(prompt, **fields).result(WAIT_SECONDS)
+
+
+@pytest.fixture
+def make_engine(tiny_model: Path) -> Iterator[Callable[..., RunningEngine]]:
+    """Makes running engines with the tiny model; ``limits`` and settings by keyword."""
+    running: list[RunningEngine] = []
+
+    def make(model: Path = tiny_model, *, max_waiting: int = 100, **fields: Any) -> RunningEngine:
+        loaded = load(settings_for(model, **fields))
+        running.append(RunningEngine(loaded, Limits(loaded.max_running, max_waiting, prefill_tokens=64)))
+        return running[-1]
+
+    yield make
+    for one in running:
+        one.engine.stop()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., RunningEngine]) -> RunningEngine:
+    return make_engine()
