@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import environment, gpus, health, nodes, processes, progress, spec, summary
+from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary
 from scripts.local.environment import Run
 from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
@@ -90,6 +90,7 @@ def main(
                 plan(console, run)
                 raise typer.Exit
             with _locked(run), _watchdog(run):
+                directory.record_nodes(run)
                 exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
     except ConfigurationError as error:
         print(f"run_local: {error}", file=sys.stderr)

@@ -123,6 +123,12 @@ def replay_buffer() -> Endpoint:
     return endpoint(Task.REPLAY_BUFFER, REPLAY_PORT)
 
 
+def mapped_addresses() -> dict[str, str]:
+    """What JOBGROUP_ENDPOINTS says: ``host:port`` by ``{task}-{rank}:{port}``; empty outside a local run."""
+    text = os.environ.get(ENDPOINTS_VARIABLE)
+    return dict(_parse_mapping(text)) if text else {}
+
+
 def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
     text = os.environ.get(ENDPOINTS_VARIABLE)
     if not text:

@@ -30,15 +30,18 @@ class RunStatus:
     policy_version: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def stats(self) -> dict[str, Any]:
-        """The content of GET /stats."""
+    def position(self) -> dict[str, Any]:
+        """What the run does and how far it has come."""
         return {
             "phase": self.phase,
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
-            "metrics": self.metrics,
         }
+
+    def stats(self) -> dict[str, Any]:
+        """The content of GET /stats: the position and the newest step's metrics."""
+        return {**self.position(), "metrics": self.metrics}
 
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
@@ -58,7 +61,7 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
                 await watching
 
     def now() -> dict[str, Any]:
-        return {**status.stats(), "components": watch.components()}
+        return {**status.position(), "components": watch.components()}
 
     app = create_app(Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC)
     add_run_page(app, lambda: runs, now=now, asks_token=settings.token is not None)

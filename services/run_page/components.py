@@ -32,11 +32,11 @@ Describe = Callable[[Answer], Answer]
 
 @dataclass
 class Component:
-    """What is known of one component. ``state`` is that of its /health, or ``silent``, or ``unknown`` before asked."""
+    """What is known of one component. ``state`` is that of its /health, or ``silent``, or ``asking`` at first."""
 
     name: str
     url: str
-    state: str = "unknown"
+    state: str = "asking"
     detail: str | None = None
     milliseconds: float | None = None
     policy_version: int | None = None
@@ -147,7 +147,7 @@ class ComponentWatch:
             "requests in flight": sum(worker.get("load") or 0 for worker in listed),
         }
         for url in routed.keys() - self._workers.keys():
-            self._workers[url] = Component("rollout worker", url)
+            self._workers[url] = Component(_node_name(url), url)
         # One that left the routing may come back, and is watched on.
         for url, worker in self._workers.items():
             worker.figures = worker.figures | {"routed": "yes" if routed.get(url) else "no"}
@@ -173,6 +173,17 @@ class ComponentWatch:
         rate = max(0.0, generated - generated_before) / (now - before) if now > before else None
         figures = {"running": stats["running"], "waiting": stats["waiting"]}
         return figures if rate is None else figures | {"tokens/s": round(rate, 1)}
+
+
+def _node_name(worker_url: str) -> str:
+    """The node that a rollout worker is on: in a job group the first label of its name, locally found by address."""
+    node = httpx.URL(worker_url).host.partition(".")[0]
+    if node.startswith(endpoints.Task.ROLLOUT_SERVER.value):
+        return node
+    for key, address in endpoints.mapped_addresses().items():
+        if worker_url.endswith(f"//{address}"):
+            return key.rpartition(":")[0]
+    return "rollout worker"
 
 
 def _health(response: httpx.Response) -> tuple[str, str | None]:

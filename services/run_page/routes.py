@@ -149,7 +149,7 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
             }
         )
 
-    app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES)
+    app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
 
 
 def _add_page(app: FastAPI, *, asks_token: bool) -> None:

@@ -3,7 +3,7 @@
 import { byId, h } from "./dom.js";
 import { duration, number } from "./format.js";
 
-const LOOKS = { healthy: "good", starting: "fair", draining: "fair", unknown: "fair" };
+const LOOKS = { healthy: "good", starting: "fair", draining: "fair", asking: "fair" };
 
 /** How a state is coloured. */
 export const look = (state) => LOOKS[state] ?? "bad";
@@ -22,7 +22,7 @@ export function showComponents(now) {
 }
 
 function card(component, newest) {
-  const behind = component.policy_version === null || component === undefined ? 0 : newest - component.policy_version;
+  const behind = component.policy_version === null ? 0 : newest - component.policy_version;
   const version =
     component.policy_version === null || component.policy_version === undefined
       ? []

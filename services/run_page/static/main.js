@@ -168,13 +168,16 @@ function showHeader(runs, now) {
     ? [run.summary.status, run.summary.status === "succeeded" ? "good" : "bad"]
     : unwell.length
       ? [`${unwell.map((component) => component.name).join(", ")} unwell`, "bad"]
-      : [now ? now.phase : "running, or ended without a summary", "fair"];
+      : now
+        ? [now.phase, "live"]
+        : ["running, or ended without a summary", "fair"];
   const state = byId("state");
   show(state, isOne);
   setText(state, word);
   state.className = `pill ${kind}`;
   const model = run.settings.model_name ?? run.summary.model;
-  setText(byId("about"), isOne ? [model, run.summary.dataset, run.summary.device].filter(Boolean).join(" · ") : "");
+  const dataset = run.summary.dataset ?? now?.components.find(({ name }) => name === "data-server")?.figures.source;
+  setText(byId("about"), isOne ? [model, dataset, run.summary.device].filter(Boolean).join(" · ") : "");
   const step = run.last("step") ?? 0;
   const total = now?.total_steps || (ended ? step : 0);
   show(byId("progress"), isOne && total > 0);
