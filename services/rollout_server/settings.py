@@ -58,7 +58,8 @@ class RolloutSettings(Settings):
     )
 
     engine_dtype: EngineType = Field(
-        default=EngineType.AUTO, description="`auto` (the model's own), `float32` or `bfloat16`."
+        default=EngineType.AUTO,
+        description="`float32`, `bfloat16`, or `auto`: the model's own, but SGLang computes a float32 model in float16.",
     )
     engine_context_length: int | None = Field(
         default=None, ge=16, description="Longest prompt and completion together, in tokens; default the model's."
@@ -102,6 +103,12 @@ class RolloutSettings(Settings):
         gt=0,
         description="A routed worker that serves an older version than the newest published one for that long leaves "
         "the routing and catches up.",
+    )
+    rollout_lost_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        description="A node whose worker cannot be registered for that long, since the router or the shared volume is "
+        "gone, ends with 33.",
     )
     rollout_max_restarts: int = Field(
         default=3,

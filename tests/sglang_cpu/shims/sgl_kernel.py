@@ -10,6 +10,30 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.4.10"
+
+# Those which SGLang imports without asking whether they are there; to be told of others' absence it is prepared.
+SUBMODULES = frozenset(
+    [
+        "allreduce",
+        "attention",
+        "cutlass_moe",
+        "elementwise",
+        "flash_attn",
+        "gemm",
+        "grammar",
+        "kvcacheio",
+        "mamba",
+        "memory",
+        "moe",
+        "quantization",
+        "sampling",
+        "sparse_flash_attn",
+        "spatial",
+        "speculative",
+        "top_k",
+        "utils",
+    ]
+)
 __path__: list[str] = []  # a package, so that its submodules are looked for
 
 
@@ -34,16 +58,18 @@ class _Submodule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every ``sgl_kernel.<anything>``."""
+    """Finds the submodules."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        return importlib.machinery.ModuleSpec(name, self) if name.startswith(f"{__name__}.") else None
+        package, _, submodule = name.partition(".")
+        found = package == __name__ and submodule in SUBMODULES
+        return importlib.machinery.ModuleSpec(name, self) if found else None
 
     def create_module(self, spec: Any) -> ModuleType:
         return _Submodule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__path__ = []
+        """There is nothing to run."""
 
 
 sys.meta_path.append(_Finder())

@@ -1,0 +1,222 @@
+"""What /generate takes and gives: the same tests against the embedded engine and the real SGLang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.protocol import FinishReason
+from services.rollout_client import RolloutClient, SamplingParams
+from services.rollout_control import WorkerControl
+from tests.services.rollout_server.nodes import TOKEN, Nodes
+
+PROMPT = [5, 12, 6, 14]  # "3+4="
+END = 1
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> Any:
+    """The model as transformers computes it in float32."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+def generate(server: Nodes, *, worker: bool = True, ids: Sequence[int] = PROMPT, **fields: Any) -> httpx.Response:
+    sampling = {key: fields.pop(key) for key in list(fields) if key not in TOP_LEVEL}
+    payload = {
+        "input_ids": list(ids),
+        "sampling_params": {"max_new_tokens": 8, **sampling},
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_text_in_logprobs": False,
+        **fields,
+    }
+    return server.post(server.worker() if worker else server.router, "/generate", payload)
+
+
+TOP_LEVEL = {"rid", "return_logprob", "logprob_start_len", "return_text_in_logprobs", "stream", "text"}
+
+
+@torch.inference_mode()
+def expected_logprobs(model: Any, ids: Sequence[int], first: int, temperature: float = 1.0) -> list[float]:
+    logits = model(torch.tensor([list(ids)])).logits[0].float() / temperature
+    logprobs = logits.log_softmax(-1)
+    return [float(logprobs[place - 1, ids[place]]) for place in range(first, len(ids))]
+
+
+@pytest.mark.parametrize("worker", [True, False], ids=["worker", "router"])
+def test_one_completion_is_an_object_with_the_fields_that_are_read(server: Nodes, worker: bool) -> None:
+    reply = generate(server, worker=worker, ignore_eos=True).json()
+    meta = reply["meta_info"]
+    assert len(reply["output_ids"]) == 8
+    assert [pair[1] for pair in meta["output_token_logprobs"]] == reply["output_ids"]
+    assert all(len(pair) == 3 and pair[0] <= 1e-3 and pair[2] is None for pair in meta["output_token_logprobs"])
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 8)
+    assert isinstance(meta["cached_tokens"], int)
+    assert isinstance(meta["id"], str)
+    assert meta["weight_version"] == "0"
+    assert [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]] == [("0", 0, 8)]
+    assert isinstance(reply["text"], str)
+
+
+@pytest.mark.parametrize("worker", [True, False], ids=["worker", "router"])
+def test_n_completions_are_a_list(server: Nodes, worker: bool) -> None:
+    replies = generate(server, worker=worker, n=6, temperature=2.0, ignore_eos=True).json()
+    assert len(replies) == 6
+    assert len({reply["meta_info"]["id"] for reply in replies}) == 6
+    assert len({tuple(reply["output_ids"]) for reply in replies}) > 1
+
+
+def test_the_end_token_ends_a_completion_and_is_part_of_it(server: Nodes) -> None:
+    replies = generate(server, n=16, max_new_tokens=64).json()
+    ended = [reply for reply in replies if reply["meta_info"]["finish_reason"]["type"] == "stop"]
+    assert ended
+    for reply in ended:
+        assert reply["output_ids"][-1] == END
+        assert reply["meta_info"]["output_token_logprobs"][-1][1] == END
+        assert END not in reply["output_ids"][:-1]
+
+
+def test_a_stop_token_id_ends_a_completion_and_is_part_of_it(server: Nodes) -> None:
+    ids = generate(server, temperature=0.0, ignore_eos=True).json()["output_ids"]
+    stop = ids[1]
+    reply = generate(server, temperature=0.0, ignore_eos=False, stop_token_ids=[stop]).json()
+    assert reply["output_ids"] == ids[: ids.index(stop) + 1]
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_greedy_tokens_are_those_of_transformers(server: Nodes, reference: Any) -> None:
+    reply = generate(server, temperature=0.0, max_new_tokens=12, ignore_eos=True).json()
+    ids = list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(12):
+            ids.append(int(reference(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert reply["output_ids"] == ids[len(PROMPT) :]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.8}, {"temperature": 0.9, "top_k": 3}, {"min_p": 0.2}],
+    ids=str,
+)
+def test_logprobs_are_those_of_the_scaled_distribution_before_any_cut(
+    server: Nodes, reference: Any, sampling: dict[str, float]
+) -> None:
+    for reply in generate(server, n=4, ignore_eos=True, **sampling).json():
+        given = [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
+        ids = [*PROMPT, *reply["output_ids"]]
+        wanted = expected_logprobs(reference, ids, len(PROMPT), sampling.get("temperature", 1.0))
+        assert given == pytest.approx(wanted, abs=1e-4)
+
+
+def test_top_k_of_one_is_greedy(server: Nodes) -> None:
+    greedy = generate(server, temperature=0.0, ignore_eos=True).json()["output_ids"]
+    assert generate(server, temperature=1.0, top_k=1, ignore_eos=True).json()["output_ids"] == greedy
+
+
+def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any) -> None:
+    ids = [*PROMPT, 9, END]
+    reply = generate(server, ids=ids, max_new_tokens=0, logprob_start_len=0).json()
+    scored = reply["meta_info"]["input_token_logprobs"]
+    assert [entry[1] for entry in scored] == ids
+    assert scored[0][0] is None
+    assert [entry[0] for entry in scored[1:]] == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
+
+
+async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
+    ids = [*PROMPT, 9, END]
+    async with WorkerControl(server.worker().url, TOKEN) as worker:
+        assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ids"),
+    [
+        ({"temperatur": 1.0}, PROMPT),
+        ({"temperature": -1.0}, PROMPT),
+        ({"top_p": 0.0}, PROMPT),
+        ({"max_new_tokens": -1}, PROMPT),
+        ({}, [5] * 400),
+    ],
+    ids=["unknown key", "temperature", "top_p", "length", "prompt longer than the context"],
+)
+def test_what_cannot_be_done_is_refused_with_400(server: Nodes, wrong: dict[str, Any], ids: list[int]) -> None:
+    assert generate(server, ids=ids, **wrong).status_code == 400
+    assert generate(server).status_code == 200
+
+
+def test_requests_at_once_are_all_answered(server: Nodes, reference: Any) -> None:
+    replies: dict[int, Any] = {}
+
+    def ask(operand: int) -> None:
+        replies[operand] = generate(server, worker=False, ids=[2 + operand, 12, 5, 14], n=4, max_new_tokens=12).json()
+
+    threads = [threading.Thread(target=ask, args=(operand,)) for operand in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(replies) == list(range(10))
+    for operand, completions in replies.items():
+        assert len(completions) == 4
+        for completion in completions:
+            ids = [2 + operand, 12, 5, 14, *completion["output_ids"]]
+            given = [pair[0] for pair in completion["meta_info"]["output_token_logprobs"]]
+            assert given == pytest.approx(expected_logprobs(reference, ids, 4), abs=1e-4)
+
+
+def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:
+    replies: list[httpx.Response] = []
+
+    def ask() -> None:
+        replies.append(generate(server, rid="to-be-aborted", max_new_tokens=240, ignore_eos=True))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive():
+        assert server.post(server.worker(), "/abort_request", {"rid": "to-be-aborted"}).status_code == 200
+        time.sleep(0.01)
+    reply = replies[0].json()
+    kind = reply["meta_info"]["finish_reason"]["type"]
+    # It may have ended before the abort came.
+    assert kind in ("abort", "length")
+    assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
+    if kind == "abort":
+        assert len(reply["output_ids"]) < 240
+
+
+async def test_the_client_gets_groups_through_the_router(server: Nodes, reference: Any) -> None:
+    async with RolloutClient(server.router, TOKEN, vocab_size=17) as client:
+        completions = await client.generate(PROMPT, SamplingParams(max_new_tokens=6, temperature=0.8), n=8)
+    assert len(completions) == 8
+    for completion in completions:
+        assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        assert completion.oldest_version == 0
+        wanted = expected_logprobs(reference, [*PROMPT, *completion.completion_ids], len(PROMPT), 0.8)
+        assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+def test_health_needs_no_token_and_everything_else_does(server: Nodes) -> None:
+    for endpoint in (server.worker(), server.router):
+        assert httpx.get(endpoint.url + "/health", trust_env=False).status_code == 200
+        reply = httpx.post(endpoint.url + "/generate", json={"input_ids": PROMPT}, trust_env=False)
+        assert reply.status_code == 401
+
+
+def test_a_worker_tells_what_it_serves(server: Nodes) -> None:
+    info = server.get(server.worker(), "/model_info").json()
+    assert info["weight_version"] == "0"
+    assert info["is_generation"] is True
+    assert info["model_path"] == str(server.model)
+    assert server.get(server.worker(), "/server_info").json()["served_model_name"] == str(server.model)
+    metrics = server.get(server.worker(), "/metrics")
+    assert metrics.status_code == 200
+    assert "# TYPE" in metrics.text

@@ -1,0 +1,264 @@
+"""Pauses and weight changes: the same tests against the embedded engine and the real SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from services.protocol import Completion, FinishReason, VersionSpan
+from services.rollout_client import RolloutClient, SamplingParams
+from services.rollout_control import WorkerControl, WorkerRefusedError
+from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
+from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
+
+PROMPT = [5, 12, 6, 14]
+LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
+BROADCAST_SECONDS = 30.0
+TRIES = 10
+
+
+@pytest.fixture(scope="session")
+def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other weights."""
+    directory = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(tiny_model, directory)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(tiny_model / "model.safetensors")
+    changed = {name: w + 0.05 * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture
+async def worker(server: Nodes) -> AsyncIterator[WorkerControl]:
+    """The server's worker, which serves version 0 again afterwards."""
+    async with WorkerControl(server.worker().url, TOKEN, timeout=60) as control:
+        yield control
+        await control.update_from_disk(server.model, 0)
+        await control.resume()
+
+
+def client(server: Nodes) -> RolloutClient:
+    return RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=60)
+
+
+def logprobs(model: Path, ids: list[int]) -> list[float]:
+    """Of ``ids[1:]``, as transformers computes them."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        scores = reference(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return [float(scores[place - 1, ids[place]]) for place in range(1, len(ids))]
+
+
+class Flight:
+    """Completions of 240 tokens each, which take a while: what happens to them meanwhile is what a test is about."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    def start(self, n: int = 4) -> asyncio.Task[list[dict[str, Any]]]:
+        return asyncio.create_task(self._generate(n))
+
+    async def _generate(self, n: int) -> list[dict[str, Any]]:
+        payload = {
+            "input_ids": PROMPT,
+            "sampling_params": {"n": n, "max_new_tokens": 240, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        reply = await self._http.post("/generate", json=payload)
+        assert reply.status_code == 200, reply.text
+        return list(reply.json())
+
+
+@pytest.fixture
+async def flight(server: Nodes) -> AsyncIterator[Flight]:
+    async with httpx.AsyncClient(base_url=server.worker().url, headers=authorization(), timeout=60) as http:
+        await http.get("/model_info")  # the connection is there when it is needed
+        yield Flight(http)
+
+
+async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: WorkerControl, other_model: Path) -> None:
+    ids = [*PROMPT, 9, 1]
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+    await worker.update_from_disk(other_model, 7)
+    assert await worker.version() == 7
+    assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=1e-4)
+    async with client(server) as rollouts:
+        completions = await rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=4)
+    for completion in completions:
+        assert [span.version for span in completion.policy_versions] == [7]
+        given = logprobs(other_model, [*PROMPT, *completion.completion_ids])[len(PROMPT) - 1 :]
+        assert completion.logprobs == pytest.approx(given, abs=1e-4)
+
+
+async def test_a_directory_that_is_not_there_changes_nothing(
+    server: Nodes, worker: WorkerControl, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkerRefusedError, match="400"):
+        await worker.update_from_disk(tmp_path / "nothing", 8)
+    assert await worker.version() == 0
+    ids = [*PROMPT, 9, 1]
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+
+
+async def test_weights_of_other_shapes_are_refused_and_never_served_as_the_new_version(
+    server: Nodes, worker: WorkerControl, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(server.model, broken)
+    weights = load_file(broken / "model.safetensors")
+    # The last one, so that an engine which loads as it goes has changed the others already.
+    name = max(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    weights[name] = weights[name][:-3].contiguous()
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WorkerRefusedError):
+        await worker.update_from_disk(broken, 9)
+    assert await worker.version() == 0
+
+
+async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
+    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
+) -> None:
+    replies = await mixed_versions(server, worker, flight, other_model)
+    assert replies
+    for reply in replies:
+        assert len(reply["output_ids"]) == 240
+        assert reply["meta_info"]["finish_reason"]["type"] == "length"
+        spans = [VersionSpan.model_validate(span) for span in reply["meta_info"]["weight_versions"]]
+        pairs = reply["meta_info"]["output_token_logprobs"]
+        Completion(
+            completion_ids=[pair[1] for pair in pairs],
+            logprobs=[pair[0] for pair in pairs],
+            policy_versions=spans,
+            finish_reason=FinishReason.LENGTH,
+        )
+        assert [span.version for span in spans] == [0, 11]
+        # Tokens of the first span come from the old weights alone.
+        ids = [*PROMPT, *reply["output_ids"][: spans[0].end]]
+        old = logprobs(server.model, ids)[len(PROMPT) - 1 :]
+        assert [pair[0] for pair in pairs[: spans[0].end]] == pytest.approx(old, abs=1e-4)
+
+
+async def mixed_versions(
+    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
+) -> list[dict[str, Any]]:
+    """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
+    for attempt in range(TRIES):
+        pending = flight.start()
+        await asyncio.sleep(0.02 * (1 + attempt))
+        await worker.pause("in_place")
+        try:
+            await worker.update_from_disk(other_model, 11, flush_cache=False)
+        finally:
+            await worker.resume()
+        replies = await pending
+        if all(len(reply["meta_info"]["weight_versions"]) == 2 for reply in replies):
+            return replies
+        await worker.update_from_disk(server.model, 0)
+    return []
+
+
+async def test_without_a_pause_requests_in_flight_end_before_the_weights_change(
+    worker: WorkerControl, flight: Flight, other_model: Path
+) -> None:
+    pending = flight.start()
+    await asyncio.sleep(0.05)
+    await worker.update_from_disk(other_model, 12)
+    for reply in await pending:
+        assert len(reply["output_ids"]) == 240
+        # All of one version: 12 only if it began after the change.
+        assert len(reply["meta_info"]["weight_versions"]) == 1
+    assert await worker.version() == 12
+
+
+async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerControl, flight: Flight) -> None:
+    for attempt in range(TRIES):
+        pending = flight.start()
+        await asyncio.sleep(0.02 * (1 + attempt))
+        await worker.pause("abort")
+        await worker.resume()
+        replies = await pending
+        for reply in replies:
+            assert len(reply["meta_info"]["output_token_logprobs"]) == len(reply["output_ids"])
+        if all(reply["meta_info"]["finish_reason"]["type"] == "abort" for reply in replies):
+            return
+    pytest.fail("no request was aborted")
+
+
+async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: WorkerControl, flight: Flight) -> None:
+    pending = flight.start()
+    await asyncio.sleep(0.05)
+    await worker.pause("retract")
+    await worker.resume()
+    for reply in await pending:
+        assert len(reply["output_ids"]) == 240
+        ids = [*PROMPT, *reply["output_ids"]]
+        wanted = logprobs(server.model, ids)[len(PROMPT) - 1 :]
+        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=1e-4)
+
+
+async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: WorkerControl) -> None:
+    async with client(server) as rollouts:
+        pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
+        await asyncio.sleep(0.05)
+        await worker.pause("abort")
+        await worker.resume()
+        completions = await pending
+    assert len(completions) == 4
+    assert all(completion.finish_reason is not FinishReason.ABORT for completion in completions)
+
+
+async def test_the_cache_is_flushed_when_nothing_runs(worker: WorkerControl) -> None:
+    await worker.flush_cache()
+
+
+async def test_resuming_what_is_not_paused_is_no_error(worker: WorkerControl) -> None:
+    await worker.resume()
+
+
+async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, other_model: Path) -> None:
+    weights = load_file(other_model / "model.safetensors")
+    (port,) = free_ports(1)
+    name = f"weights-{port}"
+
+    def join() -> Any:
+        return join_weights_group("127.0.0.1", port, 0, 2, name, "gloo", BROADCAST_SECONDS)
+
+    def send(names: list[str]) -> None:
+        for tensor in names:
+            broadcast_weights(weights[tensor].contiguous(), group, BROADCAST_SECONDS)
+
+    group, _ = await asyncio.gather(asyncio.to_thread(join), worker.init_group("127.0.0.1", port, 1, 2, name, "gloo"))
+    try:
+        await worker.begin_update()
+        everything = list(weights)
+        half = len(everything) // 2
+        for names in (everything[:half], everything[half:]):
+            await asyncio.gather(
+                asyncio.to_thread(send, names),
+                worker.receive_weights(
+                    names, ["float32"] * len(names), [list(weights[n].shape) for n in names], name, 13
+                ),
+            )
+        await worker.end_update()
+        assert await worker.version() == 13
+        ids = [*PROMPT, 9, 1]
+        assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=1e-4)
+    finally:
+        await worker.destroy_group(name)
+        leave_weights_group(group)
+
+
+async def test_tensors_without_an_open_update_are_refused(worker: WorkerControl) -> None:
+    with pytest.raises(WorkerRefusedError, match="400"):
+        await worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14)
+    assert await worker.version() == 0
