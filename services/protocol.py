@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+# A policy version, an epoch, a position, a number of tokens: bounded so that every store and array can hold it.
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Bounded so that no exponent within bounds makes it infinite.
 Priority = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
@@ -60,8 +63,8 @@ class Prompt(WireModel):
     prompt_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKENS)
     messages: list[Message] = Field(default_factory=list)
     category: str | None = None
-    epoch: int = Field(default=0, ge=0)
-    position: int = Field(default=0, ge=0)
+    epoch: Count = 0
+    position: Count = 0
 
 
 class Split(StrEnum):
@@ -74,15 +77,15 @@ class Split(StrEnum):
 class Cursor(WireModel):
     """Where a consumer stands: positions below ``position`` of ``epoch``, and those in ``skip``, are used."""
 
-    epoch: int = Field(default=0, ge=0, le=10**9)
-    position: int = Field(default=0, ge=0, lt=2**31)
-    skip: list[int] = Field(default_factory=list, max_length=1_000_000)
+    epoch: Count = 0
+    position: Count = 0
+    skip: list[Count] = Field(default_factory=list, max_length=1_000_000)
 
 
 class Shard(StrictModel):
     """With ``shard_count`` > 1, only prompts of shard ``shard_index`` come; shards are disjoint and together all."""
 
-    shard_index: int = Field(default=0, ge=0)
+    shard_index: Count = 0
     shard_count: int = Field(default=1, ge=1, le=65_536)
 
     @model_validator(mode="after")
@@ -98,8 +101,8 @@ class PromptsQuery(Shard):
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
     consumer: str = Field(default="default", min_length=1, max_length=200)
-    epoch: int | None = Field(default=None, ge=0, le=10**9)
-    position: int | None = Field(default=None, ge=0, lt=2**31)
+    epoch: Count | None = None
+    position: Count | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=200)
 
 
@@ -154,9 +157,9 @@ class FinishReason(StrEnum):
 class VersionSpan(WireModel):
     """Completion tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled from policy ``version``."""
 
-    version: int = Field(ge=0)
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    version: Count
+    start: Count
+    end: Count
 
 
 class Completion(WireModel):
@@ -250,8 +253,8 @@ class Group(WireModel):
     ground_truth: str
     prompt_ids: list[TokenId] = Field(min_length=1, max_length=MAX_TOKENS)
     experiences: list[Experience] = Field(min_length=1, max_length=MAX_GROUP_SIZE)
-    epoch: int = Field(default=0, ge=0)
-    position: int = Field(default=0, ge=0)
+    epoch: Count = 0
+    position: Count = 0
 
     @property
     def policy_version(self) -> int:
@@ -273,7 +276,7 @@ class RewardItem(WireModel):
     prompt: str
     response: str
     ground_truth: str
-    completion_tokens: int | None = Field(default=None, ge=0)
+    completion_tokens: Count | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -336,10 +339,10 @@ class SampleGroupsRequest(StrictModel):
     strategy: SampleStrategy = SampleStrategy.PRIORITY
     exponent: float = Field(default=1.0, ge=0, le=10)
     correction: float = Field(default=0.0, ge=0, le=1)
-    min_policy_version: int = Field(default=0, ge=0)
-    policy_version: int | None = Field(default=None, ge=0)
+    min_policy_version: Count = 0
+    policy_version: Count | None = None
     exclude: list[str] = Field(default_factory=list, max_length=65_536)
-    seed: int | None = Field(default=None, ge=0)
+    seed: Seed | None = None
 
 
 class SampledGroup(WireModel):
@@ -383,7 +386,7 @@ class LeaseRequest(StrictModel):
 
     max_groups: int = Field(ge=1, le=4096)
     min_groups: int = Field(default=1, ge=1, le=4096)
-    min_policy_version: int = Field(default=0, ge=0)
+    min_policy_version: Count = 0
     lease_seconds: float = Field(default=600, gt=0, le=86_400)
     wait_seconds: float = Field(default=0, ge=0, le=60)
     consumer: str = Field(default="trainer", max_length=200)
@@ -473,7 +476,7 @@ class SampleExperiencesRequest(WireModel):
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     prioritized: bool = True
-    seed: int | None = Field(default=None, ge=0)
+    seed: Seed | None = None
 
 
 class SampleExperiencesReply(WireModel):

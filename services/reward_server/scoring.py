@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -91,6 +92,14 @@ class Scorer:
                     reason=f"{function.name}: {part.evaluation.reason}",
                 )
             total += function.weight * value
+        if not math.isfinite(total):
+            return RewardResult(
+                reward=None,
+                status=RewardStatus.ERROR,
+                components=components,
+                extracted=extracted,
+                reason="the weighted sum is too large for a number",
+            )
         return RewardResult(reward=total, components=components, extracted=extracted)
 
     def _part(self, function: WeightedFunction, item: RewardItem) -> Part | Awaitable[Part]:

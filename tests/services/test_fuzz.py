@@ -1,0 +1,55 @@
+"""Requests made up by schemathesis from the services' own OpenAPI pages: no 500, no hang, no undocumented answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+BOUNDED = settings(
+    max_examples=8,
+    phases=[Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+# Our rules say more than a schema can (one logprob a token), and pydantic takes a true for a 1.
+NOT_PROMISED = [positive_data_acceptance, negative_data_rejection]
+# A request that takes longer has hung.
+SECONDS = 20.0
+
+
+@pytest.mark.parametrize(
+    ("module", "environment"),
+    [
+        ("services.data_server", {"DATASET": "arithmetic"}),
+        ("services.reward_server", {"REWARD_WORKERS": "1"}),
+        ("services.replay_buffer", {"REPLAY_FSYNC": "false"}),
+    ],
+)
+def test_made_up_requests_get_documented_answers(start_service: Any, module: str, environment: dict[str, str]) -> None:
+    service = start_service(module, LOG_LEVEL="warning", **environment)
+    schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) >= 5
+    for operation in operations:
+        for mode in GenerationMode:
+            if mode is GenerationMode.NEGATIVE and operation.path in ("/health", "/metrics", "/stats"):
+                continue  # they take nothing that could be wrong
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @BOUNDED
+            def check(case: Any) -> None:
+                if isinstance(case.body, dict) and isinstance(case.body.get("wait_seconds"), int | float):
+                    # A lease may wait up to a minute, as it is asked to.
+                    case.body["wait_seconds"] = min(case.body["wait_seconds"], 0.1)
+                case.call_and_validate(timeout=SECONDS, excluded_checks=NOT_PROMISED)
+
+            check()
+    assert service.terminate() == 0
+    assert "request failed" not in service.log
