@@ -17,9 +17,10 @@ from scripts.local.health import TrainerStatus
 from scripts.local.progress import Pace, Step
 from scripts.local.spec import TaskSpec
 from scripts.local.supervisor import LIFE_MARK, State
+from services.endpoints import STATUS_PORT, Task
 
 # A component that answered once counts as silent after so many unanswered questions in a row.
-SILENT_AFTER = 5
+SILENT_AFTER = 15
 TAIL_LINES = 15
 
 _STYLES = {
@@ -57,6 +58,9 @@ class View:
         self._console.print(
             f"run {self._run.run_id}, logs in {_shown(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
         )
+        page = self._run.addresses.endpoints.get(f"{Task.TRAINER.value}-0:{STATUS_PORT}")
+        if page is not None:
+            self._console.print(f"run page http://{page} once the trainer is up", highlight=False, soft_wrap=True)
         if self._live is not None:
             self._live.start()
         return self
