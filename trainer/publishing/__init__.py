@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from trainer.config import TrainerSettings
+from trainer.config import TrainerSettings, Transport
 from trainer.distributed import Ranks
 from trainer.policy import Policy
+from trainer.publishing.broadcast import BroadcastPublisher
 from trainer.publishing.disk import DiskPublisher
 from trainer.service_thread import ServiceThread
 
@@ -34,4 +35,6 @@ def make_publisher(
     settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None
 ) -> Publisher:
     """The publisher that PUBLISH_TRANSPORT names; ``services`` is None on every rank but 0."""
+    if settings.publish_transport is Transport.BROADCAST:
+        return BroadcastPublisher(settings, policy, ranks, services)
     return DiskPublisher(settings, policy, ranks, services)
