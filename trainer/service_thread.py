@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
+START_SECONDS = 60.0
 END_SECONDS = 5.0
 """How long what was started may take to end."""
 
@@ -75,7 +76,7 @@ class ServiceThread:
         async def create() -> None:
             self._started.add(asyncio.create_task(work))
 
-        asyncio.run_coroutine_threadsafe(create(), self._loop).result(END_SECONDS)
+        asyncio.run_coroutine_threadsafe(create(), self._loop).result(START_SECONDS)
 
     async def _cancel_started(self) -> None:
         for task in self._started:
