@@ -145,6 +145,7 @@ class TrainerSettings(Settings):
     replay_groups: int = Field(
         default=2, ge=0, le=4096, description="Groups sampled from the replay buffer for an additional update; 0: off."
     )
+    replay_every: int = Field(default=1, ge=1, description="Do the additional update every so many steps.")
     replay_strategy: SampleStrategy = Field(
         default=SampleStrategy.PRIORITY, description="`priority`, `recency` or `uniform`."
     )

@@ -14,11 +14,11 @@ from trainer.experience import derive_seed
 async def sample_groups(
     settings: TrainerSettings, replay: ReplayClient, step: int, policy_version: int, fresh: Sequence[Group]
 ) -> list[SampledGroup]:
-    """Up to REPLAY_GROUPS groups, none of them in ``fresh`` and none staler than REPLAY_MAX_STALENESS.
+    """Up to REPLAY_GROUPS groups every REPLAY_EVERY steps, none in ``fresh`` and none staler than REPLAY_MAX_STALENESS.
 
     Seeded by the step, so that a resumed run samples the same.
     """
-    if settings.replay_groups == 0:
+    if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
         return []
     return await replay.sample(
         SampleGroupsRequest(

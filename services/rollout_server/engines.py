@@ -17,6 +17,8 @@ from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.settings import EngineKind, EngineType, RolloutSettings
 
 CHILD = Path(__file__).with_name("child.py")
+EMBEDDED_NEEDS = ("torch", "transformers")
+ROUTER_PACKAGE = "sglang_router"
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 
@@ -41,7 +43,7 @@ def choose_engine(settings: RolloutSettings) -> EngineKind:
     """ROLLOUT_ENGINE, with ``auto`` decided by whether the node has a GPU.
 
     Raises:
-        ConfigurationError: SGLang is asked for, by name or by a GPU, and is not installed.
+        ConfigurationError: what it needs is not installed.
     """
     kind = settings.rollout_engine
     if kind is EngineKind.AUTO:
@@ -52,7 +54,22 @@ def choose_engine(settings: RolloutSettings) -> EngineKind:
             f"{settings.sglang_python or sys.executable} does not have; install the extra 'sglang', name its "
             f"interpreter by SGLANG_PYTHON, or set ROLLOUT_ENGINE=embedded"
         )
+    missing = [name for name in EMBEDDED_NEEDS if kind is EngineKind.EMBEDDED and not _has_module(None, name)]
+    if missing:
+        raise ConfigurationError(
+            f"the embedded engine (ROLLOUT_ENGINE={settings.rollout_engine.value}) needs {' and '.join(missing)} on "
+            f"this node, which {sys.executable} does not have; install the extra 'rollout'"
+        )
     return kind
+
+
+def check_router_installed() -> None:
+    """Raises ConfigurationError when the router is not installed."""
+    if not _has_module(None, ROUTER_PACKAGE):
+        raise ConfigurationError(
+            f"node 0 runs the router, and {sys.executable} does not have {ROUTER_PACKAGE}; install the extra 'sglang' "
+            f"or 'rollout'"
+        )
 
 
 def number_of_gpus() -> int:
@@ -106,6 +123,8 @@ def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint)
     """How to start the router, without workers: these are registered as they come up."""
     flags = ["--host", bind.host, "--port", str(bind.port), "--policy", settings.router_policy.value]
     flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port), API_KEY_FROM_TOKEN]
+    # Affinity counts for little against an idle worker: a group's prompt travels once, with all its completions.
+    flags += ["--balance-abs-threshold", str(settings.router_imbalance), "--balance-rel-threshold", "1.1"]
     flags += ["--worker-startup-check-interval", "1", "--worker-startup-timeout-secs", "60"]
     interval = str(settings.router_health_interval_seconds)
     flags += ["--health-check-interval-secs", interval, "--health-check-timeout-secs", "5"]
@@ -114,6 +133,8 @@ def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint)
     flags += ["--retry-max-retries", str(settings.router_retries)]
     flags += ["--cb-failure-threshold", str(settings.router_circuit_failures), "--cb-success-threshold", "1"]
     flags += ["--cb-timeout-duration-secs", str(settings.router_circuit_seconds)]
+    # The launcher ends it after four seconds anyway.
+    flags += ["--shutdown-grace-period-secs", "3"]
     # Generation takes minutes and clients bound what they send: the router itself queues without a limit.
     flags += ["--max-concurrent-requests", "-1", "--log-level", "warn"]
     return Command("router", sys.executable, "sglang_router.launch_router", flags)

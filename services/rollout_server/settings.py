@@ -141,6 +141,11 @@ class RolloutSettings(Settings):
         description="`cache_aware` (prompts with the same beginning go to the same worker), `round_robin`, "
         "`power_of_two` or `random`.",
     )
+    router_imbalance: int = Field(
+        default=1,
+        ge=0,
+        description="By how many requests one worker may be busier than another before `cache_aware` prefers the idler.",
+    )
     router_health_interval_seconds: int = Field(
         default=2, ge=1, description="Seconds between the router's checks of a worker; three failures take it out."
     )
