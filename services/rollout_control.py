@@ -122,6 +122,10 @@ class WorkerControl:
         text = str((await self._get("/model_info")).get("weight_version"))
         return int(text) if text.isdecimal() else None
 
+    async def tensor_parallel_size(self) -> int:
+        """Over how many ranks the worker is spread; each joins a broadcast group by itself."""
+        return int((await self._get("/server_info")).get("tp_size", 1))
+
     async def update_from_disk(self, path: Path | str, version: int, *, flush_cache: bool = True) -> None:
         """Loads a model directory as ``version``. Requests in flight end first, unless generation is paused."""
         payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
