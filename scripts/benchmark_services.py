@@ -61,9 +61,16 @@ class Service:
         self.port = port
 
     def memory_mb(self) -> float:
-        """Resident memory of the process and its children; shared pages count once a process."""
+        """Resident memory of the process and its children; pages that they share count once a process."""
+        return sum(p.memory_info().rss for p in self._processes()) / 1e6
+
+    def own_memory_mb(self) -> float:
+        """The same without the pages of mapped files, which the kernel takes back as it needs them (Linux only)."""
+        return sum(p.memory_info().rss - getattr(p.memory_info(), "shared", 0) for p in self._processes()) / 1e6
+
+    def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
-        return sum(p.memory_info().rss for p in [root, *root.children(recursive=True)]) / 1e6
+        return [root, *root.children(recursive=True)]
 
 
 @contextmanager
@@ -286,6 +293,8 @@ def bench_replay(quick: bool) -> list[Result]:
                     Result("replay-buffer", f"{what}, p99", percentile(latencies, 99), "ms", 50, at_least=False)
                 )
             results.append(Result("replay-buffer", f"{count} groups, memory", service.memory_mb(), "MB"))
+            own = service.own_memory_mb()
+            results.append(Result("replay-buffer", f"{count} groups, memory but for the mapped file", own, "MB"))
             disk = sum(file.stat().st_blocks * 512 for file in Path(directory).iterdir()) / 1e6
             results.append(Result("replay-buffer", f"{count} groups, disk", disk, "MB"))
             saved, restored = asyncio.run(_snapshots(service.port))
@@ -296,37 +305,42 @@ def bench_replay(quick: bool) -> list[Result]:
     return results
 
 
-def _group(number: int, rng: np.random.Generator) -> dict[str, object]:
-    span = [{"version": number // 64, "start": 0, "end": COMPLETION_TOKENS}]
+def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:
     ids = rng.integers(0, 150_000, (GROUP_SIZE, COMPLETION_TOKENS)).tolist()
     logprobs = (-rng.exponential(size=(GROUP_SIZE, COMPLETION_TOKENS))).astype(np.float32).tolist()
+    return [
+        {
+            "completion": "She sold 48 clips in April, and half as many in May. " * 8,
+            "completion_ids": ids[i],
+            "logprobs": logprobs[i],
+            "policy_versions": [{"version": 0, "start": 0, "end": COMPLETION_TOKENS}],
+            "finish_reason": "stop",
+            "result": {"reward": float(i % 2)},
+        }
+        for i in range(GROUP_SIZE)
+    ]
+
+
+def _group(number: int, experiences: list[dict[str, object]]) -> dict[str, object]:
     return {
         "group_id": f"group-{number}",
         "prompt": "Natalia sold clips to 48 of her friends in April. How many?",
         "ground_truth": "72",
-        "prompt_ids": rng.integers(0, 150_000, 80).tolist(),
-        "experiences": [
-            {
-                "completion": "She sold 48 clips in April, and half as many in May. " * 8,
-                "completion_ids": ids[i],
-                "logprobs": logprobs[i],
-                "policy_versions": span,
-                "finish_reason": "stop",
-                "result": {"reward": float(i % 2)},
-            }
-            for i in range(GROUP_SIZE)
-        ],
+        "prompt_ids": list(range(number, number + 80)),
+        "experiences": experiences,
     }
 
 
 async def _add(port: int, count: int) -> float:
     """Seconds to add groups, 32 a request over 2 connections; making the requests is not in it."""
     rng = np.random.default_rng(0)
+    # Different groups share experiences, or making them would take longer than storing them.
+    made = [_experiences(rng) for _ in range(50)]
     seconds = 0.0
     connections = [await Connection.open(port) for _ in range(2)]
     for start in range(0, count, 2000):
         numbers = range(start, min(start + 2000, count))
-        groups = [_group(number, rng) for number in numbers]
+        groups = [_group(number, made[number % len(made)]) for number in numbers]
         priorities = [0.1 + (number % 97) / 97 for number in numbers]
         bodies = [
             orjson.dumps({"groups": groups[i : i + 32], "priorities": priorities[i : i + 32]})
@@ -401,7 +415,7 @@ def main() -> int:
         target = "" if result.target is None else f"{'>=' if result.at_least else '<='} {result.target:g}"
         mark = {None: "", True: "met", False: "MISSED"}[result.is_met]
         sys.stdout.write(
-            f"{result.service:14} {result.what:42} {result.value:10.1f} {result.unit:4} {target:9} {mark}\n"
+            f"{result.service:14} {result.what:48} {result.value:10.1f} {result.unit:4} {target:9} {mark}\n"
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps([{**asdict(r), "is_met": r.is_met} for r in results], indent=1) + "\n")

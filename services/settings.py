@@ -38,6 +38,9 @@ class Settings(BaseSettings):
     log_level: str = Field(
         default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
     )
+    log_format: str = Field(
+        default="text", pattern=r"^(text|json)$", description="`text`, or `json` for one object a line."
+    )
 
     @classmethod
     def load(cls, **overrides: Any) -> Self:

@@ -13,11 +13,11 @@ import math
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,6 @@ EXIT_MEMORY = 77
 # Between answers and replies a worker must be able to allocate a little beyond the limit.
 _RESERVE_BYTES = 2**20
 _MAX_REASON = 300
-_PARENT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def run(connection: socket.socket, functions: list[str], format_pattern: str, li
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The event loop of the server goes first.
     os.nice(5)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         table = {name: _load(name, format_pattern) for name in functions}
     # Of whatever kind: the module is the user's, and the server reports it.
@@ -84,10 +83,11 @@ def _answer(
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process with its parent, the fork server, which ends with the server: a function may sleep for ever."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_SECONDS)
+def _end_with(connection: socket.socket) -> None:
+    """Ends this process when the server hangs up or dies: a reward function might sleep for ever."""
+    hang_up = select.poll()
+    hang_up.register(connection, 0)  # nothing but the hang-up, which is always reported
+    hang_up.poll()
     os._exit(0)
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
 from services.errors import ConfigurationError
@@ -58,6 +61,25 @@ async def test_one_answer_and_many(serving: Any) -> None:
         assert stats["answers"] == {"scored": 2, "timeout": 1}
         metrics = (await client.get("/metrics")).text
         assert 'reward_answers_total{status="timeout"}' in metrics
+
+
+def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: str, tmp_path: Path) -> None:
+    service = start_service(
+        "services.reward_server",
+        REWARD_FN=f"{plugin}:moody",
+        REWARD_CPU_SECONDS="600",
+        REWARD_TIMEOUT_SECONDS="600",
+        PYTHONPATH=str(tmp_path),
+    )
+    for asked in ("sleep", "burn"):
+        item = {"prompt": "", "response": asked, "ground_truth": ""}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{service.url}/reward", json=item, timeout=0.5, trust_env=False)
+    children = psutil.Process(service.process.pid).children(recursive=True)
+    assert len(children) >= 3
+    service.kill()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []
 
 
 @pytest.mark.parametrize(
