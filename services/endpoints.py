@@ -19,7 +19,7 @@ from services.errors import ConfigurationError
 
 
 class Task(StrEnum):
-    """The tasks of the job group, by their names in jobgroup.yaml."""
+    """The tasks of the job group, by their names in jobgroup.yaml, and the two services of the evaluation system."""
 
     DATA_SERVER = "data-server"
     ROLLOUT_SERVER = "rollout-server"
@@ -27,6 +27,8 @@ class Task(StrEnum):
     REPLAY_BUFFER = "replay-buffer"
     TRAINER = "ppo-trainer"
     COLLECTOR = "collector"
+    EVALUATION_HEAD = "evaluation-head"
+    ENVIRONMENT_SERVER = "environment-server"
 
 
 DATA_PORT = 8000
@@ -49,6 +51,8 @@ PORTS: dict[Task, tuple[int, ...]] = {
     Task.REPLAY_BUFFER: (REPLAY_PORT,),
     Task.TRAINER: (STATUS_PORT, TRAINER_RENDEZVOUS_PORT, WEIGHTS_BROADCAST_PORT),
     Task.COLLECTOR: (),
+    Task.EVALUATION_HEAD: (EVALUATION_HEAD_PORT,),
+    Task.ENVIRONMENT_SERVER: (ENVIRONMENT_PORT,),
 }
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib import metadata
@@ -346,22 +347,31 @@ SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
 def run(
-    app_factory: Callable[[SettingsT], FastAPI], task: endpoints.Task, port: int, settings_class: type[SettingsT]
+    app_factory: Callable[[SettingsT], FastAPI],
+    task: endpoints.Task,
+    port: int,
+    settings_class: type[SettingsT],
+    flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """The ``main`` of a service: reads the command line and the environment, serves, and returns the exit code.
 
     The address is that of ``--host`` and ``--port``, else of the settings ``<task>_listen_host`` and
-    ``<task>_listen_port`` (DATA_SERVER_LISTEN_PORT, ...), else of the job group (endpoints.bind_address).
+    ``<task>_listen_port`` (DATA_SERVER_LISTEN_PORT, ...), else of the job group (endpoints.bind_address). ``flags``
+    are further ones: ``{"batch-size": "evaluation_batch_size"}`` lets ``--batch-size`` win over that setting.
     """
     # Not <TASK>_PORT: Kubernetes sets a variable of that form, "tcp://...", for every service of that name.
     prefix = task.value.replace("-", "_") + "_listen"
     parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}")
     parser.add_argument("--host", help=f"address to listen on (also {prefix.upper()}_HOST)")
     parser.add_argument("--port", type=int, help=f"port to listen on, default {port} (also {prefix.upper()}_PORT)")
+    for flag, name in flags.items():
+        description = settings_class.model_fields[name].description
+        parser.add_argument(f"--{flag}", dest=name, help=f"{description} (also {name.upper()})".replace("%", "%%"))
     arguments = parser.parse_args()
 
     def main() -> None:
-        settings = settings_class.load(**{f"{prefix}_host": arguments.host, f"{prefix}_port": arguments.port})
+        given = {name: getattr(arguments, name) for name in flags.values()}
+        settings = settings_class.load(**{f"{prefix}_host": arguments.host, f"{prefix}_port": arguments.port, **given})
         logs.configure(task.value, settings.log_level)
         default = endpoints.bind_address(task, port)
         given_host, given_port = getattr(settings, f"{prefix}_host"), getattr(settings, f"{prefix}_port")
