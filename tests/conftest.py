@@ -1,18 +1,29 @@
 """What tests of several parts share."""
 
+import contextlib
+import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
+
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the tiny model, made once a session."""
-    directory = tmp_path_factory.mktemp("model") / "tiny"
-    # One thread is the fastest for so small a model.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", "scripts.tiny_model", str(directory)], check=True, env=environment)
+def tiny_model() -> Path:
+    """A directory with the tiny model, which is made anew only when what makes it has changed. Not to be written to."""
+    script = ROOT / "scripts" / "tiny_model.py"
+    directory = ROOT / ".cache" / "tests" / f"tiny-model-{hashlib.sha256(script.read_bytes()).hexdigest()[:12]}"
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".tiny-model-", dir=directory.parent))
+        # One thread is the fastest for so small a model.
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, "-m", "scripts.tiny_model", str(made)], check=True, env=environment)
+        with contextlib.suppress(OSError):  # another session was faster
+            made.rename(directory)
     return directory
