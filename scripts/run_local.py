@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -109,7 +108,7 @@ def plan(console: Console, run: Run) -> None:
 
 async def _run(run: Run, console: Console, live: bool) -> int:
     since = time.time()
-    peak = 0
+    meter = processes.MemoryMeter()
     with View(run, console, live=live) as view:
         supervisor = Supervisor(run, view.state)
         loop = asyncio.get_running_loop()
@@ -124,11 +123,8 @@ async def _run(run: Run, console: Console, live: bool) -> int:
                 await asyncio.sleep(STEP_POLL_SECONDS)
 
         async def watch_memory() -> None:
-            nonlocal peak
             while True:
-                memory = await asyncio.to_thread(_memory_of_children)
-                peak = max(peak, memory)
-                view.memory(memory)
+                view.memory(await asyncio.to_thread(meter.measure))
                 await asyncio.sleep(MEMORY_POLL_SECONDS)
 
         watchers = [
@@ -148,13 +144,9 @@ async def _run(run: Run, console: Console, live: bool) -> int:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-    summary.record(run, outcome, peak)
-    summary.show(console, run, outcome, peak, summary.trainer_summary(run, since))
+    summary.record(run, outcome, meter)
+    summary.show(console, run, outcome, meter.peak, summary.trainer_summary(run, since))
     return outcome.exit_code
-
-
-def _memory_of_children() -> int:
-    return processes.memory_bytes(psutil.Process().children(recursive=True))
 
 
 @contextlib.contextmanager

@@ -66,16 +66,33 @@ def end(prefixes: Sequence[str], grace_seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def memory_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Memory of the processes together. Shared pages count once where the system tells (Linux), else in each."""
-    total = 0
-    for process in processes:
-        try:
-            info = process.memory_full_info() if psutil.LINUX else process.memory_info()
-        except (psutil.Error, OSError):  # gone meanwhile
-            continue
-        total += getattr(info, "pss", 0) or info.rss
-    return total
+class MemoryMeter:
+    """Measures the memory of this process's descendants, by node. Shared pages count once where the system tells."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        """The most that all had together, in bytes."""
+        self.peak_by_node: dict[str, int] = {}
+        self._nodes: dict[psutil.Process, str] = {}
+
+    def measure(self) -> int:
+        """Bytes that all have together now."""
+        children = psutil.Process().children(recursive=True)
+        self._nodes = {child: node for child, node in self._nodes.items() if child in set(children)}
+        now: dict[str, int] = {}
+        for child in children:
+            try:
+                info = child.memory_full_info() if psutil.LINUX else child.memory_info()
+                if child not in self._nodes:
+                    self._nodes[child] = child.environ().get(MARK, "").partition("/")[2]
+            except (psutil.Error, OSError):  # gone meanwhile
+                continue
+            node = self._nodes[child]
+            now[node] = now.get(node, 0) + (getattr(info, "pss", 0) or info.rss)
+        for node, used in now.items():
+            self.peak_by_node[node] = max(used, self.peak_by_node.get(node, 0))
+        self.peak = max(self.peak, sum(now.values()))
+        return sum(now.values())
 
 
 def _all_marked(prefixes: Iterable[str]) -> list[psutil.Process]:

@@ -10,17 +10,19 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.local.environment import Run
+from scripts.local.processes import MemoryMeter
 from scripts.local.supervisor import Outcome
 from scripts.local.view import duration
 
 
-def record(run: Run, outcome: Outcome, peak_memory_bytes: int) -> None:
+def record(run: Run, outcome: Outcome, meter: MemoryMeter) -> None:
     """Writes ``runner.json`` into the run directory: what the run took, for benchmarks to read."""
     content = {
         "exit_code": outcome.exit_code,
         "reason": outcome.reason,
         "seconds": round(outcome.seconds, 2),
-        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_bytes": meter.peak,
+        "peak_memory_bytes_by_node": {node: used for node, used in sorted(meter.peak_by_node.items()) if node},
         "restarts": outcome.restarts,
     }
     (run.run_dir / "runner.json").write_text(json.dumps(content, indent=2) + "\n")

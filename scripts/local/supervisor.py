@@ -25,9 +25,10 @@ from scripts.local.environment import Run, node_environment
 from scripts.local.spec import TaskSpec
 from services.errors import EXIT_CONFIGURATION
 
-# After Ctrl-C everything is gone within 10 s: most of it is the trainer's, to write a checkpoint.
-PRIMARY_STOP_SECONDS = 7.5
-AUXILIARY_STOP_SECONDS = 1.0
+# After Ctrl-C everything is gone within 10 s: most of it is the trainer's, to write a checkpoint, then until the second
+# time, also counted from Ctrl-C, the services'. The rest is for killing on a busy machine.
+PRIMARY_STOP_SECONDS = 7.0
+AUXILIARY_STOP_SECONDS = 8.0
 # At the end of a run nobody waits for anything of the auxiliaries.
 AUXILIARY_END_SECONDS = 5.0
 KILLED = 128 + signal.SIGKILL
@@ -133,8 +134,10 @@ class Supervisor:
         assert self._stop is not None
         tasks = self._run.group.tasks
         if self._stop.done():
+            asked = time.monotonic()
             await self._end_tasks([task for task in tasks if task.is_primary], PRIMARY_STOP_SECONDS)
-            await self._end_tasks([task for task in tasks if not task.is_primary], AUXILIARY_STOP_SECONDS)
+            left = asked + AUXILIARY_STOP_SECONDS - time.monotonic()
+            await self._end_tasks([task for task in tasks if not task.is_primary], max(left, 0.0))
         elif exit_code:
             await self._end_tasks(list(tasks), AUXILIARY_END_SECONDS)
         else:

@@ -27,7 +27,7 @@ SETTINGS = {
     "GROUP_SIZE": "8",
     "MAX_NEW_TOKENS": "4",
     "MAX_PROMPT_TOKENS": "64",
-    "LEARNING_RATE": "1e-3",
+    "LEARNING_RATE": "3e-4",
     "EVAL_PROMPTS": "20",
 }
 
@@ -53,7 +53,7 @@ class System:
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
             )
 
-    def wait(self, deadline: float = 240) -> int:
+    def wait(self, deadline: float = 500) -> int:
         """Waits for the end and returns the exit code."""
         try:
             return self.process.wait(deadline)
@@ -62,7 +62,7 @@ class System:
             self.process.wait(30)
             raise AssertionError(f"no end within {deadline} s:\n{self.text}") from None
 
-    def wait_for_step(self, step: int, deadline: float = 180) -> None:
+    def wait_for_step(self, step: int, deadline: float = 400) -> None:
         """Waits until the trainer has completed ``step``."""
         end = time.monotonic() + deadline
         while not any(record["step"] >= step for record in self.metrics()):

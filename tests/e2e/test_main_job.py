@@ -7,8 +7,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.system import System
+from tests.scripts.local.runner import busy
 
-pytestmark = pytest.mark.e2e
+# The limits are for a hang; a run takes about a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
@@ -82,7 +84,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tiny_model, tmp_p
     asked = time.monotonic()
     first.process.send_signal(signal.SIGINT)
     assert first.wait(30) == 130
-    assert time.monotonic() - asked < 10
+    assert time.monotonic() - asked < 10 * busy()
     assert first.processes() == []
     completed = first.metrics()[-1]["step"]
 

@@ -80,6 +80,11 @@ def run(directory: Path, *tasks: str, **options: Any) -> Ended:
     return Runner(directory, *tasks, **options).end()
 
 
+def busy() -> float:
+    """How many times slower than an idle machine this one is now, by its load; at least 1."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def is_running(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
     try:
