@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+import time
 from collections.abc import Sequence
 
 import torch
@@ -37,6 +38,8 @@ class GroupMaker:
         self.settings = settings
         self.rollouts = rollouts
         self.rewards = rewards
+        self.last_generated = 0.0
+        """When the newest completions came (time.perf_counter): what a step waits after it, it waits for scores."""
 
     async def make(self, prompt: Prompt) -> Group | None:
         """Generates and scores G completions; None (counted) when no completion could be had.
@@ -47,6 +50,7 @@ class GroupMaker:
         params = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
         seed = derive_seed(self.settings.seed, prompt.epoch, prompt.position)
         completions = await self.rollouts.generate(prompt.prompt_ids, params, n=self.settings.group_size, seed=seed)
+        self.last_generated = time.perf_counter()
         completions = [c for c in completions if c.completion_ids]
         if not completions:
             PROMPTS_FAILED.inc()

@@ -85,10 +85,9 @@ class TrainingLoop:
             DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
         """
         self.started = time.monotonic() - self.state.seconds
-        metrics = self.publish()
+        self.publish()
         if self.state.step == 0:
-            self.state.accuracy_before = self.evaluate(metrics).get("accuracy")
-            self.record(metrics)
+            self.state.accuracy_before = self.evaluate({}).get("accuracy")
         try:
             while self.state.step < self.learner.total_steps and not self.reached_target():
                 if not self.step():
@@ -304,9 +303,6 @@ class TrainingLoop:
         reward = metrics.get("reward_mean")
         self.state.rewards += self.ranks.broadcast_json([] if reward is None else [reward])
         if self.main is None:
-            return
-        if self.state.step == 0:
-            self.main.files.record_step(0, metrics, [])
             return
         self.main.files.record_step(self.state.step, metrics, self.main.batch.groups)
         self.main.status.step, self.main.status.metrics = self.state.step, metrics

@@ -99,7 +99,9 @@ def draw_reward_curve(run_dir: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, rewards, marker="o", markersize=3, label="training reward")
-    accuracies = [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
+    before = orjson.loads((run_dir / "summary.json").read_bytes())["accuracy_before"]
+    accuracies = [] if before is None else [(0, before)]
+    accuracies += [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
     if accuracies:
         axes.plot(*zip(*accuracies, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
     axes.set(xlabel="step", ylabel="mean reward, accuracy", title=run_dir.name)

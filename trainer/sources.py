@@ -31,6 +31,10 @@ class Batch:
     counts: dict[str, float] = field(default_factory=dict)
 
 
+def _add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = sums.get(name, 0.0) + value
+
+
 class GroupSource(Protocol):
     """Hands out each step's groups, each group once."""
 
@@ -65,12 +69,14 @@ class SynchronousSource:
             prompts, cursor = await self._prompts(wanted, cursor)
             started = time.perf_counter()
             made = [g for g in await asyncio.gather(*map(self.maker.make, prompts)) if g is not None]
-            batch.seconds["generate"] = batch.seconds.get("generate", 0.0) + time.perf_counter() - started
+            generated = max(self.maker.last_generated, started)
+            _add(batch.seconds, "generate", generated - started)
+            _add(batch.seconds, "reward", time.perf_counter() - generated)
             if prompts and not made:
                 raise DependencyLostError(f"none of {len(prompts)} prompts got a completion from the rollout workers")
             last = attempt == self.settings.dynamic_sampling_tries or not prompts
             kept = made if last else [g for g in made if has_signal(g, self.settings)]
-            batch.counts["groups_resampled"] = batch.counts.get("groups_resampled", 0.0) + len(made) - len(kept)
+            _add(batch.counts, "groups_resampled", len(made) - len(kept))
             batch.groups += kept
             wanted = self.settings.batch_size - len(batch.groups)
             if wanted == 0 or last:

@@ -23,11 +23,12 @@ SETTINGS = {
     "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "first_line_number",
-    "BATCH_SIZE": "4",
+    "BATCH_SIZE": "8",
+    "NUM_EPOCHS": "9",
     "GROUP_SIZE": "8",
     "MAX_NEW_TOKENS": "4",
     "MAX_PROMPT_TOKENS": "64",
-    "LEARNING_RATE": "3e-4",
+    "LEARNING_RATE": "1e-4",
     "EVAL_PROMPTS": "20",
 }
 
