@@ -59,7 +59,8 @@ class RolloutSettings(Settings):
 
     engine_dtype: EngineType = Field(
         default=EngineType.AUTO,
-        description="`float32`, `bfloat16`, or `auto`: the model's own, but SGLang computes a float32 model in float16.",
+        description="`float32`, `bfloat16`, or `auto`: the model's own, but SGLang computes a float32 model in "
+        "float16.",
     )
     engine_context_length: int | None = Field(
         default=None, ge=16, description="Longest prompt and completion together, in tokens; default the model's."
@@ -144,7 +145,8 @@ class RolloutSettings(Settings):
     router_imbalance: int = Field(
         default=1,
         ge=0,
-        description="By how many requests one worker may be busier than another before `cache_aware` prefers the idler.",
+        description="By how many requests one worker may be busier than another before `cache_aware` prefers the "
+        "idler.",
     )
     router_health_interval_seconds: int = Field(
         default=2, ge=1, description="Seconds between the router's checks of a worker; three failures take it out."
