@@ -58,7 +58,7 @@ class Runner:
     def run_dir(self) -> Path:
         return self.directory / "runs" / "test"
 
-    def wait_for(self, path: str, deadline: float = 30) -> Path:
+    def wait_for(self, path: str, deadline: float = 120) -> Path:
         """Waits until a task has made the file ``path``."""
         end = time.monotonic() + deadline
         while not (self.directory / path).exists():
@@ -70,7 +70,7 @@ class Runner:
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, deadline: float = 60) -> Ended:
+    def end(self, deadline: float = 200) -> Ended:
         output, _ = self.process.communicate(timeout=deadline)
         return Ended(self.process.returncode, output, self.run_dir, time.monotonic() - self.started)
 
