@@ -18,7 +18,7 @@ from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 
-PROMPT = [5, 12, 6, 14]  # "3+4="
+PROMPT = [5, 12, 6, 14]  # "3+4*"
 END = 1
 
 

@@ -1,0 +1,103 @@
+"""OpenAI's chat and text completions: the same tests against the embedded engine and the real SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.services.rollout_server.nodes import TOKEN, Nodes
+
+# Not part of `make test` until it has been seen to pass against both servers.
+pytestmark = pytest.mark.slow
+
+QUESTION = [{"role": "user", "content": "3+4="}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+@pytest.fixture(params=["worker", "router"])
+def client(request: pytest.FixtureRequest, server: Nodes) -> Iterator[openai.OpenAI]:
+    endpoint = server.worker() if request.param == "worker" else server.router
+    with openai.OpenAI(base_url=endpoint.url + "/v1", api_key=TOKEN, timeout=60, max_retries=0) as made:
+        yield made
+
+
+def model_of(server: Nodes) -> str:
+    return str(server.model)
+
+
+def test_a_chat_completion_is_whole(client: openai.OpenAI, server: Nodes) -> None:
+    reply = client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0)
+    assert reply.object == "chat.completion"
+    (choice,) = reply.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("stop", "length")
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 4
+    assert reply.usage.total_tokens == 4 + reply.usage.completion_tokens
+
+
+def test_a_streamed_chat_completion_is_the_same_text(client: openai.OpenAI, server: Nodes) -> None:
+    wanted = client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0)
+    chunks = list(
+        client.chat.completions.create(
+            model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, stream=True
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == wanted.choices[0].message.content
+    finish = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]
+    assert finish == [wanted.choices[0].finish_reason]
+
+
+def test_several_choices(client: openai.OpenAI, server: Nodes) -> None:
+    reply = client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, n=3)
+    assert sorted(choice.index for choice in reply.choices) == [0, 1, 2]
+
+
+def test_tools_are_taken_and_an_answer_without_a_call_is_text(client: openai.OpenAI, server: Nodes) -> None:
+    reply = client.chat.completions.create(
+        model=model_of(server), messages=QUESTION, max_tokens=4, temperature=0, tools=[TOOL]
+    )
+    assert not reply.choices[0].message.tool_calls
+    assert reply.choices[0].message.content is not None
+
+
+def test_a_text_completion_and_its_stream(client: openai.OpenAI, server: Nodes) -> None:
+    reply = client.completions.create(model=model_of(server), prompt="3+4=", max_tokens=4, temperature=0)
+    assert reply.object == "text_completion"
+    chunks = client.completions.create(model=model_of(server), prompt="3+4=", max_tokens=4, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == reply.choices[0].text
+
+
+def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI, server: Nodes) -> None:
+    whole = client.completions.create(model=model_of(server), prompt="8+9=", max_tokens=4, temperature=0)
+    text = whole.choices[0].text
+    assert len(text) >= 2
+    cut = client.completions.create(model=model_of(server), prompt="8+9=", max_tokens=4, temperature=0, stop=text[1])
+    assert cut.choices[0].text == text[: text.index(text[1])]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_what_cannot_be_done_is_a_bad_request(client: openai.OpenAI, server: Nodes) -> None:
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=model_of(server), messages=QUESTION, max_tokens=4, temperature=-1)
+
+
+def test_the_models_are_listed(client: openai.OpenAI, server: Nodes) -> None:
+    assert model_of(server) in [model.id for model in client.models.list()]
+
+
+def test_a_wrong_key_is_refused(server: Nodes) -> None:
+    wrong = openai.OpenAI(base_url=server.worker().url + "/v1", api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        wrong.completions.create(model=model_of(server), prompt="3+4=")
