@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from services.logs import get_logger
 from trainer.config import ImportanceCorrection, Schedule, TrainerSettings
 from trainer.distributed import Ranks
 from trainer.objective import Diagnostics, StepSize, policy_loss
 from trainer.packing import MicroBatch, TrainingGroup, pack, share_out
 from trainer.policy import Policy
+
+log = get_logger(__name__)
 
 
 class StopRequestedError(Exception):
@@ -29,12 +32,14 @@ class UpdateResult:
     """What the optimizer steps of one update did.
 
     ``tokens`` counts what forward passes with gradient computed, over all ranks; ``skipped`` the optimizer steps left
-    out because loss or gradient were not finite. ``metrics`` are means over the optimizer steps. ``signal`` is, by
-    group id, the sum over its tokens of |importance weight * advantage|.
+    out because loss or gradient were not finite; ``refused`` the groups left out because the model does not know their
+    tokens. ``metrics`` are means over the optimizer steps. ``signal`` is, by group id, the sum over its tokens of
+    |importance weight * advantage|.
     """
 
     steps: int = 0
     skipped: int = 0
+    refused: int = 0
     tokens: int = 0
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -79,8 +84,9 @@ class Learner:
     ) -> UpdateResult:
         """``n_steps`` optimizer steps, each on an equal share of ``groups``, which every rank passes whole.
 
-        A share without any advantage (and neither KL nor entropy in the loss) computes and changes nothing. A loss or
-        gradient that is not finite leaves policy and optimizer as they were, and is counted.
+        Groups with token ids outside the model's vocabulary are left out and counted. A share without any advantage
+        (and neither KL nor entropy in the loss) computes and changes nothing. A loss or gradient that is not finite
+        leaves policy and optimizer as they were, and is counted.
 
         Args:
             groups: what to train on.
@@ -94,11 +100,12 @@ class Learner:
         """
         started = time.perf_counter()
         rate = learning_rate(self.settings, step, self.total_steps)
-        parts = [self._part(groups[i::n_steps]) for i in range(n_steps)]
+        known = [group for group in groups if self._knows(group)]
+        parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
         corrected = off_policy or self.settings.importance_correction is not ImportanceCorrection.NONE
         # With one optimizer step theta itself is the proximal policy, and its log-probabilities come with the gradient.
         proximal = [self._logprobs(part) for part in parts] if n_steps > 1 and corrected else [None] * n_steps
-        result = UpdateResult()
+        result = UpdateResult(refused=len(groups) - len(known))
         for part, part_proximal in zip(parts, proximal, strict=True):
             if not part.own:
                 continue
@@ -112,7 +119,7 @@ class Learner:
             for name, value in metrics.items():
                 result.metrics[name] = result.metrics.get(name, 0.0) + value
         result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
-        result.metrics["learning_rate"] = rate
+        result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
         result.seconds = time.perf_counter() - started
         return result
 
@@ -121,6 +128,18 @@ class Learner:
         """The policy's log-probabilities of one group: ``result[completion][token]``, on every rank."""
         values, _ = self.policy(pack([group]).to(self.ranks.device), temperature)
         return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
+
+    def _knows(self, group: TrainingGroup) -> bool:
+        vocabulary = self.policy.config.vocab_size
+        unknown = [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+        if unknown and self.ranks.is_main:
+            log.warning(
+                "group left out: token ids outside the model's vocabulary",
+                group_id=group.group_id,
+                ids=unknown[:8],
+                vocabulary=vocabulary,
+            )
+        return not unknown
 
     def _part(self, groups: Sequence[TrainingGroup]) -> _Part:
         needs_all = self.settings.entropy_coef != 0 or self.settings.kl_coef != 0

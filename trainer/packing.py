@@ -7,7 +7,7 @@ it sees its prompt and itself only; so a group's prompt is computed once, howeve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -50,7 +50,13 @@ class TrainingGroup:
     @property
     def tokens(self) -> int:
         """Tokens that a forward pass computes: the prompt once, and every completion."""
-        return len(self.prompt_ids) + sum(len(s.completion_ids) for s in self.sequences)
+        return sum(len(ids) for ids in self.all_ids())
+
+    def all_ids(self) -> Iterator[list[int]]:
+        """The token ids of the prompt, then of each completion."""
+        yield self.prompt_ids
+        for sequence in self.sequences:
+            yield sequence.completion_ids
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,20 @@ def plain_model(directory: Path) -> PreTrainedModel:
 
 def plain_logprobs(model: PreTrainedModel, group: TrainingGroup, temperature: float = 1.0) -> list[torch.Tensor]:
     """One forward pass a completion: ``result[completion]`` has the log-probability of each of its tokens."""
+    return [logprobs for logprobs, _ in plain_forward(model, group, temperature)]
+
+
+def plain_forward(
+    model: PreTrainedModel, group: TrainingGroup, temperature: float = 1.0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One forward pass a completion: log-probability of each of its tokens, and entropy where each was sampled."""
     result = []
     for sequence in group.sequences:
         ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
         logits = model(input_ids=ids).logits[0, len(group.prompt_ids) - 1 : -1].float() / temperature
         targets = torch.tensor(sequence.completion_ids, dtype=torch.int64)
-        result.append(logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1))
+        log_p = logits.log_softmax(-1)
+        result.append((log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)))
     return result
 
 

@@ -1,0 +1,91 @@
+"""The update as the papers have it, on a plain transformers model: one forward pass a completion, no packing, no
+sharding, no chunks; autograd and AdamW do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.trainer.rank_jobs import Arrays, array
+from tests.trainer.tiny import plain_forward, plain_model
+from trainer.config import TrainerSettings
+from trainer.packing import TrainingGroup, TrainingSequence
+
+
+@dataclass
+class Hand:
+    """Gradients of the last optimizer step before clipping, its loss, and the weights afterwards."""
+
+    gradients: Arrays
+    weights: Arrays
+    loss: float
+    grad_norm: float
+
+
+def update(
+    directory: Path,
+    groups: Sequence[TrainingGroup],
+    settings: TrainerSettings,
+    *,
+    n_steps: int = 1,
+    off_policy: bool = False,
+) -> Hand:
+    """The clipped surrogate with token mean, decoupled where groups are off-policy or the settings say so."""
+    model, reference = plain_model(directory), plain_model(directory)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        weight_decay=settings.weight_decay,
+    )
+    parts = [groups[i::n_steps] for i in range(n_steps)]
+    with torch.no_grad():
+        proximal = [_forward(model, part, settings) for part in parts]
+    decoupled = off_policy or settings.importance_correction == "truncated"
+    for part, before in zip(parts, proximal, strict=True):
+        with torch.no_grad():
+            references = _forward(reference, part, settings)
+        optimizer.zero_grad()
+        now = _forward(model, part, settings)
+        sequences = [s for group in part for s in group.sequences]
+        losses = [
+            _token_losses(sequence, settings, decoupled, *(x[i] for x in (now, before, references)))
+            for i, sequence in enumerate(sequences)
+        ]
+        loss = torch.cat(losses).sum() / sum(len(s.completion_ids) for s in sequences)
+        loss.backward()
+        gradients = {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+    weights = {name: array(p) for name, p in model.named_parameters()}
+    return Hand(gradients, weights, loss.item(), norm.item())
+
+
+Forward = list[tuple[Tensor, Tensor]]
+
+
+def _forward(model: PreTrainedModel, groups: Sequence[TrainingGroup], settings: TrainerSettings) -> Forward:
+    return [x for group in groups for x in plain_forward(model, group, settings.temperature)]
+
+
+def _token_losses(
+    sequence: TrainingSequence,
+    settings: TrainerSettings,
+    decoupled: bool,
+    now: tuple[Tensor, Tensor],
+    before: tuple[Tensor, Tensor],
+    reference: tuple[Tensor, Tensor],
+) -> Tensor:
+    (logprobs, entropies), proximal, advantage = now, before[0], sequence.advantage
+    behaviour = torch.tensor(sequence.behaviour_logprobs)
+    weight = (proximal - behaviour).exp().clamp(max=settings.importance_cap) if decoupled else torch.tensor(1.0)
+    ratio = (logprobs - (proximal if decoupled else behaviour)).exp()
+    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    losses = -weight * sequence.weight * torch.minimum(ratio * advantage, clipped * advantage)
+    d = reference[0] - logprobs
+    return losses + settings.kl_coef * (d.exp() - d - 1) - settings.entropy_coef * entropies

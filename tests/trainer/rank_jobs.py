@@ -1,0 +1,99 @@
+"""What tests run on one rank or on several. Results are plain numbers and NumPy arrays, on every rank the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trainer.config import TrainerSettings
+from trainer.distributed import Ranks
+from trainer.learner import Learner, StopRequestedError, UpdateResult
+from trainer.packing import TrainingGroup
+from trainer.policy import Policy, load_policy
+
+Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
+
+UNCLIPPED: dict[str, Any] = {"compute_type": "float32", "max_grad_norm": 1e9, "learning_rate": 1e-2}
+
+
+@dataclass
+class Trained:
+    """What an update did: result, the gradients of its last optimizer step, and the weights afterwards."""
+
+    result: UpdateResult
+    gradients: Arrays
+    weights: Arrays
+
+
+def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: Any) -> Learner:
+    """A learner of the model in a directory."""
+    chosen = TrainerSettings.load(model_name=str(model), **(UNCLIPPED | settings))
+    policy = load_policy(chosen, ranks)
+    needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
+    reference = load_policy(chosen, ranks, trainable=False) if needs_reference else None
+    return Learner(chosen, policy, ranks, reference, total_steps)
+
+
+def update(
+    ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup], **arguments: Any
+) -> Trained:
+    """One update of a fresh learner."""
+    learner = make_learner(ranks, model, **settings)
+    gradients: Arrays = {}
+
+    def remember(*_: Any) -> None:
+        gradients.update(
+            {plain_name(name): array(p.grad) for name, p in learner.policy.named_parameters() if p.grad is not None}
+        )
+
+    learner.optimizer.register_step_pre_hook(remember)
+    result = learner.update(groups, 0, **arguments)
+    result.seconds = 0.0
+    return Trained(result, gradients, weights_of(learner.policy))
+
+
+def updates_of_many_shapes(
+    ranks: Ranks, model: Path, cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], groups: Sequence[TrainingGroup]
+) -> list[Trained]:
+    """One update for each pair of settings and arguments."""
+    return [update(ranks, model, settings, groups, **arguments) for settings, arguments in cases]
+
+
+def weights_of(policy: Policy) -> Arrays:
+    """Every parameter, whole, by its name in the plain model."""
+    return {plain_name(name): array(parameter) for name, parameter in policy.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """What a parameter of the policy is called in the model that it wraps."""
+    return name.removeprefix("model.").replace("_checkpoint_wrapped_module.", "")
+
+
+def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A copy of the whole tensor; a collective where it is sharded."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().numpy(force=True).astype(np.float32, copy=True)
+
+
+def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) -> str:
+    """Asks only the last rank to stop, in the middle of an update."""
+    learner = make_learner(ranks, model, micro_batch_tokens=40)
+    before, asked = weights_of(learner.policy), 0
+
+    def should_stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 2 and ranks.rank == ranks.world_size - 1
+
+    try:
+        learner.update(groups, 0, should_stop=should_stop)
+    except StopRequestedError:
+        after = weights_of(learner.policy)
+        return "stopped" if all(np.array_equal(after[name], before[name]) for name in before) else "changed"
+    return "went on"
