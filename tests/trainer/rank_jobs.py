@@ -59,10 +59,10 @@ def update(
 
 
 def updates_of_many_shapes(
-    ranks: Ranks, model: Path, cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], groups: Sequence[TrainingGroup]
+    ranks: Ranks, model: Path, cases: Sequence[dict[str, Any]], groups: Sequence[TrainingGroup]
 ) -> list[Trained]:
-    """One update for each pair of settings and arguments."""
-    return [update(ranks, model, settings, groups, **arguments) for settings, arguments in cases]
+    """One update with each of several settings."""
+    return [update(ranks, model, settings, groups) for settings in cases]
 
 
 def weights_of(policy: Policy) -> Arrays:

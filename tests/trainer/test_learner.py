@@ -121,7 +121,7 @@ def budgets(groups: Sequence[TrainingGroup], n_ranks: int) -> list[int]:
 
 
 CUT = random_groups(3, n_groups=24)
-WAYS: list[dict[str, Any]] = [{}, {"shard_parameters": False}, {"activation_checkpointing": True}]
+WAYS: list[dict[str, Any]] = [{"shard_parameters": False}, {"activation_checkpointing": True}]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def whole(model: Path) -> Trained:
 @pytest.mark.parametrize("n_ranks", [1, 2, 4])
 def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(model: Path, whole: Trained, n_ranks: int) -> None:
     cuts: list[dict[str, Any]] = [{"micro_batch_tokens": budget} for budget in budgets(CUT, n_ranks)]
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [(cut | way, {}) for cut in cuts for way in WAYS]
+    cases = cuts + [cuts[1] | way for way in WAYS]
     by_rank = run_on_ranks(n_ranks, rank_jobs.updates_of_many_shapes, model, cases, CUT)
     for results in by_rank:
         for trained in results:
