@@ -149,7 +149,13 @@ class RewardClient(ServiceClient):
         return [result for results in scored for result in results]
 
     async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
-        reply = await self.http.post_json("/batch_reward", BatchRewardRequest(items=items), BatchRewardReply)
+        reply = await self.http.post_json(
+            "/batch_reward",
+            BatchRewardRequest(items=items),
+            BatchRewardReply,
+            # Slow answers take their time on a busy machine; asking again would only double the work.
+            attempt_seconds=self.http.deadline,
+        )
         if len(reply.rewards) != len(items):
             raise DependencyLostError(f"{self.service.value} scored {len(reply.rewards)} of {len(items)} answers")
         return reply.rewards

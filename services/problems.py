@@ -39,6 +39,8 @@ def problem_response(
     status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Response:
     """A problem document as a response; ``members`` are extension members beside RFC 9457's own."""
+    if instance is not None and instance.startswith("/v1/"):
+        members["error"] = {"message": detail}  # where OpenAI's clients look for it
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,

@@ -133,9 +133,10 @@ class RolloutClient:
                     LOST.inc()
                     continue
                 done += [c for c in received if c.finish_reason is not FinishReason.ABORT]
-                aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
-                RESUBMITTED.labels("aborted").inc(aborted)
-                RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
+                if attempt + 1 < MAX_ROUNDS:
+                    aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
+                    RESUBMITTED.labels("aborted").inc(aborted)
+                    RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
         MISSING.inc(max(n - len(done), 0))
         if lost is not None and not done:
             raise lost
@@ -164,8 +165,8 @@ class RolloutClient:
         return completions
 
     def _read(self, response: httpx.Response) -> list[Completion]:
-        body = response.json()
         try:
+            body = response.json()
             return [_completion(record) for record in (body if isinstance(body, list) else [body])]
         except (KeyError, TypeError, ValueError, ValidationError) as error:
             raise DependencyLostError(f"{response.url} answered what is not a completion: {error}") from error

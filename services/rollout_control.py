@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from services import endpoints
 from services.errors import DependencyLostError
@@ -25,6 +26,20 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 class WorkerRefusedError(Exception):
     """A worker did not do what it was asked to; the message has its URL, the route and its answer."""
+
+
+class _Worker(BaseModel):
+    """What we read of a worker in the router's list."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _Workers(BaseModel):
+    """The reply of the router's GET /workers."""
+
+    workers: list[_Worker]
 
 
 class RouterControl:
@@ -56,11 +71,11 @@ class RouterControl:
 
     async def workers(self) -> list[str]:
         """URLs of the registered workers, in order of their URL."""
-        return sorted(worker["url"] for worker in await self._workers())
+        return sorted(worker.url for worker in await self._workers())
 
     async def healthy_workers(self) -> list[str]:
         """URLs of the workers that the router sends requests to."""
-        return sorted(worker["url"] for worker in await self._workers() if worker.get("is_healthy", True))
+        return sorted(worker.url for worker in await self._workers() if worker.is_healthy)
 
     async def add(self, url: str) -> None:
         """Registers a worker; the router asks it for its model and then routes to it."""
@@ -71,17 +86,22 @@ class RouterControl:
     async def remove(self, url: str) -> None:
         """Takes a worker out of the routing; one that is not registered is no error."""
         for worker in await self._workers():
-            if worker["url"] == url:
+            if worker.url == url:
                 try:
-                    await self._http.request("DELETE", f"/workers/{worker['id']}")
+                    await self._http.request("DELETE", f"/workers/{worker.id}")
                 except RequestRefusedError as error:
                     if error.status != 404:
                         raise
 
-    async def _workers(self) -> list[dict[str, Any]]:
-        reply = (await self._http.request("GET", "/workers")).json()
-        workers: list[dict[str, Any]] = reply["workers"]
-        return workers
+    async def _workers(self) -> list[_Worker]:
+        response = await self._http.request("GET", "/workers")
+        try:
+            reply = _Workers.model_validate_json(response.content)
+        except ValidationError as error:
+            raise DependencyLostError(
+                f"{response.url} answered what is not a router's list of workers; is another program listening there?"
+            ) from error
+        return reply.workers
 
 
 class WorkerControl:
@@ -200,8 +220,11 @@ class WorkerControl:
             "logprob_start_len": 0,
         }
         reply = await self._post("/generate", payload)
-        # The first token has no logprob.
-        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+        try:
+            # The first token has no logprob.
+            return [float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise WorkerRefusedError(f"worker {self.url}/generate answered without input logprobs") from error
 
     async def _get(self, path: str) -> dict[str, Any]:
         return self._read(path, await self._send("GET", path))
@@ -216,8 +239,12 @@ class WorkerControl:
             raise DependencyLostError(f"worker {self.url} did not answer {path}: {error!r}") from error
 
     def _read(self, path: str, response: httpx.Response) -> dict[str, Any]:
+        # Some routes answer with a line of text.
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        body = response.json() if is_json and response.content else {}
+        try:
+            body = response.json() if is_json and response.content else {}
+        except ValueError:
+            raise WorkerRefusedError(f"worker {self.url}{path} answered broken JSON: {response.text[:200]}") from None
         if response.status_code >= 400 or (isinstance(body, dict) and body.get("success") is False):
             raise WorkerRefusedError(f"worker {self.url}{path}: {response.status_code} {response.text[:500]}")
         return body if isinstance(body, dict) else {}

@@ -40,7 +40,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict on the answer that was found; ``answer`` is None where a response gives none."""
+    """A verdict on the answer that was found; ``answer`` is None where none stands out from the response."""
 
     verdict: Verdict
     answer: str | None
@@ -51,10 +51,11 @@ def judge(response: str, ground_truth: str, *, truncated: bool = False) -> Judge
     truth = quantity(ground_truth)
     answer = find_answer(response, numeric=truth is not None, truncated=truncated)
     if answer is None:
-        # No number anywhere: nothing that could equal one.
-        if truth is not None and not _DIGIT.search(response[-TAIL:]) and "\\" not in response[-TAIL:]:
+        tail = response[-TAIL:]
+        # Nothing, or no number anywhere: that equals no number.
+        if not tail.strip() or (truth is not None and not _DIGIT.search(tail) and "\\" not in tail):
             return Judgement(Verdict.WRONG, None)
-        return Judgement(Verdict.UNDECIDED, response[-4096:].strip())
+        return Judgement(Verdict.UNDECIDED, None)
     return Judgement(compare(answer, ground_truth, truth), answer)
 
 

@@ -22,6 +22,7 @@ DECIDED = Metric("reward_math_decided", "Answers that the math reward decided, b
 # So many answers are scored in one go before other requests get their turn.
 _SLICE = 128
 _KEPT_VERDICTS = 50_000
+_LOOKED_THROUGH = 4096
 _MAX_EXTRACTED = 200
 
 NeuralReward = Callable[[RewardItem], Awaitable[float]]
@@ -137,19 +138,20 @@ class Scorer:
         if judgement.verdict is not Verdict.UNDECIDED:
             DECIDED.labels("exact").inc()
             return Part(Evaluation(float(judgement.verdict is Verdict.RIGHT)), judgement.answer)
-        assert judgement.answer is not None
-        known = self._verdicts.get((judgement.answer, item.ground_truth))
+        # Where no answer stands out, math-verify looks for one towards the end.
+        text = judgement.answer if judgement.answer is not None else item.response[-_LOOKED_THROUGH:].strip()
+        known = self._verdicts.get((text, item.ground_truth))
         if known is not None:
             DECIDED.labels("known").inc()
             return Part(Evaluation(known), judgement.answer)
-        return self._verify(judgement.answer, item.ground_truth)
+        return self._verify(text, item.ground_truth, judgement.answer)
 
-    async def _verify(self, answer: str, ground_truth: str) -> Part:
-        evaluation = await self._pool.evaluate("math", {"answer": answer, "ground_truth": ground_truth})
+    async def _verify(self, text: str, ground_truth: str, answer: str | None) -> Part:
+        evaluation = await self._pool.evaluate("math", {"answer": text, "ground_truth": ground_truth})
         if evaluation.value is not None:
             DECIDED.labels("math_verify").inc()
             # Completions of one prompt often agree; only what was decided is kept, never a timeout.
-            self._verdicts[answer, ground_truth] = evaluation.value
+            self._verdicts[text, ground_truth] = evaluation.value
             if len(self._verdicts) > _KEPT_VERDICTS:
                 self._verdicts.popitem(last=False)
         return Part(evaluation, answer)

@@ -58,10 +58,11 @@ class RewardSettings(Settings):
         description="Processor time that one answer may take in a worker; then it is killed.",
     )
     reward_timeout_seconds: float = Field(
-        default=5.0,
+        default=15.0,
         gt=0,
         le=3600,
-        description="Time by the clock that one answer may take in a worker; then it is killed.",
+        description="Time by the clock that one answer may take in a worker; then it is killed. It is for functions "
+        "that wait: processor time is the closer limit, and does not depend on what else the machine does.",
     )
     reward_memory_mb: int = Field(
         default=256, ge=16, description="Memory that one answer may add to what a worker has at its start."

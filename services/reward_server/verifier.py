@@ -18,6 +18,9 @@ with let_through("math_verify", "latex2sympy2_extended"):
 # It warns that its own timeouts are off; the worker's limits stand in for them.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
+# Longer texts are prose with an answer somewhere in it.
+_LONGEST_EXPRESSION = 1000
+
 
 def is_equal(answer: str, ground_truth: str) -> bool:
     """Whether math-verify holds an answer for equal to the ground truth.
@@ -35,10 +38,12 @@ def _parse_truth(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    # As the content of one box: of a bare text it would take the last number only.
-    boxed: list[Any] = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-    if any(not isinstance(found, str) for found in boxed):
-        return boxed
+    boxed: list[Any] = []
+    if len(text) <= _LONGEST_EXPRESSION:
+        # As the content of one box: of a bare text it would take the last number only.
+        boxed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+        if any(not isinstance(found, str) for found in boxed):
+            return boxed
     plain: list[Any] = parse(text, parsing_timeout=None)
     return plain or boxed
 

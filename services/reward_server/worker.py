@@ -48,8 +48,6 @@ def run(connection: socket.socket, functions: list[str], format_pattern: str, li
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The event loop of the server goes first.
-    os.nice(5)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         table = {name: _load(name, format_pattern) for name in functions}

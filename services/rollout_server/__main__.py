@@ -17,10 +17,16 @@ from services import endpoints, logs
 from services.endpoints import Endpoint, Task
 from services.errors import DependencyLostError
 from services.rollout_control import RouterControl, WorkerControl
-from services.rollout_server.engines import addresses, choose_engine, engine_command, router_command
+from services.rollout_server.engines import (
+    addresses,
+    check_router_installed,
+    choose_engine,
+    engine_command,
+    router_command,
+)
 from services.rollout_server.keeper import WorkerKeeper
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervision import Supervised
+from services.rollout_server.supervision import Supervised, run_together
 from services.scaffold import exit_code_of
 
 log = logs.get_logger(__name__)
@@ -41,6 +47,8 @@ class Launcher:
             router = Endpoint(router.host, settings.rollout_server_listen_port)
         self.router_endpoint = router
         kind = choose_engine(settings)
+        if self.rank == 0:
+            check_router_installed()
         log.info("engine chosen", engine=kind.value, listen=engine_bind.url, router=router.url)
         self.keeper = WorkerKeeper(settings, self._worker(self.rank).url, router, lambda: self.engine)
         self.engine = Supervised(
@@ -62,27 +70,17 @@ class Launcher:
         parts = [self.engine.run(), self.keeper.run()]
         if self.rank == 0:
             parts.append(self._run_router())
-        running = [asyncio.create_task(part) for part in parts]
-        stop = asyncio.create_task(stopped.wait())
-        try:
-            await asyncio.wait([*running, stop], return_when=asyncio.FIRST_COMPLETED)
-            if stopped.is_set():
-                log.info("stopping")
-                await self.keeper.withdraw_at_once()
-        finally:
-            for task in (*running, stop):
-                task.cancel()
-            results = await asyncio.gather(*running, stop, return_exceptions=True)
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        await run_together(*parts, self._stop_on(stopped))
+
+    async def _stop_on(self, stopped: asyncio.Event) -> None:
+        await stopped.wait()
+        log.info("stopping")
+        await self.keeper.withdraw_at_once()
 
     async def _run_router(self) -> None:
         """Starts the router when the first worker answers, and keeps it running."""
         await self._wait_for_a_worker()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.router.run())
-            group.create_task(self._watch_router())
+        await run_together(self.router.run(), self._watch_router())
 
     async def _wait_for_a_worker(self) -> None:
         end = time.monotonic() + self.settings.engine_start_seconds * (1 + self.settings.rollout_max_restarts)

@@ -131,6 +131,8 @@ def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint)
     flags += ["--health-failure-threshold", "3", "--health-success-threshold", "1"]
     flags += ["--request-timeout-secs", str(settings.router_request_seconds)]
     flags += ["--retry-max-retries", str(settings.router_retries)]
+    # The circuit breaker also counts refusals (400, 429) as failures of the worker, so it opens for a moment only:
+    # for longer, one client's bad requests would close the rollout tier to all.
     flags += ["--cb-failure-threshold", str(settings.router_circuit_failures), "--cb-success-threshold", "1"]
     flags += ["--cb-timeout-duration-secs", str(settings.router_circuit_seconds)]
     # The launcher ends it after four seconds anyway.

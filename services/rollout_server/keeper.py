@@ -13,25 +13,26 @@ import time
 from collections.abc import Callable
 
 from services.endpoints import Endpoint
-from services.errors import DependencyLostError
+from services.errors import ConfigurationError, DependencyLostError
 from services.http_client import RequestRefusedError
 from services.logs import get_logger
 from services.policy_store import PolicyStore, PublishedPolicy
 from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from services.rollout_server.engines import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervision import Supervised
+from services.rollout_server.supervision import Supervised, run_together
+from services.scaffold import in_background
 
 log = get_logger(__name__)
 
 POLL_SECONDS = 0.5
 CATCH_UP_TRIES = 5
 REGISTER_SECONDS = 60.0
+FORGOTTEN_SECONDS = 5.0
+"""The router looks at a worker for a second or two before it lists it."""
 AT_ONCE_SECONDS = 2.0
-ROUTER_LOST_SECONDS = 300.0
-"""The router is restarted within seconds where it can be; without it for so long, the node has nothing to serve."""
-UNREGISTERED_SECONDS = 600.0
-"""A worker that could not be registered for so long ends its launcher."""
+VOLUME_SECONDS = 30.0
+"""Reading a directory's names on a shared volume that is well takes milliseconds."""
 
 
 class WorkerKeeper:
@@ -47,12 +48,15 @@ class WorkerKeeper:
         self._fresh = True
         """Whether the engine has the weights that it started with."""
         self._was_registered = False
+        self._removals = 0
+        """How often the worker was found to be taken out of the routing while its engine ran."""
 
     async def run(self) -> None:
         """Keeps the worker until cancelled.
 
         Raises:
             DependencyLostError: the router or the shared volume is gone for good.
+            ConfigurationError: the trainer seems to publish to another volume.
         """
         async with (
             WorkerControl(self.url, self.settings.token) as worker,
@@ -64,7 +68,7 @@ class WorkerKeeper:
                 start = self._engine().starts
                 if await self._wait_until_up(worker, start):
                     self._fresh = True
-                    await self._keep(worker, router, start)
+                    await run_together(self._keep(worker, router, start), self._watch(worker, start))
 
     async def withdraw(self) -> None:
         """Takes the worker out of the routing, before its engine is started again with its first weights.
@@ -74,11 +78,13 @@ class WorkerKeeper:
         """
         if not self._was_registered:
             return
-        end = time.monotonic() + ROUTER_LOST_SECONDS
+        end = time.monotonic() + self.settings.rollout_lost_seconds
         async with RouterControl(self._router_endpoint, self.settings.token) as router:
             while not await router.is_healthy():
                 if time.monotonic() > end:
-                    raise DependencyLostError(f"the router did not answer for {ROUTER_LOST_SECONDS:g} s; see its log")
+                    raise DependencyLostError(
+                        f"the router did not answer for {self.settings.rollout_lost_seconds:g} s; see node 0's log"
+                    )
                 await asyncio.sleep(POLL_SECONDS)
             await router.remove(self.url)
 
@@ -105,28 +111,40 @@ class WorkerKeeper:
             await asyncio.sleep(POLL_SECONDS / 5)
         return False
 
+    async def _watch(self, worker: WorkerControl, start: int) -> None:
+        """Kills an engine that runs and does not answer; returns when it has ended."""
+        answered = time.monotonic()
+        while self._runs(start):
+            if await worker.is_healthy():
+                answered = time.monotonic()
+            elif time.monotonic() - answered > self.settings.engine_hang_seconds and self._runs(start):
+                log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
+                self._engine().kill()
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _keep(self, worker: WorkerControl, router: RouterControl, start: int) -> None:
-        """Looks after a worker that is up, until its engine ends."""
-        answered = registered_at = time.monotonic()
+        """Looks after a worker that is up, until its engine ends.
+
+        Raises:
+            DependencyLostError: it could not be registered for ``rollout_lost_seconds``.
+            ConfigurationError: the trainer seems to publish to another volume.
+        """
+        registered_at = time.monotonic()
+        was_registered = False
         stale_since: float | None = None
         refusals, told = 0, ""
         while self._runs(start):
-            if not await worker.is_healthy():
-                if time.monotonic() - answered > self.settings.engine_hang_seconds:
-                    log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
-                    self._engine().kill()
-                    break
-                await asyncio.sleep(POLL_SECONDS)
-                continue
-            answered = time.monotonic()
             try:
                 if not await router.is_healthy():
                     raise DependencyLostError("the router does not answer")
                 registered = self.url in await router.workers()
+                self._removals += was_registered and not registered
+                was_registered = registered
                 stale_since = await self._stale_since(worker, stale_since) if registered else None
                 if not registered or self._is_too_stale(stale_since):
                     await self._join(worker, router)
-                    stale_since = None
+                    was_registered, stale_since = True, None
                 registered_at = time.monotonic()
                 refusals, told = 0, ""
             except (DependencyLostError, WorkerRefusedError) as error:
@@ -140,8 +158,11 @@ class WorkerKeeper:
                     log.error("engine refuses what is published: killed")
                     self._engine().kill()
                     break
-                if time.monotonic() - registered_at > UNREGISTERED_SECONDS:
-                    raise
+                if time.monotonic() - registered_at > self.settings.rollout_lost_seconds:
+                    raise DependencyLostError(
+                        f"worker {self.url} could not be registered for {self.settings.rollout_lost_seconds:g} s: "
+                        f"{told}"
+                    ) from error
             await asyncio.sleep(POLL_SECONDS * (1 + refusals))
 
     def _is_too_stale(self, since: float | None) -> bool:
@@ -149,7 +170,7 @@ class WorkerKeeper:
 
     async def _stale_since(self, worker: WorkerControl, since: float | None) -> float | None:
         """Since when the registered worker serves an older version than the newest; None when it does not."""
-        newest = self._newest()
+        newest = await self._newest()
         if newest is None:
             return None
         version = await worker.version()
@@ -168,7 +189,7 @@ class WorkerKeeper:
             version = await self._catch_up(worker)
             self._was_registered = True
             await self._register(router)
-            newest = self._newest()
+            newest = await self._newest()
             if newest is None or newest.version <= version:
                 log.info("worker registered", url=self.url, policy_version=version)
                 return
@@ -179,18 +200,16 @@ class WorkerKeeper:
 
         A worker whose update failed half-way may have weights of two versions, so its word is not enough.
         """
-        newest = self._newest()
-        if newest is None and self._newest_seen >= 0:
-            raise DependencyLostError(
-                f"{self.store.policy_dir} held policy version {self._newest_seen} and is empty or missing now; is "
-                f"SHARED_DIR still mounted?"
-            )
+        newest = await self._newest()
+        if newest is None:
+            self._check_volume()
         path, version = (newest.path, newest.version) if newest else (self.settings.model_name, FIRST_VERSION)
         if not (self._fresh and await worker.version() == version):
             started = time.monotonic()
             self._fresh = False
+            # What is in flight was begun with weights of which we cannot be sure; clients ask for it again elsewhere.
+            await worker.pause("abort")
             await worker.update_from_disk(path, version)
-            # The trainer may have died between pausing this worker and resuming it.
             await worker.resume()
             log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
         served = await worker.version()
@@ -200,20 +219,58 @@ class WorkerKeeper:
             )
         return version
 
+    def _check_volume(self) -> None:
+        """For when nothing is published: makes sure that this node is not merely kept from seeing it.
+
+        Raises:
+            DependencyLostError: what was published is gone.
+            ConfigurationError: the trainer seems to publish elsewhere.
+        """
+        if self._newest_seen >= 0:
+            raise DependencyLostError(
+                f"{self.store.policy_dir} held policy version {self._newest_seen} and is empty or missing now; is "
+                f"SHARED_DIR still mounted?"
+            )
+        # It was taken out by a router that was restarted, or again and again by a trainer whose versions it misses.
+        if self._removals > CATCH_UP_TRIES:
+            raise ConfigurationError(
+                f"worker {self.url} was taken out of the routing {self._removals} times while nothing is published in "
+                f"{self.store.policy_dir}; is SHARED_DIR the same volume on this node as on the trainer's?"
+            )
+
     async def _register(self, router: RouterControl) -> None:
+        """Registers the worker and waits until the router, which looks at it first, sends it requests."""
+        end = time.monotonic() + REGISTER_SECONDS
+        told = -FORGOTTEN_SECONDS
+        while self.url not in await router.healthy_workers():
+            if time.monotonic() > end:
+                raise DependencyLostError(f"the router did not list worker {self.url} within {REGISTER_SECONDS:g} s")
+            # Once more if the router was restarted meanwhile: it has forgotten what it was told.
+            if time.monotonic() - told >= FORGOTTEN_SECONDS and self.url not in await router.workers():
+                await self._add(router)
+                told = time.monotonic()
+            await asyncio.sleep(POLL_SECONDS / 10)
+
+    async def _add(self, router: RouterControl) -> None:
         try:
             await router.add(self.url)
         except RequestRefusedError as error:
             raise WorkerRefusedError(f"the router refuses worker {self.url}: {error.detail}") from error
-        # The router looks at the worker before it lists it.
-        end = time.monotonic() + REGISTER_SECONDS
-        while self.url not in await router.healthy_workers():
-            if time.monotonic() > end:
-                raise WorkerRefusedError(f"the router did not list worker {self.url} within {REGISTER_SECONDS:g} s")
-            await asyncio.sleep(POLL_SECONDS / 10)
 
-    def _newest(self) -> PublishedPolicy | None:
-        newest = self.store.newest()
+    async def _newest(self) -> PublishedPolicy | None:
+        """The newest published version.
+
+        Raises:
+            DependencyLostError: the shared volume cannot be read.
+        """
+        try:
+            # A volume whose server is gone may block for ever: not in a thread that the launcher's end would wait for.
+            async with asyncio.timeout(VOLUME_SECONDS):
+                newest = await in_background(self.store.newest)
+        except (OSError, TimeoutError) as error:
+            raise DependencyLostError(
+                f"cannot read {self.store.policy_dir} ({str(error) or 'timed out'}); is SHARED_DIR mounted?"
+            ) from error
         if newest is not None:
             self._newest_seen = max(self._newest_seen, newest.version)
         return newest

@@ -159,7 +159,7 @@ class RolloutSettings(Settings):
         ge=1,
         description="Failed requests in a row after which the router leaves a worker alone for a while.",
     )
-    router_circuit_seconds: int = Field(default=10, ge=1, description="How long that is.")
+    router_circuit_seconds: int = Field(default=1, ge=1, description="How long that is.")
     router_retries: int = Field(
         default=5,
         ge=1,

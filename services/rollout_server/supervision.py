@@ -8,7 +8,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from services.errors import EXIT_CONFIGURATION, ConfigurationError, DependencyLostError
 from services.logs import get_logger
@@ -18,6 +19,9 @@ from services.rollout_server.engines import Command
 log = get_logger(__name__)
 
 RESTART_WINDOW_SECONDS = 600.0
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 8.0
+"""Before the first restart within the window, and doubled for each further one up to the longest."""
 GRACE_SECONDS = 4.0
 """Between SIGTERM and SIGKILL; those who end us allow ten seconds."""
 
@@ -73,6 +77,8 @@ class Supervised:
                         f"the {self.command.name} cannot run with these settings; it says why above"
                     )
                 self._count_restart(code)
+                pause = FIRST_PAUSE_SECONDS * 2 ** (len(self._restarts) - 1)
+                await asyncio.sleep(min(pause, LONGEST_PAUSE_SECONDS))
                 if self._before_restart is not None:
                     await self._before_restart()
         finally:
@@ -122,6 +128,23 @@ class Supervised:
                 f"{len(self._restarts)}. time within {RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is "
                 f"{self._max_restarts}; its own messages are above"
             )
+
+
+async def run_together(*parts: Coroutine[Any, Any, None]) -> None:
+    """Runs all of them until one ends; then cancels the others, waits for them, and raises the first error of any.
+
+    Unlike asyncio.TaskGroup it ends with the first that ends, and its error is not wrapped in a group.
+    """
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 def describe_exit(code: int) -> str:

@@ -80,6 +80,9 @@ class ComponentWatch:
         """What was last heard of each; also keeps the watch awake."""
         self._wanted_until = time.monotonic() + AWAKE_SECONDS
         self._wanted.set()
+        return self._shown()
+
+    def _shown(self) -> list[Answer]:
         workers = [self._workers[url] for url in sorted(self._workers)]
         return [c.shown() for c in (self._data, self._reward, self._replay, self._router, *workers)]
 

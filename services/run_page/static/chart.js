@@ -134,16 +134,13 @@ export class Chart {
     return this.lines.filter((line) => !this.hidden.has(line.entry.key));
   }
 
-  /** The x of every step within the range, of all lines together. */
+  /** The x of every step within the range that has a value, of all lines together. */
   positions() {
     if (this.steps) return this.steps;
-    const [first, last] = this.range ?? [-Infinity, Infinity];
+    const [first, last] = this.range;
     const all = new Set();
-    const seen = new Set();
-    for (const line of this.visible()) {
-      if (seen.has(line.xs)) continue;
-      seen.add(line.xs);
-      for (const x of line.xs) if (x !== null && x >= first && x <= last) all.add(x);
+    for (const { xs, ys } of this.visible()) {
+      xs.forEach((x, i) => x !== null && ys[i] !== null && x >= first && x <= last && all.add(x));
     }
     return (this.steps = [...all].sort((a, b) => a - b));
   }

@@ -41,11 +41,11 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], seconds: float = 60, what: str = "", logs: Callable[[], str] = str) -> Any:
     """Waits until ``condition`` gives something true, and returns it."""
     end = time.monotonic() + seconds
     while not (result := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what or condition}"
+        assert time.monotonic() < end, f"not within {seconds} s: {what or condition}\n{logs()}"
         time.sleep(0.05)
     return result
 
@@ -153,7 +153,7 @@ class Nodes:
                 assert node.process.poll() is None or self.count > 1, node.log.read_text()[-3000:]
             return self.registered() == wanted
 
-        eventually(registered, seconds, f"workers {wanted}, logs:\n{self.logs()}")
+        eventually(registered, seconds, f"workers {wanted}", self.logs)
 
     def registered(self) -> list[str] | None:
         """URLs of the workers that the router sends to; None when it does not answer."""

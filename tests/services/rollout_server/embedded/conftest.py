@@ -21,7 +21,7 @@ PROMPT = [5, 12, 6, 15]
 WAIT_SECONDS = 60
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Small models are fastest so, and tests run beside each other."""
     threads = torch.get_num_threads()

@@ -1,0 +1,213 @@
+"""An engine without a model, which speaks the routes of SGLang that a launcher, a trainer and clients use.
+
+Its weights are one number, read from ``weights.txt`` of the model directory, and every token that it generates is that
+number: whoever reads a completion sees which weights made it, whatever version it is said to be of. POST /fault makes
+it go wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+TOKEN_SECONDS = 0.01
+
+
+def read_weights(path: str) -> int:
+    return int((Path(path) / "weights.txt").read_text())
+
+
+class Engine:
+    def __init__(self, path: str, version: str) -> None:
+        self.path = path
+        self.weights = read_weights(path)
+        self.version = version
+        self.paused = False
+        self.aborts = 0
+        self.running = 0
+        self.updating = False
+        self.fault: dict[str, Any] = {}
+        self.changed = threading.Condition()
+
+    def generate(self, request: dict[str, Any]) -> Any:
+        if self.fault.get("generate_status"):
+            return self.fault["generate_status"], {"error": {"message": "a fault of the tests"}}
+        sampling = request["sampling_params"]
+        if any(token >= 1000 for token in request["input_ids"]):
+            return 400, {"error": {"message": "a token out of the vocabulary"}}
+        with self.changed:
+            self.changed.wait_for(lambda: not self.updating)
+            self.running += 1
+            aborts = self.aborts
+        try:
+            ids, versions = self._tokens(sampling["max_new_tokens"], aborts)
+        finally:
+            with self.changed:
+                self.running -= 1
+                self.changed.notify_all()
+        kind = "length" if len(ids) == sampling["max_new_tokens"] else "abort"
+        replies = [self._reply(request, ids, versions, kind) for _ in range(sampling.get("n", 1))]
+        return 200, replies if len(replies) > 1 else replies[0]
+
+    def _tokens(self, count: int, aborts: int) -> tuple[list[int], list[str]]:
+        ids: list[int] = []
+        versions: list[str] = []
+        while len(ids) < count:
+            time.sleep(TOKEN_SECONDS)
+            with self.changed:
+                self.changed.wait_for(lambda: not self.paused or self.aborts > aborts)
+                if self.aborts > aborts:
+                    break
+                ids.append(self.weights)
+                versions.append(self.version)
+        return ids, versions
+
+    def _reply(self, request: dict[str, Any], ids: list[int], versions: list[str], kind: str) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        for place, version in enumerate(versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": place, "end": place})
+            spans[-1]["end"] = place + 1
+        meta = {
+            "id": "fake",
+            "finish_reason": {"type": kind},
+            "prompt_tokens": len(request["input_ids"]),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_version": self.version,
+            "weight_versions": spans,
+            "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        }
+        return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def pause(self, request: dict[str, Any]) -> Any:
+        with self.changed:
+            self.paused = True
+            if request["mode"] == "abort":
+                self.aborts += 1
+            self.changed.notify_all()
+            if request["mode"] == "abort":
+                self.changed.wait_for(lambda: self.running == 0)
+        return 200, {"success": True}
+
+    def resume(self, _request: dict[str, Any]) -> Any:
+        with self.changed:
+            self.paused = False
+            self.changed.notify_all()
+        return 200, {"success": True}
+
+    def update(self, request: dict[str, Any]) -> Any:
+        with self.changed:
+            self.changed.wait_for(lambda: not self.updating)
+            self.updating = True
+            self.changed.wait_for(lambda: self.paused or self.running == 0)
+        try:
+            time.sleep(self.fault.get("update_seconds", 0))
+            weights = read_weights(request["model_path"])
+            self.weights = weights
+            if self.fault.pop("half_way", None):
+                return 400, {"success": False, "message": "failed half-way: a fault of the tests"}
+            self.path, self.version = request["model_path"], request["weight_version"]
+            return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
+        except OSError as error:
+            return 400, {"success": False, "message": str(error)}
+        finally:
+            with self.changed:
+                self.updating = False
+                self.changed.notify_all()
+
+    def information(self) -> dict[str, Any]:
+        return {
+            "model_path": self.path,
+            "served_model_name": self.path,
+            "tokenizer_path": self.path,
+            "is_generation": True,
+            "weight_version": self.version,
+            "dp_size": 1,
+            "tp_size": 1,
+        }
+
+
+def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            if path == "/health":
+                self._answer(200, {})
+            elif not self._is_allowed():
+                self._answer(401, {"error": "Unauthorized"})
+            elif path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+                self._answer(200, engine.information())
+            else:
+                self._answer(404, {"error": f"no {path}"})
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            routes = {
+                "/generate": engine.generate,
+                "/pause_generation": engine.pause,
+                "/continue_generation": engine.resume,
+                "/update_weights_from_disk": engine.update,
+                "/fault": self._set_fault,
+            }
+            if not self._is_allowed():
+                self._answer(401, {"error": "Unauthorized"})
+            elif self.path in routes:
+                self._answer(*routes[self.path](json.loads(body or b"{}")))
+            else:
+                self._answer(404, {"error": f"no {self.path}"})
+
+        def _set_fault(self, request: dict[str, Any]) -> Any:
+            engine.fault = request
+            return 200, {"success": True}
+
+        def _is_allowed(self) -> bool:
+            return api_key is None or self.headers.get("Authorization") == f"Bearer {api_key}"
+
+        def _answer(self, status: int, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that left is no news."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--weight-version", required=True)
+    parser.add_argument("--api-key")
+    given, _ = parser.parse_known_args()
+    if code := os.environ.get("FAKE_ENGINE_EXIT"):
+        sys.exit(int(code))
+    engine = Engine(given.model_path, given.weight_version)
+    Server((given.host, given.port), handler(engine, given.api_key)).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

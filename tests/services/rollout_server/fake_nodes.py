@@ -1,0 +1,139 @@
+"""Rollout nodes with the real launcher and router around engines without a model; traffic that checks every token."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from services.errors import DependencyLostError
+from services.protocol import Completion
+from services.rollout_client import RolloutClient, SamplingParams
+from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
+from tests.services.rollout_server.nodes import TOKEN, Nodes, eventually
+
+FAKE_ENGINE = Path(__file__).with_name("fake_engine")
+GROUP_SIZE = 4
+# About 0.3 s of a fake engine's time.
+PARAMS = SamplingParams(max_new_tokens=30)
+
+
+def fake_nodes(directory: Path, count: int = 1, **environment: str) -> FakeNodes:
+    """Nodes that are not started yet, below ``directory``."""
+    interpreter = directory / "python-with-fake-engine"
+    interpreter.write_text(f'#!/bin/sh\nexport PYTHONPATH="{FAKE_ENGINE}"\nexec "{sys.executable}" "$@"\n')
+    interpreter.chmod(0o755)
+    model = directory / "model"
+    model.mkdir()
+    (model / "weights.txt").write_text("0")
+    defaults = {"SGLANG_PYTHON": str(interpreter), "ROUTER_HEALTH_INTERVAL_SECONDS": "1"}
+    return FakeNodes(directory, model, count, "sglang", defaults | environment)
+
+
+class FakeNodes(Nodes):
+    """Nodes whose version v has the weights v."""
+
+    def write_version(self, version: int) -> Path:
+        """Puts a version on the shared volume, and tells no worker."""
+        (self.store.begin(version) / "weights.txt").write_text(str(version))
+        return self.store.commit(version)
+
+    def publish(self, version: int, model: Path | None = None) -> Path:
+        """Publishes as a trainer does: a worker that does not take the version leaves the routing."""
+        path = self.write_version(version)
+        asyncio.run(self._update_workers(path, version))
+        return path
+
+    def fault(self, rank: int, **fault: Any) -> None:
+        """Makes a node's engine go wrong, as fake_engine/sglang/launch_server.py says; without any, not any more."""
+        assert self.post(self.worker(rank), "/fault", fault).status_code == 200
+
+    def wait_for_version(self, version: int, rank: int, seconds: float = 30) -> None:
+        """Waits until a node's engine serves a version."""
+        eventually(lambda: self._version_or_none(rank) == str(version), seconds, f"version {version}", self.logs)
+
+    def all_processes(self) -> list[psutil.Process]:
+        """The launchers and everything below them."""
+        launchers = [psutil.Process(node.process.pid) for node in self.nodes.values() if node.process.poll() is None]
+        return launchers + [child for launcher in launchers for child in launcher.children(recursive=True)]
+
+    def log(self, rank: int) -> str:
+        return self.nodes[rank].log.read_text()
+
+    def _version_or_none(self, rank: int) -> str | None:
+        try:
+            return self.version(rank)
+        except httpx.TransportError:
+            return None
+
+    async def _update_workers(self, path: Path, version: int) -> None:
+        async with RouterControl(self.router, TOKEN) as router:
+            for url in await router.workers():
+                async with WorkerControl(url, TOKEN) as worker:
+                    try:
+                        await worker.update_from_disk(path, version)
+                    except (WorkerRefusedError, DependencyLostError):
+                        await router.remove(url)
+
+
+class Traffic(AbstractContextManager["Traffic"]):
+    """Asks for groups through the router, several at once, until its block ends; then all are checked."""
+
+    def __init__(self, nodes: FakeNodes, concurrency: int = 6) -> None:
+        self.groups: list[list[Completion]] = []
+        self.errors: list[BaseException] = []
+        self._nodes = nodes
+        self._concurrency = concurrency
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.wait_for_groups(self._concurrency)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        if kind is None:
+            self.check()
+
+    def wait_for_groups(self, count: int, seconds: float = 60) -> None:
+        """Waits until ``count`` more groups have come."""
+        wanted = len(self.groups) + count
+        eventually(lambda: len(self.groups) >= wanted or self.errors, seconds, "groups", self._nodes.logs)
+
+    def check(self) -> None:
+        """Every group is complete, and every token comes from the weights of the version that it is said to be of."""
+        assert not self.errors, f"{self.errors}\n{self._nodes.logs()}"
+        for group in self.groups:
+            assert len(group) == GROUP_SIZE
+            for completion in group:
+                assert len(completion.completion_ids) == PARAMS.max_new_tokens
+                for span in completion.policy_versions:
+                    assert set(completion.completion_ids[span.start : span.end]) <= {span.version}
+
+    def versions(self, since: int = 0) -> set[int]:
+        """The versions that made the tokens of the groups after the first ``since``."""
+        return {token for group in self.groups[since:] for completion in group for token in completion.completion_ids}
+
+    async def _run(self) -> None:
+        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=1000, deadline_seconds=60) as client:
+            await asyncio.gather(*(self._ask(client, number) for number in range(self._concurrency)))
+
+    async def _ask(self, client: RolloutClient, number: int) -> None:
+        turn = 0
+        while not self._stopping.is_set():
+            turn += 1
+            try:
+                # Prompts without a common beginning, so that the router has no reason to prefer a worker.
+                self.groups.append(await client.generate([number, turn % 1000, 1, 2, 3], PARAMS, n=GROUP_SIZE))
+            except Exception as error:  # noqa: BLE001  # `check` shows it
+                self.errors.append(error)
+                return

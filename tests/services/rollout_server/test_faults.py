@@ -1,0 +1,233 @@
+"""What goes wrong around the rollout workers: every group is complete and true, or the node ends and says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
+from tests.services.rollout_server.nodes import authorization, eventually
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeNodes]:
+    """Two nodes that the tests below share, since each leaves them well again."""
+    nodes = fake_nodes(
+        tmp_path_factory.mktemp("nodes"),
+        2,
+        ENGINE_HANG_SECONDS="3",
+        ENGINE_STALE_SECONDS="3",
+        ROLLOUT_MAX_RESTARTS="50",
+    )
+    try:
+        yield nodes.start_all()
+    finally:
+        nodes.stop()
+
+
+@pytest.fixture
+def two(shared: FakeNodes) -> FakeNodes:
+    shared.wait_registered([0, 1])
+    return shared
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Iterator[FakeNodes]:
+    """Two nodes of which one is going to end; it waits for little."""
+    nodes = fake_nodes(tmp_path, 2, ROLLOUT_LOST_SECONDS="3", ROLLOUT_MAX_RESTARTS="1")
+    try:
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def newest(nodes: FakeNodes) -> int:
+    published = nodes.store.newest()
+    return published.version if published else 0
+
+
+def test_a_worker_killed_in_mid_generation_costs_no_group_and_returns_with_the_newest_version(two: FakeNodes) -> None:
+    version = newest(two) + 1
+    with Traffic(two) as traffic:
+        two.publish(version)
+        traffic.wait_for_groups(12)  # those that were in flight meanwhile are over
+        before = len(traffic.groups)
+        two.nodes[1].engine.kill()
+        eventually(lambda: two.registered() == [two.worker(0).url], what="the dead worker has left the routing")
+        two.wait_registered([0, 1])
+        traffic.wait_for_groups(12)
+    # It started with version 0, and nobody got anything of it.
+    assert traffic.versions(since=before) == {version}
+    assert two.version(1) == str(version)
+
+
+def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
+    with Traffic(two) as traffic:
+        engine = two.nodes[1].engine
+        engine.send_signal(signal.SIGSTOP)
+        eventually(lambda: not engine.is_running(), what="the engine was killed")
+        two.wait_registered([0, 1])
+        traffic.wait_for_groups(6)
+
+
+def test_a_worker_that_answers_500_costs_no_group(two: FakeNodes) -> None:
+    with Traffic(two) as traffic:
+        two.fault(1, generate_status=500)
+        traffic.wait_for_groups(20)
+        two.fault(1)
+
+
+def test_a_worker_whose_update_failed_half_way_serves_nothing_until_it_has_caught_up(two: FakeNodes) -> None:
+    version = newest(two) + 1
+    with Traffic(two) as traffic:
+        traffic.wait_for_groups(6)
+    two.fault(1, half_way=True)
+    two.publish(version)
+    # Its weights are those of the new version now, and it says that it serves the one before.
+    with Traffic(two) as traffic:
+        two.wait_registered([0, 1])
+        assert two.version(1) == str(version)
+        traffic.wait_for_groups(6)
+    assert traffic.versions() == {version}
+
+
+def test_a_registered_worker_that_nobody_updates_catches_up(two: FakeNodes) -> None:
+    version = newest(two) + 1
+    with Traffic(two) as traffic:
+        two.write_version(version)
+        for rank in (0, 1):
+            two.wait_for_version(version, rank)
+        two.wait_registered([0, 1])
+        before = len(traffic.groups)
+        traffic.wait_for_groups(6)
+    assert traffic.versions(since=before) <= {version - 1, version}
+
+
+def test_a_killed_router_comes_back_with_all_its_workers(two: FakeNodes) -> None:
+    with Traffic(two) as traffic:
+        router = two.nodes[0].router
+        router.kill()
+        eventually(lambda: not router.is_running(), what="the router is dead")
+        two.wait_registered([0, 1])
+        traffic.wait_for_groups(6)
+
+
+def test_a_killed_node_is_registered_once_after_its_return(two: FakeNodes) -> None:
+    with Traffic(two) as traffic:
+        launcher = two.nodes[1].process
+        launcher.kill()
+        launcher.wait()
+        two.start(1)
+        two.wait_registered([0, 1])
+        traffic.wait_for_groups(6)
+    urls = [worker["url"] for worker in two.get(two.router, "/workers").json()["workers"]]
+    assert sorted(urls) == sorted({two.worker(0).url, two.worker(1).url})
+
+
+def test_requests_that_are_refused_do_not_close_the_workers_to_others(two: FakeNodes) -> None:
+    payload = {"input_ids": [5000], "sampling_params": {"max_new_tokens": 1}}
+    with Traffic(two) as traffic:
+        statuses = {two.post(two.router, "/generate", payload).status_code for _ in range(20)}
+        traffic.wait_for_groups(6)
+    # The router's circuit breaker takes refusals for failures of the worker; it closes again within a second.
+    assert statuses <= {400, 503}
+    assert 400 in statuses
+
+
+def test_a_node_that_loses_the_shared_volume_ends_and_the_others_go_on(lost: FakeNodes) -> None:
+    lost.start_all()
+    lost.publish(4)
+    with Traffic(lost) as traffic:
+        runs = lost.directory / "runs"
+        runs.rename(lost.directory / "gone")
+        lost.nodes[1].engine.kill()
+        assert lost.nodes[1].process.wait(60) == EXIT_RECOVERABLE
+        runs.parent.joinpath("gone").rename(runs)
+        traffic.wait_for_groups(6)
+    assert traffic.versions() == {4}
+    assert "is SHARED_DIR still mounted?" in lost.log(1).splitlines()[-1]
+
+
+def test_a_node_with_another_volume_than_the_trainers_ends(lost: FakeNodes, tmp_path: Path) -> None:
+    lost.start(0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    lost.environment["SHARED_DIR"] = str(elsewhere)
+    lost.start(1)
+    lost.wait_registered([0, 1])
+    node = lost.nodes[1].process
+
+    def dropped() -> bool:
+        """As a trainer drops it at each step."""
+        for worker in lost.get(lost.router, "/workers").json()["workers"]:
+            if worker["url"] == lost.worker(1).url:
+                httpx.delete(f"{lost.router.url}/workers/{worker['id']}", headers=authorization(), trust_env=False)
+        return node.poll() is not None
+
+    eventually(dropped, what="the end of the node")
+    assert node.returncode == EXIT_CONFIGURATION
+    assert "is SHARED_DIR the same volume" in lost.log(1).splitlines()[-1]
+
+
+@pytest.mark.parametrize("child", ["engine", "router"])
+def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes, child: str) -> None:
+    lost.count = 1
+    node = lost.start(0)
+    lost.wait_registered([0])
+    deaths = 0
+    while node.process.poll() is None and deaths < 2:
+        process = node.engine if child == "engine" else node.router
+        process.kill()
+        deaths += 1
+        if deaths < 2:
+            eventually(lambda: not process.is_running(), what="the child is dead")  # noqa: B023  # called at once
+            lost.wait_registered([0])
+    assert node.process.wait(30) == EXIT_RECOVERABLE
+    assert f"error: the {child}" in lost.log(0).splitlines()[-1]
+    assert "was ended by SIGKILL, for the 2. time" in lost.log(0).splitlines()[-1]
+
+
+def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(lost: FakeNodes) -> None:
+    lost.environment["FAKE_ENGINE_EXIT"] = str(EXIT_CONFIGURATION)
+    node = lost.start(0)
+    assert node.process.wait(30) == EXIT_CONFIGURATION
+    assert lost.log(0).splitlines()[-1].startswith("error: the engine cannot run with these settings")
+
+
+def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:
+    node = lost.start(1)
+    assert node.process.wait(60) == EXIT_RECOVERABLE
+    assert "the router does not answer" in lost.log(1).splitlines()[-1]
+
+
+def test_sigterm_ends_a_node_and_all_its_children(lost: FakeNodes) -> None:
+    lost.start_all()
+    processes = lost.all_processes()
+    assert len(processes) == 5
+    assert lost.stop() == [0, 0]
+    assert not [process for process in processes if process.is_running()]
+
+
+def test_nothing_outlives_a_killed_launcher(lost: FakeNodes) -> None:
+    lost.start_all()
+    processes = lost.all_processes()
+    for node in lost.nodes.values():
+        node.process.kill()
+        node.process.wait()
+    eventually(lambda: not [p for p in processes if p.is_running() and p.status() != "zombie"], 10, "their ends")
+
+
+def test_the_token_is_in_no_command_line(lost: FakeNodes) -> None:
+    lost.start_all()
+    token = authorization()["Authorization"].split()[1]
+    lines = [" ".join(process.cmdline()) for process in lost.all_processes()]
+    assert len(lines) == 5
+    assert not [line for line in lines if token in line]
+    assert token not in lost.logs()
+    assert os.environ.get("JOBGROUP_TOKEN") != token

@@ -1,0 +1,329 @@
+"""The page in a real browser: it loads, follows a run, is used by mouse, keyboard and phone, and trusts no text."""
+
+import re
+from contextlib import ExitStack, asynccontextmanager
+
+import pytest
+from playwright.sync_api import expect
+from pydantic import SecretStr
+
+from scripts.view import create_view_app
+from services.run_page.directory import RunDirectory
+from services.run_page.routes import PUBLIC, add_run_page
+from services.scaffold import create_app
+from services.settings import Settings
+from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
+from tests.services.run_page.runs import append, group, metrics, write_run
+from tests.services.run_page.serving import served
+
+expect.set_options(timeout=20_000)
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture
+def serve():
+    """``serve(app)`` gives the URL of an application that is served until the test is over."""
+    with ExitStack() as stack:
+        yield lambda app: stack.enter_context(served(app))
+
+
+@pytest.fixture
+def open_page(chrome, serve):
+    """``open_page(app or URL, **options of the window)``; the test fails of errors that the page did not expect."""
+    windows = []
+
+    def open_(app, part="", *, expected_problems="", **options):
+        window = chrome.new_context(**{"viewport": DESKTOP, **options})
+        page = window.new_page()
+        page.set_default_timeout(20_000)
+        windows.append((window, problems_of(page), expected_problems))
+        page.goto((app if isinstance(app, str) else serve(app)) + part)
+        return page
+
+    yield open_
+    for window, problems, expected in windows:
+        window.close()
+        assert [problem for problem in problems if not (expected and re.search(expected, problem))] == []
+
+
+def view(*runs, token=None):
+    """The page over finished runs."""
+    settings = Settings(jobgroup_token=SecretStr(token) if token else None)
+    return create_view_app(settings, [RunDirectory(run.name, run) for run in runs])
+
+
+NOW = {
+    "phase": "train",
+    "step": 3,
+    "total_steps": 100,
+    "policy_version": 3,
+    "components": [
+        {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
+        | {"detail": None, "milliseconds": 1.2, "policy_version": None, "seconds_since_answer": 0.1},
+        {"name": "rollout-server-1", "url": "http://w:30001", "state": "silent", "figures": {"running": 3}}
+        | {"detail": "no answer", "milliseconds": 2.0, "policy_version": 1, "seconds_since_answer": 42.0},
+    ],
+}
+
+
+def live(run, now):
+    """The page over a run that is under way."""
+
+    @asynccontextmanager
+    async def nothing_to_load(_):
+        yield
+
+    runs = [RunDirectory(run.name, run)]
+    app = create_app("ppo-trainer", settings=Settings(), lifespan=nothing_to_load, public=PUBLIC)
+    add_run_page(app, lambda: runs, now=lambda: now, asks_token=False)
+    return app
+
+
+def test_a_run_opens_with_its_plots(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "grpo-1", 40)))
+    expect(page).to_have_title(re.compile(r"step 40 · grpo-1"))
+    expect(page.locator("#state")).to_have_text("succeeded")
+    for plot in ("reward", "accuracy", "loss", "kl", "entropy", "lengths", "seconds", "throughput"):
+        expect(page.locator(f"#plot-{plot} canvas.top")).to_be_visible()
+    page.get_by_text("Further metrics").click()
+    expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
+    assert is_drawn(page, "#plot-reward canvas")
+    assert not is_wider_than_window(page)
+
+
+def is_drawn(page, canvas):
+    """Whether the series' colour is on the canvas."""
+    return page.locator(canvas).first.evaluate(
+        """canvas => {
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let coloured = 0;
+            for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200 && data[i + 2] - data[i] > 60) coloured++;
+            return coloured > 100;
+        }"""
+    )
+
+
+def test_a_plot_tells_the_values_under_the_mouse_and_shows_a_steps_samples(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 40)))
+    plot = page.locator("#plot-reward canvas.top")
+    plot.hover(position={"x": 200, "y": 80})
+    tip = page.locator("#plot-reward .tip")
+    expect(tip).to_contain_text("reward")
+    step = re.search(r"step (\d+)", tip.inner_text())[1]
+    expect(page.locator("#cursor")).to_contain_text(f"step {step}")
+    page.get_by_role("button", name="its samples").click()
+    expect(page.locator("article.group")).to_have_count(2)
+    expect(page.locator("article.group strong").first).to_have_text(f"step {step}")
+
+
+def test_the_mouse_zooms_a_plot_and_the_others_follow(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 40)))
+    plot = page.locator("#plot-loss canvas.top")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 150, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 220, box["y"] + 60, steps=4)
+    page.mouse.up()
+    reset = page.get_by_role("button", name="Whole run")
+    expect(reset).to_be_visible()
+    page.locator("#plot-entropy canvas.top").press("End")
+    assert int(re.search(r"step (\d+)", page.locator("#cursor").inner_text())[1]) < 40
+    reset.click()
+    page.locator("#plot-entropy canvas.top").press("End")
+    expect(page.locator("#cursor")).to_contain_text("step 40")
+
+
+def test_it_is_used_by_keyboard_alone(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 40)))
+    expect(page.locator("#plot-reward canvas.top")).to_be_visible()
+    reached = []
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.textContent.trim()"))
+        if page.evaluate("document.activeElement.closest('#plot-reward') !== null"):
+            break
+    assert {"Plots", "Samples", "Settings"} <= set(reached)
+    page.keyboard.press("Home")
+    expect(page.locator("#cursor")).to_contain_text("step 1,")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#cursor")).to_contain_text("step 2,")
+    expect(page.locator("#plot-reward .spoken")).to_contain_text("step 2: reward 0.")
+    page.keyboard.press("Enter")
+    expect(page.locator("article.group strong").first).to_have_text("step 2")
+
+
+def test_samples_show_a_groups_completions_side_by_side(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 12)
+    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None]))
+    page = open_page(view(run), "/#samples")
+    first = page.locator("article.group").first
+    expect(first.locator(".completion")).to_have_count(3)
+    tops = [box.bounding_box()["y"] for box in first.locator(".completion").all()]
+    assert len(set(tops)) == 1
+    expect(first).to_contain_text("What is 99 plus 1?")
+    expect(first.locator(".completion").nth(0)).to_contain_text("▲")
+    expect(first.locator(".completion").nth(1)).to_contain_text("compared as numbers")
+    expect(first.locator(".completion").nth(2)).to_contain_text("not scored")
+    expect(first.locator(".completion").nth(2)).to_contain_text("the verifier stumbled")
+    shown = page.locator("article.group").count()
+    page.get_by_role("button", name="Older groups").click()
+    expect(page.locator("article.group")).to_have_count(2 * shown)
+
+
+def test_samples_are_searched_and_filtered(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 30)), "/#samples")
+    form = page.locator("#samples-form")
+    form.get_by_placeholder("in prompts").fill("what is 14 plus")
+    expect(page.locator("article.group")).to_have_count(1)
+    expect(page.locator("mark")).to_have_text("What is 14 plus")
+    form.get_by_placeholder("in prompts").fill("no such words")
+    expect(page.locator("#samples-state")).to_have_text("No group fits.")
+    form.get_by_role("button", name="Clear").click()
+    form.get_by_placeholder("first").fill("5")
+    form.get_by_placeholder("last").fill("6")
+    expect(page.locator("article.group")).to_have_count(4)
+    form.get_by_placeholder("highest").fill("0.6")
+    expect(page.locator("article.group")).to_have_count(2)
+
+
+HOSTILE = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "</pre><style>body { display: none }</style>",
+    "javascript:window.hacked=1 \x1b[31m \u202e backwards",
+]
+
+
+def test_what_a_model_wrote_stays_text(open_page, tmp_path):
+    run = write_run(tmp_path / "<b>run", 2, model_name=HOSTILE[0])
+    for number, text in enumerate(HOSTILE):
+        append(run / "samples.jsonl", group(3, 10 + number, rewards=[1.0], completion=text, prompt=text))
+        append(run / "metrics.jsonl", [{"step": 3 + number, "time": 1.0, text: 1.0}])
+    page = open_page(view(run))
+    page.get_by_text("Further metrics").click()
+    expect(page.locator("figure").filter(has_text=HOSTILE[1])).to_be_visible()
+    page.get_by_role("link", name="Settings").click()
+    expect(page.locator("#settings")).to_contain_text(HOSTILE[0])
+    page.get_by_role("link", name="Samples").click()
+    for text in HOSTILE[:3]:
+        expect(page.locator(".completion pre").filter(has_text=text)).to_be_visible()
+    assert page.evaluate("window.hacked") is None
+
+
+def test_numbers_move_while_the_run_goes_on(open_page, tmp_path):
+    run, now = write_run(tmp_path / "run", 3, ended=False), dict(NOW)
+    page = open_page(live(run, now))
+    expect(page.locator("#progress-text")).to_contain_text("step 3 of 100")
+    append(run / "metrics.jsonl", [metrics(4), metrics(5)])
+    now["phase"] = "publish"
+    expect(page.locator("#progress-text")).to_contain_text("step 5 of 100")
+    expect(page.locator("#plot-reward canvas.top")).to_have_attribute("aria-label", re.compile("step 5"))
+    now["components"] = []
+    expect(page.locator("#state")).to_have_text("publish")
+
+
+def test_components_show_health_queues_and_policy_versions(open_page, tmp_path):
+    page = open_page(live(write_run(tmp_path / "run", 3, ended=False), NOW))
+    expect(page.locator("#state")).to_have_text("rollout-server-1 unwell")
+    page.get_by_role("link", name="Components").click()
+    reward = page.locator("[data-name=reward-server]")
+    expect(reward).to_contain_text("healthy")
+    expect(reward.locator("dl")).to_contain_text("waiting12")
+    worker = page.locator("[data-name=rollout-server-1]")
+    expect(worker).to_contain_text("1, 2 behind")
+    expect(worker).to_contain_text("42s ago")
+
+
+def test_a_page_whose_server_ends_says_so_and_how_to_go_on(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 3, ended=False)
+    with served(live(run, NOW)) as url:
+        page = open_page(url, expected_problems="ERR_|Failed to fetch")
+        expect(page.locator("#progress-text")).to_contain_text("step 3")
+    expect(page.locator("#trouble")).to_contain_text(f"python -m scripts.view {run}")
+    expect(page.locator("#plot-reward")).to_be_visible()
+
+
+def test_several_runs_are_compared(open_page, tmp_path):
+    runs = [write_run(tmp_path / name, 30, level=level) for name, level in (("slow", 0.1), ("fast", 0.6))]
+    page = open_page(view(*runs))
+    rows = page.locator("#summary tbody tr")
+    expect(rows).to_have_count(2)
+    page.locator("#plot-reward canvas.top").press("End")
+    expect(page.locator("#plot-reward .tip")).to_contain_text("slow")
+    expect(page.locator("#plot-reward .tip")).to_contain_text("fast")
+    page.get_by_label("show fast").uncheck()
+    page.locator("#plot-reward canvas.top").press("End")
+    expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")
+    page.get_by_role("link", name="Settings").click()
+    expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
+    page.get_by_label("only what differs").check()
+    expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
+
+
+def test_the_token_is_asked_for_once(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 3), token="secret"), expected_problems="401")
+    page.get_by_label("JOBGROUP_TOKEN").fill("wrong")
+    page.get_by_role("button", name="Open").click()
+    expect(page.locator("#token-refused")).to_be_visible()
+    page.get_by_label("JOBGROUP_TOKEN").fill("secret")
+    page.keyboard.press("Enter")
+    expect(page.locator("#plot-reward")).to_be_visible()
+    page.reload()
+    expect(page.locator("#plot-reward")).to_be_visible()
+    assert "secret" not in page.url
+
+
+@pytest.mark.parametrize("part", ["plots", "samples", "components", "settings"])
+def test_it_fits_a_phone(open_page, tmp_path, part):
+    run = write_run(tmp_path / "a-run-with-a-rather-long-name-20260131-120000", 30, ended=False)
+    append(run / "samples.jsonl", group(31, 99, rewards=[1.0], completion="long" * 500))
+    page = open_page(live(run, NOW), f"/#{part}", viewport=PHONE, has_touch=True, is_mobile=True)
+    expect(page.locator(f"#{part}")).to_be_visible()
+    expect(page.locator("#progress-text")).to_contain_text("step 30")
+    assert not is_wider_than_window(page)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_in_light_and_dark(open_page, tmp_path, scheme):
+    page = open_page(live(write_run(tmp_path / "run", 3, ended=False), NOW), "/#components", color_scheme=scheme)
+    expect(page.locator("[data-name=reward-server]")).to_be_visible()
+    for selector in ("h1", ".muted >> nth=0", ".component dd >> nth=0", ".pill.good", ".pill.bad", "nav a"):
+        assert contrast(page.locator(selector).first) >= 4.5, selector
+    page.locator("#theme").click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def contrast(element):
+    """The contrast between an element's text and what is behind it, as WCAG 2.1 counts it."""
+    return element.evaluate(
+        """element => {
+            const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+            const over = (colour, below) => {
+                canvas.fillStyle = below; canvas.fillRect(0, 0, 1, 1);
+                canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+                const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
+                return `rgb(${r} ${g} ${b})`;
+            };
+            const parents = [];
+            for (let e = element; e; e = e.parentElement) parents.unshift(getComputedStyle(e).backgroundColor);
+            const background = parents.reduce((below, colour) => over(colour, below), "white");
+            const luminance = (colour) => {
+                over(colour, background);
+                const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => {
+                    const c = v / 255;
+                    return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+                });
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const [a, b] = [luminance(getComputedStyle(element).color), luminance(background)].sort((x, y) => y - x);
+            return (a + 0.05) / (b + 0.05);
+        }"""
+    )
