@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import IO
@@ -74,12 +74,24 @@ Report = Callable[[TaskSpec, int | None, State, str], None]
 """Called with a task, a rank (None: the task as a whole), the state it is in now and a few words on why."""
 
 
+StartNode = Callable[[TaskSpec, int, IO[bytes]], Awaitable[asyncio.subprocess.Process]]
+"""Starts a task's command as the node of a rank, which writes to the given log; its processes carry the node's mark."""
+
+
 class Supervisor:
     """Starts, restarts and ends the processes of one run."""
 
-    def __init__(self, run: Run, report: Report) -> None:
+    def __init__(self, run: Run, report: Report, start_node: StartNode | None = None) -> None:
+        """Makes a supervisor that has not started anything.
+
+        Args:
+            run: the run.
+            report: told of every change.
+            start_node: how a node is started; by default as a process of this machine.
+        """
         self._run = run
         self._report = report
+        self._start_node = start_node or self._start_here
         self._lives = {task.name: _Life() for task in run.group.tasks}
         self._stop: asyncio.Future[int] | None = None
         self._impatient = asyncio.Event()
@@ -231,18 +243,21 @@ class Supervisor:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as log:
             _write_header(log, self._lives[task.name].restarts)
-            leader = await asyncio.create_subprocess_exec(
-                "bash",
-                "-c",
-                task.run,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=node_environment(self._run, task, rank),
-                start_new_session=True,
-            )
+            leader = await self._start_node(task, rank, log)
         self._report(task, rank, State.RUNNING, f"pid {leader.pid}")
         return leader
+
+    async def _start_here(self, task: TaskSpec, rank: int, log: IO[bytes]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            task.run,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env=node_environment(self._run, task, rank),
+            start_new_session=True,
+        )
 
 
 def _write_header(log: IO[bytes], restarts: int) -> None:

@@ -1,0 +1,312 @@
+"""jobgroup.yaml on several hosts, as SkyPilot runs it on Kubernetes: names that resolve, volumes, recoveries."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from scripts.local import processes, spec
+from scripts.local.environment import Run
+from scripts.local.nodes import Addresses
+from scripts.local.spec import TaskSpec
+from scripts.local.supervisor import Outcome, State, Supervisor
+from tests.cluster.network import Network
+
+ROOT = Path(__file__).parents[2]
+NODE = Path(__file__).with_name("node.sh")
+JOB = 7
+OUTSIDER = "outsider"
+"""A host of the network that is no node of the job group."""
+REFRESH_SECONDS = 2.0
+"""SkyPilot writes the hosts files anew every five; with less the tests take less."""
+ANSWER_SECONDS = 20.0
+
+# What the observing host runs: one request, whose answer it prints as JSON.
+_ASK = """
+import json, sys, urllib.error, urllib.request
+method, url, headers, body, seconds = json.loads(sys.argv[1])
+request = urllib.request.Request(url, body.encode() if body else None, headers, method=method)
+try:
+    answer = urllib.request.urlopen(request, timeout=seconds)
+except urllib.error.HTTPError as error:
+    answer = error
+print(json.dumps([answer.status, dict(answer.headers), answer.read().decode(errors="replace")]))
+"""
+
+
+class Answer(NamedTuple):
+    """What a route answered."""
+
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class Cluster:
+    """One launch of jobgroup.yaml. A context manager, after which no process or network namespace is left.
+
+    The local runner's supervisor has the part of SkyPilot's controller. A node that is started again, for whatever
+    reason, gets another address and a fresh disk.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        settings: Mapping[str, str],
+        *,
+        secrets: Mapping[str, str] | None = None,
+        num_nodes: Mapping[str, int] | None = None,
+        disks: Mapping[str, str] | None = None,
+    ) -> None:
+        """Makes a cluster that runs nothing yet.
+
+        Args:
+            directory: becomes the shared volume, in ``volume``, with what else a launch needs.
+            model: MODEL_NAME, a directory.
+            settings: as with ``sky jobs launch --env``.
+            secrets: as with ``--secret``.
+            num_nodes: by task, where other than in jobgroup.yaml.
+            disks: by task, sizes of node disks as tmpfs takes them.
+        """
+        # OMP_NUM_THREADS: the nodes share this machine's few cores.
+        environment = {"MODEL_NAME": str(model), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
+        self.group = spec.load(
+            ROOT / "jobgroup.yaml", spec.Overrides(environment, dict(secrets or {}), dict(num_nodes or {}))
+        )
+        self.volume = directory / "volume"
+        self.volume.mkdir(parents=True, exist_ok=True)
+        self._roots = directory / "roots"
+        self._roots.mkdir(exist_ok=True)
+        self._disks = dict(disks or {})
+        self._kept = [str(ROOT), sys.prefix, sys.base_prefix, str(model)]
+        self._network = Network()
+        self._stop_refreshing = threading.Event()
+        hosts = {task.name: [self._host(task.name, rank) for rank in range(task.num_nodes)] for task in self.group.tasks}
+        self._run = Run(
+            group=self.group,
+            run_id=f"{self.group.name}-{JOB}",
+            shared_dir=self.volume,
+            addresses=Addresses(hosts, {}),
+            mark=f"cluster-{uuid.uuid4().hex}",
+        )
+        self.events: list[tuple[float, str, int | None, State, str]] = []
+        """Monotonic time, task, rank (None: the whole task), state, reason."""
+        self._supervisor = Supervisor(self._run, self._on_change, self._start_node)
+        self._ended: Future[Outcome] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._threads = [threading.Thread(target=target) for target in (self._supervise, self._refresh_names)]
+
+    def __enter__(self) -> Cluster:
+        self._network.__enter__()
+        try:
+            self._network.add(OUTSIDER, {})
+            # SkyPilot starts no `run` before the first nodes of all tasks have an address.
+            for task in self.group.tasks:
+                for rank in range(task.num_nodes):
+                    self._network.add(self._host(task.name, rank), {})
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._network.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            for _ in range(2):  # the second time it waits for nothing
+                if not self._ended.done():
+                    self._loop.call_soon_threadsafe(self._supervisor.stop, 15)
+            self._stop_refreshing.set()
+            for thread in self._threads:
+                thread.join(60)
+            processes.end([self._run.mark], 0)
+        finally:
+            self._network.__exit__()
+
+    # What a test asks
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run.run_dir
+
+    def address(self, node: str) -> str:
+        """A node's present address."""
+        return self._network.hosts[node].address
+
+    def log(self, node: str) -> str:
+        path = self.run_dir / "logs" / f"{node}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The complete lines of metrics.jsonl."""
+        path = self.run_dir / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "summary.json").read_text())
+
+    def restarts(self, task: str) -> int:
+        """How often a task was restarted."""
+        return sum(event[1] == task and event[3] is State.RESTARTING for event in self.events)
+
+    def ask(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        method: str = "GET",
+        body: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        seconds: float = ANSWER_SECONDS,
+    ) -> Answer | None:
+        """Sends one request from a host outside the job group; None when there is no answer.
+
+        ``url`` has names that are resolved as on the nodes, such as ``http://data-server-0.grpo:8000/stats``.
+        """
+        all_headers = {"Content-Type": "application/json", **(headers or {})}
+        if token is not None:
+            all_headers["Authorization"] = f"Bearer {token}"
+        request = json.dumps([method, url, all_headers, body, seconds])
+        done = self._network.run(OUTSIDER, sys.executable, "-I", "-S", "-c", _ASK, request, seconds=seconds + 20)
+        return Answer(*json.loads(done.stdout)) if done.returncode == 0 else None
+
+    def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 240) -> Any:
+        """Waits until ``condition`` gives something true, and returns it. The run must not end meanwhile."""
+        end = time.monotonic() + seconds
+        while not (result := condition()):
+            assert not self._ended.done(), f"the run ended before {what}\n{self.told()}"
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.told()}"
+            time.sleep(0.05)
+        return result
+
+    def wait_for_step(self, step: int, seconds: float = 240) -> None:
+        """Waits until the trainer has completed ``step``."""
+        self.eventually(lambda: any(r["step"] >= step for r in self.metrics()), f"step {step} is done", seconds)
+
+    def wait(self, seconds: float = 400) -> Outcome:
+        """Waits for the end."""
+        try:
+            return self._ended.result(seconds)
+        except TimeoutError:
+            raise AssertionError(f"no end within {seconds:g} s\n{self.told()}") from None
+
+    def told(self, lines: int = 12) -> str:
+        """What happened, and the ends of all logs: for a failed assertion."""
+        start = self.events[0][0] if self.events else 0.0
+        parts = [f"{at - start:7.1f} {task}-{rank} {state.value}: {why}" for at, task, rank, state, why in self.events]
+        for host in self._nodes():
+            parts += [f"--- {host}", *self.log(host).splitlines()[-lines:]]
+        return "\n".join(parts)
+
+    # What a test does to it
+
+    def destroy(self, *nodes: str) -> None:
+        """Takes nodes away as a preemption does: silently, disk included. The controller notices and recovers."""
+        for node in nodes:
+            self._network.cut(node)
+        for node in nodes:
+            task, _, rank = node.rpartition("-")
+            processes.end([f"{self._run.mark}/{task}-{rank}"], 0)
+
+    def cut(self, node: str) -> None:
+        """Takes a node's link down."""
+        self._network.cut(node)
+
+    def mend(self, node: str) -> None:
+        """Takes it up again."""
+        self._network.mend(node)
+
+    def drop_packets(self, node: str, percent: int) -> None:
+        """Loses so many of the packets that go to a node."""
+        self._network.drop_packets(node, percent)
+
+    # The controller
+
+    def _supervise(self) -> None:
+        try:
+            self._ended.set_result(self._loop.run_until_complete(self._supervisor.run()))
+        except BaseException as error:
+            self._ended.set_exception(error)
+            raise
+        finally:
+            self._loop.close()
+
+    def _on_change(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
+        self.events.append((time.monotonic(), task.name, rank, state, why))
+
+    async def _start_node(self, task: TaskSpec, rank: int, log: IO[bytes]) -> asyncio.subprocess.Process:
+        host = self._host(task.name, rank)
+        if self._events_of(host):
+            await asyncio.to_thread(self._network.remove, host)
+            await asyncio.to_thread(self._network.add, host, self._names())
+        names = self._names()
+        self._network.write_names(self._network.hosts[host], names)
+        root = self._roots / f"{host}-{len(self.events)}"
+        root.mkdir()
+        return await asyncio.create_subprocess_exec(
+            *["ip", "netns", "exec", self._network.hosts[host].namespace, "unshare", "--mount", "--uts"],
+            *["sh", str(NODE), str(root), str(self.volume), self._disks.get(task.name, "1g"), host, task.run],
+            *self._kept,
+            cwd=ROOT,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self._environment(task, rank),
+            start_new_session=True,
+        )
+
+    def _events_of(self, host: str) -> list[tuple[float, str, int | None, State, str]]:
+        """What happened to one node."""
+        return [event for event in self.events if f"{event[1]}-{event[2]}" == host]
+
+    def _environment(self, task: TaskSpec, rank: int) -> dict[str, str]:
+        """What a node's command finds: nothing of this machine's, what SkyPilot sets, and the task's own."""
+        number = [other.name for other in self.group.tasks].index(task.name)
+        own_nodes = [self._network.hosts[self._host(task.name, r)].address for r in range(task.num_nodes)]
+        return {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.defpath, "/usr/sbin:/sbin"]),
+            "HOME": "/node",
+            "LANG": "C.UTF-8",
+            "PYTHONUNBUFFERED": "1",
+            **task.environment,
+            "SKYPILOT_JOBGROUP_NAME": self.group.name,
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "\n".join(own_nodes),
+            "SKYPILOT_NUM_NODES": str(task.num_nodes),
+            "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+            "SKYPILOT_TASK_ID": f"sky-managed-2026-01-01-00-00-00-000000_{self.group.name}_{task.name}_{JOB}-{number}",
+            processes.MARK: self._run.node_mark(task, rank),
+        }
+
+    def _refresh_names(self) -> None:
+        while not self._stop_refreshing.wait(REFRESH_SECONDS):
+            for host in self._network.hosts.values():
+                with contextlib.suppress(FileNotFoundError):  # destroyed meanwhile
+                    self._network.write_names(host, self._names())
+
+    def _names(self) -> dict[str, str]:
+        hosts = self._network.hosts
+        return {f"{node}.{self.group.name}": hosts[node].address for node in self._nodes() if node in hosts}
+
+    def _nodes(self) -> list[str]:
+        return [self._host(task.name, rank) for task in self.group.tasks for rank in range(task.num_nodes)]
+
+    @staticmethod
+    def _host(task: str, rank: int) -> str:
+        return f"{task}-{rank}"
