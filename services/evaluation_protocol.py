@@ -10,13 +10,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StrictFloat, StrictInt, model_validator
 
 from services.protocol import Count, Finite, Seed, StrictModel, WireModel
 
 # Their contents are checked by the policy or the environment that gets them, which knows what they should be.
-State = float | list[Any]
-Action = int | float | str | list[Any]
+State = StrictFloat | list[Any]
+Action = StrictInt | StrictFloat | str | list[Any]
 
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]*$")]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._:-]+$")]

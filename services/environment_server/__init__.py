@@ -1,0 +1,1 @@
+"""The environment server: hosts gymnasium and text environments, many episodes at once, over HTTP."""

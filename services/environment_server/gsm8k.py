@@ -1,0 +1,98 @@
+"""Questions of DATASET with a calculator, scored by the reward that training uses."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from services import scaffold
+from services.data_server import sources
+from services.data_server.settings import DataSettings
+from services.environment_server.calculator import CalculationError, calculate
+from services.environment_server.environments import Conversation, EnvironmentBrokenError, Transition
+from services.environment_server.guessing import said
+from services.evaluation_protocol import Action, State
+from services.protocol import RewardItem
+from services.reward_server.pool import WorkerPool
+from services.reward_server.scoring import Scorer
+from services.reward_server.settings import RewardSettings
+
+RULES = (
+    "Solve the question step by step. To calculate, write <calc>12*3.5</calc> and stop; the result comes as the next "
+    "message. End with the answer as a number behind ####."
+)
+MAX_CALLS = 8
+_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The held-out questions, and what scores their answers."""
+
+    rows: sources.Rows
+    scorer: Scorer
+
+
+@asynccontextmanager
+async def open_questions() -> AsyncIterator[Questions]:
+    """Loads the questions and starts the verifiers.
+
+    Raises:
+        ConfigurationError: DATASET cannot be had, or a reward is not right.
+    """
+    data, rewards = DataSettings.load(), RewardSettings.load()
+    rows = (await scaffold.in_background(lambda: sources.load(data))).test
+    pool = WorkerPool(["math"], rewards.model_copy(update={"reward_fn": "math"}))
+    await pool.start()
+    try:
+        yield Questions(rows, Scorer(rewards.model_copy(update={"reward_fn": "math"}), pool))
+    finally:
+        await pool.stop()
+
+
+class QuestionWithCalculator(Conversation):
+    """One question. What is said without a call of the calculator is the answer, which ends the episode."""
+
+    def __init__(self, questions: Questions, turns: int) -> None:
+        self._questions = questions
+        self._left = turns
+        self._messages: list[dict[str, str]] = []
+        self._question = self._ground_truth = ""
+
+    async def reset(self, seed: int) -> State:
+        """Draws a question."""
+        rows = self._questions.rows
+        row = rows.take([random.Random(seed).randrange(len(rows))])[0]
+        self._question, self._ground_truth = row.question, row.ground_truth
+        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": row.question}]
+        return list(self._messages)
+
+    async def step(self, action: Action) -> Transition:
+        """Calculates, or scores the answer."""
+        text = said(action)
+        calls = _CALL.findall(text)
+        self._left -= 1
+        self._messages.append({"role": "assistant", "content": text})
+        if not calls or "####" in text:
+            return Transition(list(self._messages), await self._score(text), terminated=True)
+        results = "\n".join(_answer(expression) for expression in calls[:MAX_CALLS])
+        self._messages.append({"role": "user", "content": results})
+        return Transition(list(self._messages), 0.0, truncated=self._left == 0)
+
+    async def _score(self, text: str) -> float:
+        item = RewardItem(prompt=self._question, response=text, ground_truth=self._ground_truth)
+        result = (await self._questions.scorer.score([item]))[0]
+        if result.reward is None:
+            # Never 0: what could not be scored is no wrong answer.
+            raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
+        return result.reward
+
+
+def _answer(expression: str) -> str:
+    try:
+        return f"{expression.strip()} = {calculate(expression)}"
+    except CalculationError as error:
+        return f"the calculator says: {error}"

@@ -1,0 +1,83 @@
+"""The environment server's settings."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+from pydantic import AnyHttpUrl, Field, TypeAdapter, field_validator
+
+from services.settings import Settings
+
+
+class EnvironmentSettings(Settings):
+    """What the environment server reads from its environment."""
+
+    environment_server_listen_host: str | None = Field(
+        default=None, description="Address that the environment server listens on."
+    )
+    environment_server_listen_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Port that the environment server listens on; default 8081."
+    )
+
+    environment: str = Field(
+        default="CartPole-v1",
+        min_length=1,
+        max_length=100,
+        description="The environment of requests that name none: a gymnasium id, `module:Id` for one that a module of "
+        "yours registers, `gsm8k` (questions of DATASET, with a calculator) or `guessing` (a number to guess).",
+    )
+    environment_server_name: str = Field(
+        default_factory=lambda: default_name(),
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$",
+        description="Under which name the evaluation head accounts for this server; default the machine's name.",
+    )
+    environment_max_episodes: int = Field(
+        default=1024, ge=1, description="Episodes held at once; further ones are refused with 429."
+    )
+    environment_max_steps: int = Field(
+        default=10_000,
+        ge=1,
+        description="An episode is truncated after that many steps, whatever its environment says.",
+    )
+    environment_idle_seconds: float = Field(
+        default=300.0, gt=0, description="An episode that nobody steps for that long is dropped."
+    )
+    environment_step_seconds: float = Field(
+        default=30.0, gt=0, description="One reset or step may take that long; then its episode is lost."
+    )
+    environment_text_turns: int = Field(
+        default=10, ge=1, le=1000, description="Answers that a text environment allows; then the episode is truncated."
+    )
+
+    eval_head_endpoint: str | None = Field(
+        default=None,
+        description="Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its "
+        "own and asks that head for the actions.",
+    )
+    environment_push_episodes: int = Field(
+        default=8, ge=1, le=1024, description="Episodes that are played at once with EVAL_HEAD_ENDPOINT."
+    )
+    environment_push_total: int | None = Field(
+        default=None, ge=1, description="Episodes to play with EVAL_HEAD_ENDPOINT; default without end."
+    )
+    environment_push_policy: str | None = Field(
+        default=None, min_length=1, max_length=100, description="Which of the head's policies plays; default its first."
+    )
+    environment_push_seed: int = Field(
+        default=0, ge=0, lt=2**31, description="Seed of the first episode played with EVAL_HEAD_ENDPOINT."
+    )
+
+    @field_validator("eval_head_endpoint")
+    @classmethod
+    def _is_an_address(cls, text: str | None) -> str | None:
+        if text is None:
+            return None
+        address = text if "://" in text else f"http://{text}"
+        TypeAdapter(AnyHttpUrl).validate_python(address)
+        return address.rstrip("/")
+
+
+def default_name() -> str:
+    """The machine's name, without what a name may not have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".-_")[:100] or "environment-server"

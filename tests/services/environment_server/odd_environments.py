@@ -1,0 +1,75 @@
+"""Environments that misbehave: ``ENVIRONMENT=tests.services.environment_server.odd_environments:Odd/Sleepy-v0``."""
+
+import threading
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+RELEASE = threading.Event()
+"""Set by a test to let hanging environments go."""
+
+
+class Plain(gymnasium.Env):
+    """Observes how many steps were taken; never ends by itself."""
+
+    observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
+    action_space = spaces.Discrete(4)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(1), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(1, float(self.steps)), 1.0, False, False, {}
+
+
+class Broken(Plain):
+    """Action 0 goes well, 1 raises, 2 gives NaN as a state, 3 NaN as a reward."""
+
+    def step(self, action):
+        state, reward, *rest = super().step(action)
+        if action == 1:
+            raise RuntimeError("a gear fell off")
+        return (state * np.nan if action == 2 else state), (np.nan if action == 3 else reward), *rest
+
+
+class Sleepy(Plain):
+    """Action 1 hangs."""
+
+    def step(self, action):
+        if action == 1:
+            RELEASE.wait(30)
+        return super().step(action)
+
+
+class Unborn(Plain):
+    """Cannot be reset."""
+
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no world today")
+
+
+class Unshaped(Plain):
+    """Has observations without a fixed size."""
+
+    observation_space = spaces.Sequence(spaces.Discrete(3))
+
+
+class Composed(Plain):
+    """Observes a dictionary and takes several indices."""
+
+    observation_space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,), np.float32)})
+    action_space = spaces.MultiDiscrete([2, 3])
+
+    def reset(self, *, seed=None, options=None):
+        return {"a": 2, "b": np.array([0.25, 0.5], np.float32)}, {}
+
+    def step(self, action):
+        return {"a": int(action.sum()) % 3, "b": np.zeros(2, np.float32)}, float(action[1]), True, False, {}
+
+
+for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed):
+    gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)

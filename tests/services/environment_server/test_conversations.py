@@ -1,0 +1,113 @@
+"""The text environments: a guessing game, and questions with a calculator scored as in training."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from services.environment_server.calculator import CalculationError, calculate
+from services.environment_server.guessing import GuessingGame
+
+
+async def play(client: Any, episode: dict[str, Any], *actions: str) -> list[dict[str, Any]]:
+    results = []
+    for step, action in enumerate(actions):
+        item = {"episode": episode["episode"], "step": step, "action": action}
+        results.append((await client.post("/step", json={"steps": [item]})).json()["results"][0])
+    return results
+
+
+async def test_a_number_is_found_by_bisection() -> None:
+    game = GuessingGame(10)
+    await game.reset(5)
+    low, high = 1, 100
+    for _ in range(7):
+        guess = (low + high) // 2
+        transition = await game.step(f"Perhaps {guess}?")
+        if transition.terminated:
+            break
+        reply = transition.state[-1]["content"]
+        low, high = (guess + 1, high) if reply == "Higher." else (low, guess - 1)
+    assert transition.terminated
+    assert transition.reward == 1.0
+
+
+async def test_a_game_without_the_right_guess_is_truncated(serving: Any, app: Any) -> None:
+    async with serving(app(environment="guessing", environment_text_turns=2)) as client:
+        episode = (await client.post("/reset", json={"seed": 1})).json()["episodes"][0]
+        assert "2 guesses" in episode["state"][0]["content"]
+        first, last = await play(client, episode, "no idea", "-5")
+        assert first["status"] == "running"
+        assert "found no number" in first["state"][-1]["content"]
+        assert (last["status"], last["episode_return"]) == ("truncated", 0.0)
+
+
+async def test_a_conversation_takes_text_only(serving: Any, app: Any) -> None:
+    async with serving(app(environment="guessing")) as client:
+        episode = (await client.post("/reset", json={})).json()["episodes"][0]
+        item = {"episode": episode["episode"], "step": 0, "action": 5}
+        result = (await client.post("/step", json={"steps": [item]})).json()["results"][0]
+        assert result["status"] == "refused"
+
+
+async def test_questions_are_answered_with_the_calculator_and_scored(
+    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATASET", "arithmetic")
+    monkeypatch.setenv("REWARD_WORKERS", "1")
+    async with serving(app(environment="gsm8k", environment_text_turns=3)) as client:
+        reset = (await client.post("/reset", json={"seed": 11, "episodes": 3})).json()
+        assert reset["environment"]["state"]["kind"] == "messages"
+        right, wrong, endless = reset["episodes"]
+        a, operation, b = re.search(r"(\d+)\s*([-+*])\s*(\d+)", right["state"][-1]["content"]).groups()
+        value = {"+": int(a) + int(b), "-": int(a) - int(b), "*": int(a) * int(b)}[operation]
+        called, answered = await play(client, right, f"<calc>{a}{operation}{b}</calc>", f"So it is\n#### {value}")
+        assert called["state"][-1]["content"] == f"{a}{operation}{b} = {value}"
+        assert (called["status"], answered["status"], answered["reward"]) == ("running", "terminated", 1.0)
+        assert (await play(client, wrong, "#### 987654"))[-1]["reward"] == 0.0
+        assert (await play(client, endless, *["<calc>1/0</calc>"] * 3))[-1]["status"] == "truncated"
+        again = (await client.post("/reset", json={"seed": 11})).json()["episodes"][0]
+        assert again["state"] == right["state"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1+2*3", "7"),
+        ("(1 + 2) * 3", "9"),
+        ("1/3", "0.333333"),
+        ("0.1+0.2", "0.3"),
+        ("-2/3", "-0.666667"),
+        ("$1,200 * 5%", "60"),
+        ("2^10", "1024"),
+        ("7 × 8 − 6 ÷ 2", "53"),  # noqa: RUF001
+        ("2**-2", "0.25"),
+    ],
+)
+def test_the_calculator_is_exact(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        ("1/0", "zero"),
+        ("9**9**9", "exponents"),
+        ("(9**60)**60", "too large"),
+        ("open('f')", "only numbers"),
+        ("x+1", "only numbers"),
+        ("True+1", "only numbers"),
+        ("1+", "no expression"),
+        ("", "no expression"),
+        ("(" * 150, "no expression"),
+        ("1" * 201, "more than 200"),
+        ("1e300", "too large"),
+        ("1e400", "no expression"),
+        ("\x00", "no expression"),
+    ],
+)
+def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression: str, says: str) -> None:
+    with pytest.raises(CalculationError, match=says):
+        calculate(expression)

@@ -1,0 +1,243 @@
+"""What an environment server answers: episodes over HTTP, repeated, wrong, hanging and lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from services.errors import ConfigurationError
+from tests.services.environment_server import odd_environments
+from tests.services.environment_server.conftest import ODD
+from tests.services.waiting import stats_show
+
+
+async def begin(client: Any, **request: Any) -> list[dict[str, Any]]:
+    response = await client.post("/reset", json=request)
+    assert response.status_code == 200, response.text
+    return response.json()["episodes"]
+
+
+async def take(client: Any, *steps: tuple[str, int, Any]) -> list[dict[str, Any]]:
+    items = [{"episode": episode, "step": step, "action": action} for episode, step, action in steps]
+    response = await client.post("/step", json={"steps": items})
+    assert response.status_code == 200, response.text
+    return response.json()["results"]
+
+
+async def test_an_episode_over_http_is_the_one_that_gymnasium_plays(serving: Any, app: Any) -> None:
+    environment = gymnasium.make("CartPole-v1")
+    state, _ = environment.reset(seed=7)
+    async with serving(app()) as client:
+        episode = (await begin(client, seed=7))[0]
+        assert episode["seed"] == 7
+        assert np.allclose(episode["state"], state)
+        total, steps, done = 0.0, 0, False
+        while not done:
+            action = steps % 2
+            result = (await take(client, (episode["episode"], steps, action)))[0]
+            state, reward, terminated, truncated, _ = environment.step(action)
+            total, steps, done = total + reward, steps + 1, terminated or truncated
+            assert np.array_equal(np.float32(result["state"]), state)
+            assert (result["steps"], result["episode_return"]) == (steps, total)
+            assert result["status"] == ("terminated" if terminated else "truncated" if truncated else "running")
+
+
+async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        episodes = await begin(client, episodes=64, seed=100)
+        assert [episode["seed"] for episode in episodes] == list(range(100, 164))
+        assert len({episode["episode"] for episode in episodes}) == 64
+        results = await take(client, *((e["episode"], 0, 1) for e in reversed(episodes)))
+        assert [r["episode"] for r in results] == [e["episode"] for e in reversed(episodes)]
+        assert (await client.get("/stats")).json()["active"] == 64
+        closed = await client.post("/close", json={"episodes": [e["episode"] for e in episodes[:10]] + ["who"]})
+        assert closed.json() == {"closed": 10, "unknown": 1}
+        assert (await client.get("/stats")).json()["active"] == 54
+
+
+async def test_a_reset_says_what_states_and_actions_are(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        info = (await client.post("/reset", json={"environment": "Pendulum-v1"})).json()["environment"]
+        assert info["state"] == {"kind": "numbers", "shape": [3]}
+        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
+        info = (await client.post("/reset", json={})).json()["environment"]
+        assert (info["id"], info["action"]["kind"], info["action"]["count"]) == ("CartPole-v1", "index", 2)
+
+
+async def test_a_repeated_request_takes_no_second_step(serving: Any, app: Any) -> None:
+    async with serving(app(environment=f"{ODD}Plain-v0")) as client:
+        first = await begin(client, request_id="r", seed=1)
+        assert await begin(client, request_id="r", seed=1) == first
+        episode = first[0]["episode"]
+        once = await take(client, (episode, 0, 0))
+        assert await take(client, (episode, 0, 0)) == once
+        assert (await take(client, (episode, 1, 0)))[0]["steps"] == 2
+        assert (await client.get("/stats")).json()["episodes"]["steps"] == 2
+        early = (await take(client, (episode, 9, 0)))[0]
+        assert early["status"] == "refused"
+        assert "stands at step 2" in early["detail"]
+
+
+async def test_the_last_step_can_be_asked_for_again_after_the_episodes_end(serving: Any, app: Any) -> None:
+    async with serving(app(environment=f"{ODD}Plain-v0", environment_max_steps=2)) as client:
+        episode = (await begin(client))[0]["episode"]
+        await take(client, (episode, 0, 0))
+        last = await take(client, (episode, 1, 0))
+        assert (last[0]["status"], last[0]["episode_return"]) == ("truncated", 2.0)
+        assert await take(client, (episode, 1, 0)) == last
+        assert (await take(client, (episode, 2, 0)))[0]["status"] == "refused"
+
+
+@pytest.mark.parametrize("action", [2, -1, 0.5, True, "left", [1], [], None, 10**30, [[0], [1, 2]]])
+async def test_an_action_that_does_not_fit_is_refused_and_leaves_the_episode(
+    serving: Any, app: Any, action: Any
+) -> None:
+    async with serving(app()) as client:
+        episode = (await begin(client, seed=1))[0]["episode"]
+        response = await client.post("/step", json={"steps": [{"episode": episode, "step": 0, "action": action}]})
+        if response.status_code != 200:
+            assert response.status_code == 422
+        else:
+            result = response.json()["results"][0]
+            assert result["status"] == "refused"
+            assert "0 to 1" in result["detail"]
+        assert (await take(client, (episode, 0, 1)))[0]["steps"] == 1
+
+
+async def test_numbers_beyond_the_bounds_are_clipped_and_wrong_shapes_refused(serving: Any, app: Any) -> None:
+    async with serving(app(environment="Pendulum-v1")) as client:
+        within, beyond, wrong = await begin(client, episodes=3)
+        assert (await take(client, (wrong["episode"], 0, [1.0, 2.0])))[0]["status"] == "refused"
+        twins = [(await begin(client, seed=3))[0]["episode"] for _ in range(2)]
+        results = await take(client, (twins[0], 0, [2.0]), (twins[1], 0, [1e9]))
+        assert results[0]["state"] == results[1]["state"]
+        assert within["seed"] + 1 == beyond["seed"]
+
+
+async def test_composed_states_are_flattened_and_several_indices_taken(serving: Any, app: Any) -> None:
+    async with serving(app(environment=f"{ODD}Composed-v0")) as client:
+        reply = (await client.post("/reset", json={})).json()
+        assert reply["environment"]["state"]["shape"] == [5]
+        assert reply["episodes"][0]["state"] == [0.0, 0.0, 1.0, 0.25, 0.5]
+        episode = reply["episodes"][0]["episode"]
+        assert (await take(client, (episode, 0, [1, 3])))[0]["status"] == "refused"
+        result = (await take(client, (episode, 0, [1, 2])))[0]
+        assert (result["status"], result["reward"]) == ("terminated", 2.0)
+
+
+@pytest.mark.parametrize(("action", "says"), [(1, "a gear fell off"), (2, "not finite"), (3, "reward nan")])
+async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app: Any, action: int, says: str) -> None:
+    async with serving(app(environment=f"{ODD}Broken-v0")) as client:
+        first, broken, last = [e["episode"] for e in await begin(client, episodes=3)]
+        results = await take(client, (first, 0, 0), (broken, 0, action), (last, 0, 0))
+        assert [r["status"] for r in results] == ["running", "lost", "running"]
+        assert says in results[1]["detail"]
+        assert (await take(client, (broken, 0, 0)))[0]["status"] == "lost"
+        stats = (await client.get("/stats")).json()
+        assert (stats["active"], stats["episodes"]["lost"]) == (2, 1)
+
+
+async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: Any, app: Any) -> None:
+    odd_environments.RELEASE.clear()
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.3)) as client:
+        hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
+        async with asyncio.timeout(10):
+            results = await take(client, (hangs, 0, 1), (goes_on, 0, 0))
+        assert [r["status"] for r in results] == ["lost", "running"]
+        assert "ENVIRONMENT_STEP_SECONDS" in results[0]["detail"]
+        assert (await client.get("/stats")).json()["stuck"] == 1
+        odd_environments.RELEASE.set()
+        await stats_show(client, lambda stats: stats["stuck"] == 0)
+
+
+async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving: Any, app: Any) -> None:
+    odd_environments.RELEASE.clear()
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.05)) as client:
+        episodes = [e["episode"] for e in await begin(client, episodes=9)]
+        await take(client, *((episode, 0, 1) for episode in episodes))
+        assert (await client.get("/health")).status_code == 503
+        refused = await client.post("/reset", json={})
+        assert refused.status_code == 503
+        assert "restarted" in refused.json()["detail"]
+        odd_environments.RELEASE.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("NoSuchGame-v0", "NoSuchGame"),
+        ("os:CartPole-v1", "import a module"),
+        ("Odd/Unborn-v0", "no world today"),
+        ("Odd/Unshaped-v0", "observations"),
+        ("../../etc/passwd", "etc/passwd"),
+    ],
+)
+async def test_an_environment_that_cannot_be_had_is_refused_with_the_reason(
+    serving: Any, app: Any, name: str, says: str
+) -> None:
+    async with serving(app(environment=f"{ODD}Plain-v0")) as client:
+        response = await client.post("/reset", json={"environment": name})
+        assert response.status_code == 422
+        assert says in response.json()["detail"]
+        assert (await client.get("/stats")).json()["active"] == 0
+        assert "CartPole-v1" in (await client.get("/environments")).json()["environments"]
+
+
+async def test_a_server_whose_own_environment_cannot_be_had_does_not_start(serving: Any, app: Any) -> None:
+    with pytest.raises(ConfigurationError, match="ENVIRONMENT is 'NoSuchGame-v0'"):
+        async with serving(app(environment="NoSuchGame-v0")):
+            pass
+
+
+async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any) -> None:
+    async with serving(app(environment_max_episodes=4)) as client:
+        await begin(client, episodes=3)
+        full = await client.post("/reset", json={"episodes": 2})
+        assert full.status_code == 429
+        assert int(full.headers["Retry-After"]) >= 1
+        assert "1 of 4" in full.json()["detail"]
+        await begin(client, episodes=1)
+
+
+async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any) -> None:
+    async with serving(app(environment_idle_seconds=0.05)) as client:
+        episode = (await begin(client))[0]["episode"]
+        await stats_show(client, lambda stats: stats["active"] == 0)
+        result = (await take(client, (episode, 0, 1)))[0]
+        assert result["status"] == "lost"
+        assert "reset a new one" in result["detail"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"steps": []},
+        {"steps": [{"episode": "a", "step": -1, "action": 0}]},
+        {"steps": [{"episode": "a b", "step": 0, "action": 0}]},
+        {"steps": [{"episode": "a", "step": 0, "action": 0}] * 2},
+        {"steps": [{"episode": "a", "step": 0, "action": {"left": 1}}]},
+    ],
+)
+async def test_malformed_steps_are_refused(serving: Any, app: Any, body: Any) -> None:
+    async with serving(app()) as client:
+        assert (await client.post("/step", json=body)).status_code == 422
+
+
+async def test_nan_is_no_action(serving: Any, app: Any) -> None:
+    async with serving(app(environment="Pendulum-v1")) as client:
+        text = '{"steps": [{"episode": "a", "step": 0, "action": [NaN]}]}'
+        response = await client.post("/step", content=text, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400
+
+
+async def test_health_tells_the_head_who_this_is_but_not_its_key(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        first = (await client.get("/health")).json()
+        assert (first["name"], first["environment"], first["pushing"]) == ("test-server", "CartPole-v1", False)
+    async with serving(app()) as client:
+        assert (await client.get("/health")).json()["instance"] != first["instance"]

@@ -1,0 +1,104 @@
+"""Playing against a head: reports arrive once, restarts of the head are waited out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from services.environment_server import player
+from services.evaluation_protocol import EvaluateReply, EvaluateRequest
+from tests.services.environment_server.conftest import ODD
+from tests.services.run_page.serving import served
+from tests.services.waiting import eventually, stats_show
+
+
+class Head:
+    """A head of the test's own: answers 0, writes down what it is told, and fails when told to."""
+
+    def __init__(self) -> None:
+        self.requests: list[EvaluateRequest] = []
+        self.failing = False
+        self.action: Any = 0
+        self.app = FastAPI()
+
+        @self.app.post("/evaluate")
+        async def evaluate(request: EvaluateRequest) -> Any:
+            if self.failing:
+                return JSONResponse({"detail": "not now"}, 503, {"Retry-After": "0"})
+            self.requests.append(request)
+            count = len(request.all_states)
+            return EvaluateReply(policy="zero", policy_versions=[1] * count, actions=[self.action] * count)
+
+    @property
+    def finished(self) -> list[Any]:
+        return [report for request in self.requests for report in request.finished]
+
+
+@pytest.fixture
+def head() -> Head:
+    return Head()
+
+
+async def test_episodes_are_played_and_each_is_reported_once(serving: Any, app: Any, head: Head) -> None:
+    with served(head.app) as url:
+        options = {"environment": f"{ODD}Plain-v0", "environment_max_steps": 3, "eval_head_endpoint": url}
+        async with serving(app(**options, environment_push_episodes=4, environment_push_total=10)) as client:
+            await eventually(lambda: len(head.finished) == 10)
+            stats = (await client.get("/stats")).json()
+            assert (await client.get("/health")).json()["pushing"] is True
+    assert sorted(report.seed for report in head.finished) == list(range(10))
+    assert {(report.steps, report.episode_return) for report in head.finished} == {(3, 3.0)}
+    assert len({report.episode for report in head.finished}) == 10
+    assert (stats["push"]["finished"], stats["push"]["trouble"], stats["active"]) == (10, None, 0)
+    positions = [position for request in head.requests for position in request.episodes or []]
+    assert {(p.step, p.episode_return) for p in positions} == {(0, 0.0), (1, 1.0), (2, 2.0)}
+    assert len({request.instance_key for request in head.requests}) == 1
+    assert {request.server for request in head.requests} == {"test-server"}
+
+
+async def test_a_head_that_is_away_costs_no_episode(
+    serving: Any, app: Any, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(player, "REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(player, "REFUSED_PAUSE_SECONDS", 0.05)
+    with served(head.app) as url:
+        options = {"environment": f"{ODD}Plain-v0", "environment_max_steps": 50, "eval_head_endpoint": url}
+        async with serving(app(**options, environment_push_episodes=2, environment_push_total=2)) as client:
+            await eventually(lambda: len(head.requests) > 5)
+            head.failing = True
+            await stats_show(client, lambda stats: stats["push"]["trouble"] is not None)
+            head.failing = False
+            await eventually(lambda: len(head.finished) == 2)
+            push = (await client.get("/stats")).json()["push"]
+    assert {report.steps for report in head.finished} == {50}
+    assert (push["lost"], push["trouble"]) == (0, None)
+
+
+async def test_an_action_that_does_not_fit_gives_the_episode_up(serving: Any, app: Any, head: Head) -> None:
+    head.action = 99
+    with served(head.app) as url:
+        options = {"environment": "CartPole-v1", "eval_head_endpoint": url, "environment_push_total": 2}
+        async with serving(app(**options)) as client:
+            await eventually(lambda: bool(head.requests))
+            stats = await stats_show(client, lambda stats: stats["push"]["lost"] == 2)
+    assert "allowed is a whole number" in stats["push"]["trouble"]
+    assert stats["active"] == 0
+    assert head.finished == []
+
+
+def test_the_service_plays_as_a_process_and_ends_when_told(start_service: Any, head: Head) -> None:
+    with served(head.app) as url:
+        server = start_service(
+            "services.environment_server", EVAL_HEAD_ENDPOINT=url, ENVIRONMENT_PUSH_TOTAL="4", LOG_LEVEL="warning"
+        )
+        deadline = time.monotonic() + 30
+        while len(head.finished) < 4:
+            assert time.monotonic() < deadline, server.log
+            time.sleep(0.05)
+        assert httpx.get(f"{server.url}/stats", trust_env=False).json()["push"]["finished"] == 4
+        assert server.terminate() == 0
