@@ -1,12 +1,14 @@
 """The HTTP client below all clients: JSON over HTTP with a token, deadlines, and retries that are bounded and counted.
 
 A request is tried again when the service could not be reached, did not answer in time, or said that it cannot now
-(429, 502, 503, 504): the services' routes may be repeated without harm. Anything else is final.
+(429, 502, 503, 504): the services' routes may be repeated without harm. Anything else is final. Its deadline alone
+bounds the tries, so that a node has as long as the settings say to come back, however quickly connecting to it fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -27,7 +29,13 @@ RETRIES = Counter("client_retries", "Requests that were tried again.", ["service
 # recovered under another address is found.
 KEEP_ALIVE_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
-MAX_ATTEMPTS = 12
+
+# A node that is destroyed says nothing: a connection to it stays open, and an answer that may take minutes is waited
+# for in vain. So the system probes the other side after some silence, and gives the connection up if nothing comes.
+SILENCE_SECONDS = 10
+PROBE_SECONDS = 5
+PROBES = 3
+GIVEN_UP_SECONDS = SILENCE_SECONDS + PROBES * PROBE_SECONDS
 
 _RETRIED_STATUS = frozenset({429, 502, 503, 504})
 _RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)
@@ -82,7 +90,7 @@ class HttpClient:
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            limits=httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS),
+            transport=transport(httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS)),
             # A proxy from the environment must not come between the nodes of a job group.
             trust_env=False,
         )
@@ -148,7 +156,7 @@ class HttpClient:
         try:
             async with asyncio.timeout(seconds):
                 async for attempt in stamina.retry_context(
-                    on=_backoff, attempts=MAX_ATTEMPTS, timeout=seconds, wait_initial=0.1, wait_max=5.0, wait_jitter=0.2
+                    on=_backoff, attempts=None, timeout=seconds, wait_initial=0.1, wait_max=5.0, wait_jitter=0.2
                 ):
                     with attempt:
                         attempts = attempt.num
@@ -235,6 +243,26 @@ class HttpClient:
                 f"{self.service} answered {response.url} with something else than a {reply_model.__name__} "
                 f"({where}: {first['msg']}); is another program or version listening there?"
             ) from error
+
+
+def transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
+    """Connections that end GIVEN_UP_SECONDS after the other side fell silent, where the system can tell."""
+    options = [
+        # macOS calls the first by another name; the last is for what was sent and never acknowledged.
+        ("TCP_KEEPIDLE", SILENCE_SECONDS),
+        ("TCP_KEEPALIVE", SILENCE_SECONDS),
+        ("TCP_KEEPINTVL", PROBE_SECONDS),
+        ("TCP_KEEPCNT", PROBES),
+        ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
+    ]
+    return httpx.AsyncHTTPTransport(
+        limits=limits,
+        trust_env=False,
+        socket_options=[
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)),
+        ],
+    )
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from services import endpoints
 from services.errors import DependencyLostError
-from services.http_client import HttpClient, RequestRefusedError
+from services.http_client import HttpClient, RequestRefusedError, transport
 
 ROUTER_SECONDS = 30.0
 PROBE_SECONDS = 5.0
@@ -118,6 +118,7 @@ class WorkerControl:
             base_url=self.url,
             headers=headers,
             timeout=httpx.Timeout(timeout, connect=5.0),
+            transport=transport(httpx.Limits()),
             trust_env=False,
         )
 

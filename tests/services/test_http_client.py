@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -123,6 +124,22 @@ async def test_nobody_listening_is_a_lost_dependency() -> None:
     async with client(script) as http:
         with pytest.raises(DependencyLostError, match="ConnectError"):
             await http.get_json("/ask", Answer, deadline=0.5)
+
+
+async def test_a_service_may_take_as_long_to_come_back_as_the_deadline_says() -> None:
+    trouble: list[tuple[int, str, str] | float | None] = [(503, "Retry-After: 0\r\n", "")] * 40
+    async with listening(Script([*trouble, GOOD])) as script, client(script) as http:
+        assert (await http.get_json("/ask", Answer, deadline=600)).answer == 42
+    assert len(script.requests) == 41
+
+
+async def test_a_silent_connection_is_given_up() -> None:
+    async with listening(Script([GOOD])) as script, client(script) as http:
+        response = await http.request("GET", "/ask")
+        connection = response.extensions["network_stream"].get_extra_info("socket")
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+        assert probes * connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) < 30
 
 
 async def test_another_program_at_the_address_is_recognised() -> None:
