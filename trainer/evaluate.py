@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from math import comb
 
+from services.accuracy import CORRECT, pass_at_k
 from services.clients import DataClient, RewardClient
 from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, Split
 from services.rollout_client import RolloutClient, SamplingParams
@@ -14,8 +14,6 @@ from trainer.config import TrainerSettings
 from trainer.experience import derive_seed
 
 PROMPTS_A_REQUEST = 256
-CORRECT = 1.0 - 1e-9
-"""A reward of at least this is a right answer."""
 
 
 class Evaluator:
@@ -111,8 +109,3 @@ def sample_metrics(scores: Sequence[Sequence[float]], k: int) -> dict[str, float
             pass_at_k(len(s), sum(r >= CORRECT for r in s), min(k, len(s))) for s in scores
         ),
     }
-
-
-def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate that one of k samples is right, from n samples (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -120,7 +120,7 @@ def load(settings: DataSettings) -> Source:
     if settings.dataset == "arithmetic":
         train, test = _arithmetic(settings)
         name = "arithmetic"
-    elif _is_path(settings.dataset):
+    elif is_path(settings.dataset):
         train, test = _files(settings)
         name = Path(settings.dataset).stem
     else:
@@ -142,7 +142,8 @@ def load(settings: DataSettings) -> Source:
     return Source(name, form, train_rows, test_rows, dict(refused))
 
 
-def _is_path(dataset: str) -> bool:
+def is_path(dataset: str) -> bool:
+    """Whether DATASET names a file."""
     # "owner/name" on the hub has one slash and no file's ending.
     return Path(dataset).suffix in FILE_TYPES or dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1
 

@@ -1,0 +1,1 @@
+"""Evaluates checkpoints over any number of inference servers; ``scripts.evaluate`` is the command."""

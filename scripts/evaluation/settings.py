@@ -1,0 +1,75 @@
+"""The evaluation's settings: environment variables, which options of the command line win over.
+
+They share their names with those of a training run where they mean the same, so that a run's ``--env-file`` evaluates a
+checkpoint as it was trained.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field, field_validator
+
+from services.settings import Settings
+
+
+class SchedulerName(StrEnum):
+    """Where the servers come from."""
+
+    LOCAL = "local"
+    ENDPOINTS = "endpoints"
+    SKYPILOT = "skypilot"
+
+
+class WorkflowName(StrEnum):
+    """How an answer comes about."""
+
+    SINGLE_TURN = "single-turn"
+    AGENT = "agent"
+
+
+class EvaluationSettings(Settings):
+    """What an evaluation reads from its environment."""
+
+    model_name: str = Field(
+        default="Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="The model: a hub name or a directory."
+    )
+    max_new_tokens: int = Field(default=512, ge=1, description="Longest completion, in tokens; an agent's, a turn.")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="Temperature of the samples; greedy is beside it.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the samples; 1 cuts nothing.")
+    seed: int = Field(default=0, ge=0, description="Seed of the sampling and of the bootstrap.")
+    eval_prompts: int = Field(default=0, ge=0, description="Evaluate the first so many prompts; 0: all.")
+    eval_samples: int = Field(
+        default=0, ge=0, le=1024, description="Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."
+    )
+    eval_k: str = Field(
+        default="",
+        pattern=r"^(\d+(,\d+)*)?$",
+        description="Each k of pass@k and maj@k, with commas; default powers of two up to EVAL_SAMPLES, and that.",
+    )
+    eval_concurrency: int = Field(
+        default=64, ge=1, description="Prompts, or an agent's episodes, in flight at one server (or router)."
+    )
+    eval_prompt_seconds: float = Field(default=600.0, gt=0, description="Longest time that one prompt may take.")
+    eval_start_seconds: float = Field(
+        default=60.0, gt=0, description="How long to wait for the first server that runs elsewhere."
+    )
+    eval_lost_seconds: float = Field(
+        default=600.0, gt=0, description="How long no server at all may answer before the evaluation gives up."
+    )
+    eval_resamples: int = Field(default=2000, ge=100, le=100_000, description="Resamples of the bootstrap.")
+
+    @field_validator("eval_k")
+    @classmethod
+    def _k_is_positive(cls, text: str) -> str:
+        if any(int(k) == 0 for k in text.split(",") if k):
+            raise ValueError("k is 1 or more")
+        return text
+
+    @property
+    def ks(self) -> list[int]:
+        """Each k, in order."""
+        if self.eval_k:
+            return sorted({int(k) for k in self.eval_k.split(",")})
+        powers = [2**i for i in range(self.eval_samples.bit_length()) if 2**i <= self.eval_samples]
+        return sorted({*powers, self.eval_samples} - {0})
