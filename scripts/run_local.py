@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -23,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary
+from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, watchdog
 from scripts.local.environment import Run
 from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
@@ -88,7 +86,7 @@ def main(
             if dry_run:
                 plan(console, run)
                 raise typer.Exit
-            with _locked(run), _watchdog(run):
+            with _locked(run), watchdog.guard(run.mark):
                 directory.record_nodes(run)
                 exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
     except ConfigurationError as error:
@@ -160,20 +158,6 @@ def _locked(run: Run) -> Iterator[None]:
             raise ConfigurationError(
                 f"run {run.run_id} is already running in {run.run_dir}; end it or give another --run-id"
             ) from error
-        yield
-
-
-@contextlib.contextmanager
-def _watchdog(run: Run) -> Iterator[None]:
-    """Has the run's processes ended even if this one is killed."""
-    environment_without_mark = {name: value for name, value in os.environ.items() if name != processes.MARK}
-    # Leaving the context closes its input, whereupon it finds nothing to end and ends itself.
-    with subprocess.Popen(
-        [sys.executable, "-m", "scripts.local.watchdog", run.mark],
-        stdin=subprocess.PIPE,
-        env=environment_without_mark,
-        start_new_session=True,
-    ):
         yield
 
 

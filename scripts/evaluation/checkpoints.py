@@ -82,7 +82,8 @@ def vocabulary_size(model: str) -> int:
     except (OSError, ValueError, AttributeError, KeyError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"--model {model!r}: its configuration cannot be loaded: {line[:300]}; give a Hugging Face name or directory"
+            f"--model {model!r}: its configuration cannot be loaded: {line[:300]}; give a Hugging Face name or "
+            f"directory"
         ) from error
 
 
@@ -92,8 +93,8 @@ def _checkpoint(model: str) -> Checkpoint:
         return Checkpoint(_slug(str(path)), str(path.resolve()), _step(_checked(path)))
     if path.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1 or path.exists():
         raise ConfigurationError(
-            f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory of "
-            f"a model"
+            f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
+            f"of a model"
         )
     return Checkpoint(_slug(model), model)
 
@@ -123,7 +124,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
         if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
             found.append(final)
     if not found:
-        raise ConfigurationError(f"--run {str(run_dir)!r} has neither policy/v* nor model/; is it the directory of a run?")
+        raise ConfigurationError(f"--run {str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from scripts.evaluation.samples import Kind, Sample, SampleStore
 from scripts.evaluation.servers import ServerPool, refusal
-from scripts.evaluation.workflows import AgentFailedError, Score, Workflow
+from scripts.evaluation.workflows import AgentFailedError, Score, ScoringLostError, Workflow
 from services.accuracy import CORRECT
 from services.clients import RewardClient
 from services.errors import ConfigurationError, DependencyLostError
@@ -72,7 +72,7 @@ class Scorer:
         """One result an item; those that stay without a reward say why.
 
         Raises:
-            DependencyLostError: the reward-server does not answer for long.
+            ScoringLostError: the reward-server does not answer for long.
         """
         results = await self._ask(items)
         for _ in range(SCORE_TRIES - 1):
@@ -89,9 +89,9 @@ class Scorer:
         while True:
             try:
                 return await self._client.score(items)
-            except DependencyLostError:
+            except DependencyLostError as error:
                 if time.monotonic() > end:
-                    raise
+                    raise ScoringLostError(str(error)) from error
                 await asyncio.sleep(SCORE_PAUSE_SECONDS)
 
 
@@ -119,7 +119,8 @@ class Evaluation:
         """Makes what is missing; ``watch`` is told of every step.
 
         Raises:
-            DependencyLostError: servers or reward-server do not answer for long. What is done is kept.
+            DependencyLostError: no server answers for long. What is done is kept.
+            ScoringLostError: the reward-server does not.
             ConfigurationError: every single prompt or episode fails.
         """
         wanted = {key for prompt in self._prompts for key in self._keys(prompt)}
@@ -195,7 +196,7 @@ class Evaluation:
         ]
         try:
             results = iter(await self._score(items) if items else [])
-        except DependencyLostError:
+        except ScoringLostError:
             # The next life scores them.
             self._store.add(samples)
             raise
@@ -215,9 +216,9 @@ class Evaluation:
         if fresh:
             progress.fresh += len(samples)
             progress.tokens += sum(sample.completion_tokens for sample in samples)
-        judged = [s.result.reward for s in samples if s.kind is Kind.GREEDY and s.result and s.result.reward is not None]
-        progress.greedy += len(judged)
-        progress.correct += sum(reward >= CORRECT for reward in judged)
+        rewards = [s.result.reward for s in samples if s.kind is Kind.GREEDY and s.result is not None]
+        progress.greedy += sum(reward is not None for reward in rewards)
+        progress.correct += sum(reward is not None and reward >= CORRECT for reward in rewards)
 
     def _leave_out(self, work: Work, reason: str, detail: str, count: int | None = None) -> None:
         left_out = self.progress.left_out

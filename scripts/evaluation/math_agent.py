@@ -52,9 +52,7 @@ async def solve(example: Example, *, base_url: str, api_key: str, http_client: h
     )
     try:
         # Traces would go to OpenAI.
-        run = await Runner.run(
-            agent, example.prompt, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True)
-        )
+        run = await Runner.run(agent, example.prompt, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True))
     except (MaxTurnsExceeded, ModelBehaviorError):
         # The model never came to an answer, or called what there is not: that is a wrong answer, not a failure.
         return 0.0

@@ -105,7 +105,7 @@ def _majority(answers: Sequence[Answer]) -> float:
 
 
 def same_answer(text: str) -> str | Fraction:
-    """What two spellings of one answer have in common: the number where it is one, else the text without white space."""
+    """What two spellings of one answer share: the number where it is one, else the text without white space."""
     number = quantity(text)
     return "".join(text.split()).casefold() if number is None else number.value
 

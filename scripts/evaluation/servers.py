@@ -1,7 +1,7 @@
 """The inference servers of an evaluation: work goes to the least busy that lives, and moves on when its server dies.
 
-A server is a router, an SGLang or a rollout node: all speak the same. What a dead one was doing is done again elsewhere,
-so it costs time and nothing else. A server that answers again is used again.
+A server is a router, an SGLang or a rollout node: all speak the same. What a dead one was doing is done again
+elsewhere, so it costs time and nothing else. A server that answers again is used again.
 """
 
 from __future__ import annotations

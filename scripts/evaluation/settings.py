@@ -7,10 +7,13 @@ checkpoint as it was trained.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
 from services.settings import Settings
+
+MATH_AGENT = "scripts.evaluation.math_agent:solve"
 
 
 class SchedulerName(StrEnum):
@@ -38,6 +41,20 @@ class EvaluationSettings(Settings):
     temperature: float = Field(default=1.0, gt=0, le=10, description="Temperature of the samples; greedy is beside it.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the samples; 1 cuts nothing.")
     seed: int = Field(default=0, ge=0, description="Seed of the sampling and of the bootstrap.")
+    eval_split: str = Field(
+        default="test",
+        min_length=1,
+        description="`test`, `train`, `all` (both), or any other split of a Hugging Face dataset.",
+    )
+    eval_workflow: WorkflowName = Field(
+        default=WorkflowName.SINGLE_TURN, description="`single-turn`, or `agent`: a callable that talks to the model."
+    )
+    eval_agent: str = Field(
+        default=MATH_AGENT, description="The agent, as `module:function`; the default has the tools add and multiply."
+    )
+    eval_output: Path = Field(
+        default=Path("runs/evaluations"), description="Evaluations are in directories below, by model and dataset."
+    )
     eval_prompts: int = Field(default=0, ge=0, description="Evaluate the first so many prompts; 0: all.")
     eval_samples: int = Field(
         default=0, ge=0, le=1024, description="Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."

@@ -23,11 +23,14 @@ from services.errors import ConfigurationError, DependencyLostError
 from services.protocol import Completion, FinishReason, Message, Prompt, RewardItem, RewardResult, RewardStatus
 from services.rollout_client import SamplingParams
 
-MATH_AGENT = "scripts.evaluation.math_agent:solve"
 NO_KEY = "none"
 """Sent as the API key where the servers ask for none: OpenAI's client insists on one."""
 
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
+
+
+class ScoringLostError(Exception):
+    """The reward-server does not answer: no fault of an inference server, nor of an agent."""
 
 
 class AgentFailedError(Exception):
@@ -212,7 +215,7 @@ class AgentWorkflow:
                 reward = await called if inspect.isawaitable(called) else called
         except TimeoutError as error:
             raise AgentFailedError(f"the agent took more than {self._seconds:g} s") from error
-        except DependencyLostError:
+        except (DependencyLostError, ScoringLostError):
             raise
         # Whatever an agent's library raises: one failed episode must not end the others.
         except Exception as error:

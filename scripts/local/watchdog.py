@@ -6,12 +6,30 @@ of the runner, however it came about.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import subprocess
 import sys
+from collections.abc import Iterator
 
 from scripts.local import processes
 
 GRACE_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def guard(mark: str) -> Iterator[None]:
+    """Has the processes marked ``mark`` ended even if this process is killed."""
+    environment_without_mark = {name: value for name, value in os.environ.items() if name != processes.MARK}
+    # Leaving the context closes its input, whereupon it finds nothing to end and ends itself.
+    with subprocess.Popen(
+        [sys.executable, "-m", "scripts.local.watchdog", mark],
+        stdin=subprocess.PIPE,
+        env=environment_without_mark,
+        start_new_session=True,
+    ):
+        yield
 
 
 def main() -> None:
