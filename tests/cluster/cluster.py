@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import psutil
+
 from scripts.local import processes, spec
 from scripts.local.environment import Run
 from scripts.local.nodes import Addresses
@@ -96,7 +98,9 @@ class Cluster:
         self._kept = [str(ROOT), sys.prefix, sys.base_prefix, str(model)]
         self._network = Network()
         self._stop_refreshing = threading.Event()
-        hosts = {task.name: [self._host(task.name, rank) for rank in range(task.num_nodes)] for task in self.group.tasks}
+        hosts = {
+            task.name: [self._host(task.name, rank) for rank in range(task.num_nodes)] for task in self.group.tasks
+        }
         self._run = Run(
             group=self.group,
             run_id=f"{self.group.name}-{JOB}",
@@ -161,9 +165,17 @@ class Cluster:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.run_dir / "summary.json").read_text())
 
-    def restarts(self, task: str) -> int:
-        """How often a task was restarted."""
-        return sum(event[1] == task and event[3] is State.RESTARTING for event in self.events)
+    def nodes(self) -> list[str]:
+        """The nodes of all tasks."""
+        return [self._host(task.name, rank) for task in self.group.tasks for rank in range(task.num_nodes)]
+
+    def on_node(self, node: str, *command: str) -> str:
+        """What a command prints that runs in a node's network."""
+        return self._network.run(node, *command).stdout
+
+    def processes(self) -> list[psutil.Process]:
+        """The processes that there are on any node."""
+        return processes.marked(self._run.mark)
 
     def ask(
         self,
@@ -210,16 +222,20 @@ class Cluster:
         """What happened, and the ends of all logs: for a failed assertion."""
         start = self.events[0][0] if self.events else 0.0
         parts = [f"{at - start:7.1f} {task}-{rank} {state.value}: {why}" for at, task, rank, state, why in self.events]
-        for host in self._nodes():
+        for host in self.nodes():
             parts += [f"--- {host}", *self.log(host).splitlines()[-lines:]]
         return "\n".join(parts)
 
     # What a test does to it
 
-    def destroy(self, *nodes: str) -> None:
-        """Takes nodes away as a preemption does: silently, disk included. The controller notices and recovers."""
+    def destroy(self, *nodes: str, noticed_after: float = 2.0) -> None:
+        """Takes nodes away as a preemption does: silently, disk included. The controller notices and recovers the task.
+
+        Before it does the trainer runs into the silence: steps are shorter, and every step needs every node.
+        """
         for node in nodes:
             self._network.cut(node)
+        time.sleep(noticed_after)
         for node in nodes:
             task, _, rank = node.rpartition("-")
             processes.end([f"{self._run.mark}/{task}-{rank}"], 0)
@@ -252,11 +268,10 @@ class Cluster:
 
     async def _start_node(self, task: TaskSpec, rank: int, log: IO[bytes]) -> asyncio.subprocess.Process:
         host = self._host(task.name, rank)
-        if self._events_of(host):
-            await asyncio.to_thread(self._network.remove, host)
-            await asyncio.to_thread(self._network.add, host, self._names())
-        names = self._names()
-        self._network.write_names(self._network.hosts[host], names)
+        if rank == 0 and self._events_of(host):
+            # Recovered: every node of the task is another. The first to start is told the addresses of all.
+            await asyncio.to_thread(self._replace_nodes, task)
+        self._network.write_names(self._network.hosts[host], self._names())
         root = self._roots / f"{host}-{len(self.events)}"
         root.mkdir()
         return await asyncio.create_subprocess_exec(
@@ -270,6 +285,12 @@ class Cluster:
             env=self._environment(task, rank),
             start_new_session=True,
         )
+
+    def _replace_nodes(self, task: TaskSpec) -> None:
+        for rank in range(task.num_nodes):
+            self._network.remove(self._host(task.name, rank))
+        for rank in range(task.num_nodes):
+            self._network.add(self._host(task.name, rank), {})
 
     def _events_of(self, host: str) -> list[tuple[float, str, int | None, State, str]]:
         """What happened to one node."""
@@ -302,10 +323,7 @@ class Cluster:
 
     def _names(self) -> dict[str, str]:
         hosts = self._network.hosts
-        return {f"{node}.{self.group.name}": hosts[node].address for node in self._nodes() if node in hosts}
-
-    def _nodes(self) -> list[str]:
-        return [self._host(task.name, rank) for task in self.group.tasks for rank in range(task.num_nodes)]
+        return {f"{node}.{self.group.name}": hosts[node].address for node in self.nodes() if node in hosts}
 
     @staticmethod
     def _host(task: str, rank: int) -> str:

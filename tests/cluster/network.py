@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+ROOT = Path(__file__).parents[2]
 PREFIX = "grpo-test"
 FILES = Path("/etc/netns")
 BRIDGE = "bridge0"
@@ -68,15 +70,17 @@ class Network:
     """A bridge and the hosts on it. A context manager that leaves nothing behind."""
 
     def __init__(self) -> None:
-        _sweep()
         self._id = f"{PREFIX}-{os.getpid()}-{next(_NUMBERS)}"
         self._switch = f"{self._id}-switch"
         self._hosts: dict[str, Host] = {}
         self._names = 0
 
     def __enter__(self) -> Network:
-        _run("ip", "netns", "add", self._switch)
+        # It holds the other end of our pipe, so it clears up whatever becomes of this process.
+        command = [sys.executable, "-m", "tests.cluster.network", self._id]
+        self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, start_new_session=True)
         try:
+            _run("ip", "netns", "add", self._switch)
             self._batch(f"link add {BRIDGE} type bridge", f"link set {BRIDGE} up", namespace=self._switch)
         except BaseException:
             self.__exit__()
@@ -84,9 +88,9 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in list(self._hosts):
-            self.remove(name)
-        _delete(self._switch)
+        assert self._cleaner.stdin is not None
+        self._cleaner.stdin.close()
+        self._cleaner.wait(2 * COMMAND_SECONDS)
 
     @property
     def hosts(self) -> dict[str, Host]:
@@ -175,9 +179,14 @@ def _delete(namespace: str) -> None:
     shutil.rmtree(FILES / namespace, ignore_errors=True)
 
 
-def _sweep() -> None:
-    """Removes what sessions that were killed left behind."""
-    for path in [*Path("/run/netns").glob(f"{PREFIX}-*"), *FILES.glob(f"{PREFIX}-*")]:
-        pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            _delete(path.name)
+def clear_up(prefix: str) -> None:
+    """Removes every host and bridge of a network, with all processes on them."""
+    for path in [*Path("/run/netns").glob(f"{prefix}-*"), *FILES.glob(f"{prefix}-*")]:
+        _delete(path.name)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    clear_up(sys.argv[1])

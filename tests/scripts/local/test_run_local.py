@@ -57,6 +57,102 @@ def test_recoverable_exit_codes_cost_no_budget(tmp_path):
     assert ended.record["restarts"] == {"ppo-trainer": 2}
 
 
+def test_recoverable_exit_codes_leave_the_budget_to_errors(tmp_path):
+    # Lost, failed, lost, failed: the second error is one too many, and the losses between are not counted.
+    command = "echo x >> starts; case $(wc -l < starts) in 1 | 3) exit 33 ;; *) exit 5 ;; esac"
+    fields = recovery(max_restarts_on_errors=1, recover_on_exit_codes=[33])
+    ended = run(tmp_path, task("ppo-trainer", command, resources=fields))
+    assert ended.exit_code == 5
+    assert ended.record["restarts"] == {"ppo-trainer": 3}
+
+
+def test_without_job_recovery_nothing_is_restarted(tmp_path):
+    ended = run(tmp_path, task("ppo-trainer", "echo x >> starts; exit 33"))
+    assert ended.exit_code == 33
+    assert (tmp_path / "starts").read_text().split() == ["x"]
+
+
+def test_a_task_succeeds_when_all_its_nodes_have(tmp_path):
+    command = "if [ $SKYPILOT_NODE_RANK = 1 ]; then sleep 1; touch late; fi"
+    assert run(tmp_path, task("ppo-trainer", command, num_nodes=2)).exit_code == 0
+    assert (tmp_path / "late").exists()
+
+
+def test_a_node_killed_for_another_ones_failure_does_not_hide_its_exit_code(tmp_path):
+    command = "if [ $SKYPILOT_NODE_RANK = 1 ]; then exit 7; fi; exec sleep 60"
+    ended = run(tmp_path, task("ppo-trainer", command, num_nodes=2))
+    assert ended.exit_code == 7
+    assert "ppo-trainer-0 stopped, exit code 137" in ended.output
+
+
+def test_a_node_that_was_killed_counts_as_an_error(tmp_path):
+    command = "echo x >> starts; if [ $(wc -l < starts) = 1 ]; then kill -9 $$; fi"
+    recoverable = recovery(max_restarts_on_errors=0, recover_on_exit_codes=[33])
+    (tmp_path / "without").mkdir()
+    assert run(tmp_path / "without", task("ppo-trainer", command, resources=recoverable)).exit_code == 137
+    (tmp_path / "with").mkdir()
+    ended = run(tmp_path / "with", task("ppo-trainer", command, resources=recovery(max_restarts_on_errors=1)))
+    assert ended.exit_code == 0
+
+
+def test_the_run_ends_when_all_primary_tasks_have_succeeded(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "touch first"),
+        task("collector", "until [ -e first ]; do sleep 0.01; done; sleep 1; touch second"),
+        task("reward-server", "until [ -e second ]; do sleep 0.01; done; touch saw-both; exec sleep 60"),
+        header=HEADER.replace("[ppo-trainer]", "[ppo-trainer, collector]") + "termination_delay: 2s\n",
+    )
+    assert ended.exit_code == 0
+    assert (tmp_path / "saw-both").exists()
+
+
+def test_the_run_fails_with_the_first_primary_task_that_does(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "exec sleep 60"),
+        task("collector", "exit 9"),
+        header=HEADER.replace("[ppo-trainer]", "[ppo-trainer, collector]"),
+    )
+    assert ended.exit_code == 9
+    assert ended.seconds < 30 * busy()
+
+
+def test_an_auxiliary_that_is_gone_for_good_does_not_fail_the_run(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "until [ -e gone ]; do sleep 0.01; done; sleep 1"),
+        task("reward-server", "touch gone; exit 1"),
+    )
+    assert ended.exit_code == 0
+    assert "reward-server failed, exit code 1" in ended.output
+
+
+def test_an_auxiliary_that_succeeds_is_not_started_again(tmp_path):
+    ended = run(
+        tmp_path,
+        task("ppo-trainer", "until [ -e done ]; do sleep 0.01; done; sleep 1"),
+        task("reward-server", "echo x >> starts; touch done", resources=recovery(max_restarts_on_errors=3)),
+    )
+    assert ended.exit_code == 0
+    assert (tmp_path / "starts").read_text().split() == ["x"]
+
+
+def test_auxiliaries_stay_while_the_trainer_is_restarted(tmp_path):
+    ended = run(
+        tmp_path,
+        task(
+            "ppo-trainer",
+            "until [ -e up ]; do sleep 0.01; done; echo x >> starts; if [ $(wc -l < starts) = 1 ]; then exit 33; fi",
+            resources=recovery(recover_on_exit_codes=[33]),
+        ),
+        task("reward-server", "echo x >> service-starts; touch up; exec sleep 60"),
+    )
+    assert ended.exit_code == 0
+    assert ended.record["restarts"] == {"ppo-trainer": 1}
+    assert (tmp_path / "service-starts").read_text().split() == ["x"]
+
+
 def test_one_failing_node_restarts_all_nodes_of_its_task(tmp_path):
     command = """
         echo x >> starts-$SKYPILOT_NODE_RANK

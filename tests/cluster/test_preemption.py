@@ -1,0 +1,76 @@
+"""A node is destroyed in the middle of a step and its task comes back elsewhere; only the shared volume survives."""
+
+from collections import Counter
+
+import orjson
+import pytest
+
+from services.replay_buffer.settings import ReplaySettings
+from services.replay_buffer.state import State
+from tests.cluster.cluster import Cluster
+from tests.cluster.conftest import BATCH, RUN, STEPS, Finished
+
+# The limit is for a hang; a run takes about a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+PREEMPTED_AFTER = 4
+
+
+def slow(*nodes: str):
+    return pytest.param(nodes, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        ("rollout-server-0",),
+        ("ppo-trainer-0", "ppo-trainer-1"),
+        slow("replay-buffer-0"),
+        slow("data-server-0"),
+        slow("reward-server-0"),
+        slow("rollout-server-1"),
+        slow("ppo-trainer-0"),
+        slow("ppo-trainer-1"),
+    ],
+    ids=" and ".join,
+)
+def test_a_run_survives_a_preemption(undisturbed, tiny_model, tmp_path, nodes):
+    with Cluster(tmp_path, tiny_model, RUN) as cluster:
+        cluster.wait_for_step(PREEMPTED_AFTER)
+        before = cluster.address(nodes[0])
+        cluster.destroy(*nodes)
+        outcome = cluster.wait()
+        assert outcome.restarts == {nodes[0].rpartition("-")[0]: 1}, cluster.told()
+        assert cluster.address(nodes[0]) != before
+        assert_same_run(Finished(cluster, outcome), undisturbed)
+
+
+def assert_same_run(run: Finished, undisturbed: Finished) -> None:
+    """Asserts that a run lost nothing, did nothing twice and learnt what the undisturbed one did."""
+    told = run.cluster.told()
+    assert run.outcome.exit_code == 0, told
+    assert run.cluster.summary()["status"] == "succeeded"
+    assert [record["step"] for record in run.metrics()] == list(range(1, STEPS + 1))
+    assert number_of_groups(run) == STEPS * BATCH, "a group was lost"
+    uses = uses_of_prompts(run)
+    assert set(uses.values()) == {1}, f"prompts were used twice in an epoch: {uses.most_common(5)}"
+    assert len(uses) == STEPS * BATCH, "a prompt was left out"
+    rewards = [record["reward_mean"] for record in run.metrics()]
+    assert rewards == [record["reward_mean"] for record in undisturbed.metrics()], told
+    assert run.model.read_bytes() == undisturbed.model.read_bytes(), "it learnt something else"
+
+
+def uses_of_prompts(run: Finished) -> Counter[str]:
+    """How many steps trained on each group; a group's id has its epoch and the prompt's place in it."""
+    lines = (run.cluster.run_dir / "samples.jsonl").read_bytes().splitlines()
+    samples = [orjson.loads(line) for line in lines]
+    return Counter(group for _, group in {(sample["step"], sample["group_id"]) for sample in samples})
+
+
+def number_of_groups(run: Finished) -> int:
+    """How many groups the replay buffer's files hold."""
+    state = State(ReplaySettings(replay_dir=run.cluster.run_dir / "replay"))
+    try:
+        return len(state.groups)
+    finally:
+        state.close()
