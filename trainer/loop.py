@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import torch
 
+from services import memory
 from services.errors import ConfigurationError, DependencyLostError
 from services.logs import get_logger
 from services.protocol import Cursor, SampledGroup
@@ -194,6 +195,8 @@ class TrainingLoop:
         """Gives the rollout workers the policy."""
         self._phase("publish")
         started = time.perf_counter()
+        # Rollout workers on the same machine need room for the new weights beside the old.
+        memory.release()
         metrics = self.publisher.publish(self.state.policy_version)
         if self.settings.publish_probe:
             metrics |= self.probe()

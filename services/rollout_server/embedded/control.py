@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from services import scaffold
+from services import memory, scaffold
 from services.logs import get_logger
 from services.problems import ProblemError
 from services.rollout_server.embedded import wire
@@ -157,7 +157,9 @@ async def _change(served: Served, weights: Weights, version: str | None, *, flus
     change = served.engine.change_weights(
         weights, served.engine.version if version is None else version, keeps_caches=not flush_cache
     )
-    return await wait_for(change)
+    paused = await wait_for(change)
+    await scaffold.in_background(memory.release)
+    return paused
 
 
 async def _told(what: str, work: Callable[[], Awaitable[int | None]], **context: Any) -> Response:

@@ -12,6 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from services import memory
 from services.errors import ConfigurationError
 from services.rollout_server.embedded.cache import KVCache
 from services.rollout_server.embedded.model import Model, Weights, pack_weights
@@ -88,6 +89,7 @@ def load(settings: RolloutSettings) -> Loaded:
             f"MODEL_NAME={settings.model_name} with ENGINE_MAX_TOTAL_TOKENS={max_tokens} does not fit into memory "
             f"({error}); lower the number, or take a smaller model"
         ) from error
+    memory.release()
     return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer), max_running)
 
 
