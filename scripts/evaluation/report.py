@@ -15,7 +15,7 @@ from rich.table import Table
 
 from scripts.evaluation.checkpoints import Checkpoint
 from scripts.evaluation.evaluation import Progress
-from scripts.evaluation.metrics import GREEDY, Answer, Estimate, PromptAnswers, accuracy, by_category, lengths
+from scripts.evaluation.metrics import Answer, Estimate, PromptAnswers, accuracy, by_category, lengths
 from scripts.evaluation.samples import Key, Kind, Sample
 from services.protocol import FinishReason, Prompt
 
@@ -188,12 +188,17 @@ def _more_rows(everything: Sequence[Results]) -> list[tuple[str, list[str]]]:
 
 
 def _category_table(results: Results) -> Table:
-    names = list(results.metrics)
+    names = _headline(results)
     table = Table("category", "prompts", *names, title=f"{results.name} by category", title_justify="left")
     for category, metrics in results.categories.items():
         prompts = max((estimate.prompts for estimate in metrics.values()), default=0)
         table.add_row(category, str(prompts), *(_estimate(metrics.get(name)) for name in names))
     return table
+
+
+def _headline(results: Results) -> list[str]:
+    """One metric of a kind: of pass@k and maj@k that with the largest k."""
+    return list({name.partition("@")[0]: name for name in results.metrics}.values())
 
 
 def _estimate(estimate: Estimate | None) -> str:
@@ -222,9 +227,7 @@ def write_curve(directory: Path, everything: Sequence[Results]) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    # One line a kind of metric: of pass@k and maj@k that with the largest k.
-    shown = {name.partition("@")[0]: name for name in everything[-1].metrics if name != GREEDY}
-    for name in [GREEDY, *shown.values()]:
+    for name in _headline(everything[-1]):
         line = [(p["step"], r.metrics[name]) for p, r in zip(points, everything, strict=True) if name in r.metrics]
         steps, estimates = [step for step, _ in line], [estimate for _, estimate in line]
         axes.plot(steps, [estimate.value for estimate in estimates], marker="o", markersize=3, label=name)

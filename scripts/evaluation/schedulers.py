@@ -166,7 +166,8 @@ async def _ready(reward: Endpoint, router: Endpoint | None) -> None:
     if router is None:
         return
     async with RouterControl(router, token) as control, asyncio.timeout(LOCAL_START_SECONDS):
-        while not (await control.is_healthy() and await control.healthy_workers()):
+        # The router tells nobody by itself.
+        while not (await control.is_healthy() and await control.healthy_workers()):  # noqa: ASYNC110
             await asyncio.sleep(POLL_SECONDS)
 
 

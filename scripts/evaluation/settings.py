@@ -62,7 +62,7 @@ class EvaluationSettings(Settings):
     eval_k: str = Field(
         default="",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="Each k of pass@k and maj@k, with commas; default powers of two up to EVAL_SAMPLES, and that.",
+        description="Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that.",
     )
     eval_concurrency: int = Field(
         default=64, ge=1, description="Prompts, or an agent's episodes, in flight at one server (or router)."
@@ -88,5 +88,6 @@ class EvaluationSettings(Settings):
         """Each k, in order."""
         if self.eval_k:
             return sorted({int(k) for k in self.eval_k.split(",")})
-        powers = [2**i for i in range(self.eval_samples.bit_length()) if 2**i <= self.eval_samples]
+        # pass@1 and maj@1 are avg@n.
+        powers = [2**i for i in range(1, self.eval_samples.bit_length())]
         return sorted({*powers, self.eval_samples} - {0})
