@@ -21,6 +21,6 @@ def release() -> None:
 @cache
 def _trim() -> Callable[[int], int] | None:
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError):  # macOS, musl, Windows
         return None
