@@ -22,6 +22,8 @@ TABLES = (
     ("rollout-server", "services.rollout_server.settings", "RolloutSettings"),
     ("reward-server", "services.reward_server.settings", "RewardSettings"),
     ("replay-buffer", "services.replay_buffer.settings", "ReplaySettings"),
+    ("environment-server", "services.environment_server.settings", "EnvironmentSettings"),
+    ("Evaluation of checkpoints", "scripts.evaluation.settings", "EvaluationSettings"),
 )
 
 INTRODUCTION = """# Configuration
@@ -36,13 +38,19 @@ This page is generated from the settings classes by `make docs`; `make test` che
 
 def page() -> str:
     """The whole page."""
-    classes = [(heading, getattr(importlib.import_module(module), name)) for heading, module, name in TABLES]
+    classes = [(heading, settings_class(module, name)) for heading, module, name in TABLES]
     common = set(Settings.model_fields)
     parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
-    for heading, settings_class in classes:
-        own = {name: field for name, field in settings_class.model_fields.items() if name not in common}
+    for heading, its_class in classes:
+        own = {name: field for name, field in its_class.model_fields.items() if name not in common}
         parts += [f"## {heading}\n", _table(own)]
     return "\n".join(parts)
+
+
+def settings_class(module: str, name: str) -> type[Settings]:
+    """The class, whose module is imported only here."""
+    found: type[Settings] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
@@ -65,10 +73,10 @@ def _text(description: str) -> str:
     return description.replace("|", "\\|").replace("\n", " ")
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """Writes the page, or with --check says whether it is up to date."""
     text = page()
-    if "--check" not in sys.argv[1:]:
+    if "--check" not in arguments:
         TARGET.write_text(text)
         return 0
     if TARGET.exists() and TARGET.read_text() == text:
@@ -78,4 +86,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
