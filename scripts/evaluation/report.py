@@ -58,6 +58,16 @@ class Results:
         """For results.json."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Results:
+        """What ``as_dict`` gave."""
+        categories = {name: _estimates(metrics) for name, metrics in content["categories"].items()}
+        return cls(**{**content, "metrics": _estimates(content["metrics"]), "categories": categories})
+
+
+def _estimates(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Estimate]:
+    return {name: Estimate(**numbers) for name, numbers in metrics.items()}
+
 
 def results_of(
     checkpoint: Checkpoint,

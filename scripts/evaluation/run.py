@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,7 +30,9 @@ from services.errors import ConfigurationError
 from services.reward_server.settings import RewardSettings
 
 RESULTS_MARK = "results.json: "
-"""Begins the line by which a job tells its results."""
+"""Begins the line by which a job tells its results; skypilot.py reads it."""
+VOLUME = "/shared/"
+SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Plan:
         dataset = DataSettings.load().dataset
         if scheduler is SchedulerName.SKYPILOT:
             # Where these models are is the cluster's affair.
-            found = [Checkpoint(re.sub(r"[^A-Za-z0-9._-]+", "-", model.strip("/")), model) for model in models]
+            found = _on_the_cluster(models, run_dir)
         else:
             found = checkpoints.resolve(models, run_dir)
         if scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
@@ -100,6 +104,16 @@ class Plan:
         return self.output if len(self.checkpoints) == 1 else self.output / checkpoint.name
 
 
+def _on_the_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
+    here = [model for model in models if Path(model).is_dir() and not model.startswith(VOLUME)]
+    if here or run_dir is not None:
+        raise ConfigurationError(
+            f"--scheduler skypilot: {here[0] if here else run_dir} is a directory of this machine; give a model's name "
+            f"on the hub, or a directory of the volume such as {VOLUME}runs/grpo-17/model"
+        )
+    return [Checkpoint(re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-"), model) for model in models]
+
+
 def _check(settings: EvaluationSettings, scheduler: SchedulerName, urls: Sequence[str], discover: str | None) -> None:
     too_large = [k for k in settings.ks if k > settings.eval_samples]
     if too_large:
@@ -120,11 +134,12 @@ async def evaluate(plan: Plan, console: Console, *, live: bool) -> None:
         ConfigurationError: something cannot be had or does not go together.
         DependencyLostError: servers do not answer. What is done is kept.
     """
-    if plan.scheduler is SchedulerName.SKYPILOT:
-        raise NotImplementedError
     everything = []
     for checkpoint in plan.checkpoints:
-        results = await _evaluate_one(plan, checkpoint, console, live=live)
+        if plan.scheduler is SchedulerName.SKYPILOT:
+            results = await _evaluate_by_skypilot(plan, checkpoint, console)
+        else:
+            results = await _evaluate_here(plan, checkpoint, console, live=live)
         report.write_json(plan.directory(checkpoint) / report.RESULTS, results.as_dict())
         everything.append(results)
     if len(everything) > 1:
@@ -139,7 +154,32 @@ async def evaluate(plan: Plan, console: Console, *, live: bool) -> None:
         print(RESULTS_MARK + json.dumps(content), flush=True)
 
 
-async def _evaluate_one(plan: Plan, checkpoint: Checkpoint, console: Console, *, live: bool) -> report.Results:
+async def _evaluate_by_skypilot(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
+    from scripts.evaluation import skypilot
+
+    settings = plan.settings
+    # Where it writes, and its shared volume, are the job's own.
+    ours = {"jobgroup_token", "shared_dir", "run_id", "log_level", "log_format", "eval_output", "model_name"}
+    given = settings.model_dump(mode="json", include=settings.model_fields_set - ours)
+    variables = {
+        **plan.variables,
+        **{name.upper(): str(value) for name, value in given.items()},
+        "DATASET": plan.dataset,
+        "MODEL_NAME": checkpoint.model,
+    }
+    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    content = await asyncio.to_thread(
+        skypilot.launch,
+        f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"),
+        plan.num_servers,
+        {name: value for name, value in variables.items() if name not in secrets},
+        secrets,
+        lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
+    )
+    return report.Results.from_dict(content)
+
+
+async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *, live: bool) -> report.Results:
     settings = plan.settings
     directory = plan.directory(checkpoint)
     # A process of its own: transformers is imported without torch, which nothing here needs.
