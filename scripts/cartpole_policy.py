@@ -1,0 +1,75 @@
+"""Makes a policy that plays CartPole-v1, to try the evaluation head with: ``python -m scripts.cartpole_policy DIR``.
+
+The policy imitates a linear controller that balances the pole: a network of random features whose last layer is fitted
+by ridge regression, in one pass and the same for the same seed. ``--width`` and ``--layers`` make it as costly to run
+as the policy that you have in mind.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from services.evaluation_head.checkpoint import publish_policy
+from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+
+STATE = StateSpec(kind=StateKind.NUMBERS, shape=[4])
+ACTION = ActionSpec(kind=ActionKind.INDEX, count=2)
+# Of position, speed, angle and angular speed: what balances the pole and keeps the cart near the middle.
+CONTROLLER = torch.tensor([0.05, 0.15, 1.0, 0.35])
+SPREAD = torch.tensor([1.0, 1.0, 0.1, 1.0])
+EXAMPLES = 4096
+
+
+class CartPolePolicy(torch.nn.Module):
+    """Scores of the two actions."""
+
+    def __init__(self, width: int, layers: int, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [4, *[width] * layers]
+        blocks: list[torch.nn.Module] = []
+        for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+            linear = torch.nn.Linear(inputs, outputs)
+            torch.nn.init.normal_(linear.weight, std=(2 / inputs) ** 0.5, generator=generator)
+            torch.nn.init.normal_(linear.bias, std=0.1, generator=generator)
+            blocks += [linear, torch.nn.ReLU()]
+        self.trunk = torch.nn.Sequential(*blocks)
+        self.scores = torch.nn.Linear(width, 2)
+        self._fit(generator)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """States [batch, 4] to scores [batch, 2]."""
+        scores: torch.Tensor = self.scores(self.trunk(states / SPREAD.to(states.device)))
+        return scores
+
+    @torch.no_grad()
+    def _fit(self, generator: torch.Generator) -> None:
+        states = torch.randn(EXAMPLES, 4, generator=generator) * SPREAD
+        wanted = states @ CONTROLLER
+        features = self.trunk(states / SPREAD).double()
+        features = torch.cat([features, torch.ones(EXAMPLES, 1, dtype=torch.float64)], dim=1)
+        # In the smaller of the two dual forms: there may be more features than examples.
+        kernel = features @ features.T + 1e-3 * features.square().mean() * torch.eye(EXAMPLES, dtype=torch.float64)
+        weights = (features.T @ torch.linalg.solve(kernel, wanted.double())).float()
+        self.scores.weight.copy_(torch.stack([-weights[:-1], weights[:-1]]))
+        self.scores.bias.copy_(torch.stack([-weights[-1], weights[-1]]))
+
+
+def main() -> None:
+    """Writes one version."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.cartpole_policy", description=__doc__)
+    parser.add_argument("directory", type=Path, help="where versions lie; give it to the head as a policy")
+    parser.add_argument("--version", type=int, default=1, help="default 1; a running head takes up a higher one")
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    policy = CartPolePolicy(given.width, given.layers, given.seed)
+    print(publish_policy(policy, given.directory, given.version, STATE, ACTION))
+
+
+if __name__ == "__main__":
+    main()

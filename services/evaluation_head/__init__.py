@@ -1,0 +1,1 @@
+"""The evaluation head: serves policies to environment servers in batches, and shows what happens."""

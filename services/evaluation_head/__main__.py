@@ -1,0 +1,26 @@
+"""Runs the evaluation head: ``python -m services.evaluation_head``."""
+
+from __future__ import annotations
+
+import sys
+
+from services import endpoints, scaffold
+from services.evaluation_head.app import create_app
+from services.evaluation_head.settings import HeadSettings
+
+if __name__ == "__main__":
+    sys.exit(
+        scaffold.run(
+            create_app,
+            endpoints.Task.EVALUATION_HEAD,
+            endpoints.EVALUATION_HEAD_PORT,
+            HeadSettings,
+            {
+                "policies": "head_policies",
+                "batch-size": "head_batch_size",
+                "timeout-ms": "head_timeout_ms",
+                "device": "head_device",
+                "addresses": "game_server_addresses",
+            },
+        )
+    )

@@ -1,0 +1,150 @@
+"""Torch policies as files: a module exported with a free batch dimension, and what its states and actions are.
+
+``policy.pt2`` is what ``torch.export`` writes, so a head needs none of the code that made the module. Versions lie as
+``v000001/policy.pt2`` below one directory and are renamed into place, as a policy store has them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from torch.export import Dim
+
+from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+from services.policy_store import PolicyStore
+
+FILE_NAME = "policy.pt2"
+_SPEC = "policy.json"
+MAX_BATCH = 65_536
+
+
+class CheckpointError(ValueError):
+    """What lies there is no policy; the message says what and why."""
+
+
+class PolicySpec(BaseModel):
+    """What goes in and what comes out: scores of the indices (the highest wins), or the numbers themselves."""
+
+    state: StateSpec
+    action: ActionSpec
+    parameters: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _has_a_form(self) -> PolicySpec:
+        if self.state.kind is not StateKind.NUMBERS:
+            raise ValueError("states of a torch policy are numbers")
+        if self.action.kind is ActionKind.INDEX and not self.action.count:
+            raise ValueError("an action that is an index needs a count")
+        if self.action.kind not in (ActionKind.INDEX, ActionKind.NUMBERS):
+            raise ValueError("actions of a torch policy are an index or numbers")
+        return self
+
+    @property
+    def output_shape(self) -> list[int]:
+        """What the module gives for one state."""
+        return [self.action.count or 0] if self.action.kind is ActionKind.INDEX else self.action.shape
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint file: ``stamp`` changes when another one lies there."""
+
+    version: int | None
+    file: Path
+    stamp: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A policy that is ready to run."""
+
+    spec: PolicySpec
+    module: torch.nn.Module
+    source: Source
+
+
+def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: ActionSpec) -> None:
+    """Writes ``module`` to ``path``, whole or not at all.
+
+    Args:
+        module: takes float32 states [batch, *state.shape]; gives scores [batch, count] or numbers [batch, *shape].
+        path: the ``.pt2`` file.
+        state: its shape.
+        action: an index or numbers.
+
+    Raises:
+        ValueError: the module gives something else than ``action`` says.
+    """
+    module = module.eval()
+    spec = PolicySpec(state=state, action=action, parameters=sum(p.numel() for p in module.parameters()))
+    example = torch.zeros(2, *state.shape)
+    with torch.no_grad():
+        output = module(example)
+        if list(output.shape) != [2, *spec.output_shape]:
+            raise ValueError(f"the module gives {list(output.shape)} for 2 states; needed is {[2, *spec.output_shape]}")
+        exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim("batch", min=1, max=MAX_BATCH)},))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{os.getpid()}-{path.name}")
+    torch.export.save(exported, hidden, extra_files={_SPEC: spec.model_dump_json()})
+    hidden.rename(path)
+
+
+def publish_policy(
+    module: torch.nn.Module, directory: Path, version: int, state: StateSpec, action: ActionSpec
+) -> Path:
+    """Writes ``module`` as ``version`` below ``directory``, where a running head finds it; returns the file."""
+    store = PolicyStore(directory)
+    save_policy(module, store.begin(version) / FILE_NAME, state, action)
+    return store.commit(version) / FILE_NAME
+
+
+def find(target: Path) -> Source:
+    """The file that ``target`` stands for now: itself, or the newest version below it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    file = target
+    try:
+        newest = PolicyStore(target).newest()
+        file = target if newest is None else newest.path / FILE_NAME
+        about = file.stat()
+    except OSError as error:
+        raise CheckpointError(f"no policy at {file}: {error.strerror}") from error
+    if file.is_dir():
+        raise CheckpointError(f"{file} has no versions; needed is {file}/v000001/{FILE_NAME}, or a .pt2 file")
+    stamp = (newest.version if newest else 0, about.st_mtime_ns, about.st_size, about.st_ino)
+    return Source(newest.version if newest else None, file, stamp)
+
+
+def load(source: Source, device: torch.device) -> Loaded:
+    """Reads a checkpoint and tries it on one state and on several.
+
+    Raises:
+        CheckpointError: it is no policy, or does not give what it says.
+    """
+    about = {_SPEC: ""}
+    try:
+        module = torch.export.load(source.file, extra_files=about).module().to(device)
+        spec = PolicySpec.model_validate_json(about[_SPEC])
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+        raise CheckpointError(
+            f"{source.file} was not written by save_policy: its {_SPEC} is not right ({why})"
+        ) from error
+    # torch raises whatever its readers meet in a file that is damaged or something else.
+    except Exception as error:
+        raise CheckpointError(f"{source.file} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+    for count in (1, 3):
+        try:
+            with torch.inference_mode():
+                shape = list(module(torch.zeros(count, *spec.state.shape, device=device)).shape)
+        except Exception as error:
+            raise CheckpointError(f"{source.file} fails on {count} states: {type(error).__name__}: {error}") from error
+        if shape != [count, *spec.output_shape]:
+            raise CheckpointError(f"{source.file} gives {shape} for {count} states, not {[count, *spec.output_shape]}")
+    return Loaded(spec, module, source)
