@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from scripts.local.environment import Run
 from scripts.local.nodes import Addresses
 from scripts.local.spec import TaskSpec
 from scripts.local.supervisor import Outcome, State, Supervisor
+from services.endpoints import Task
 from tests.cluster.network import Network
 
 ROOT = Path(__file__).parents[2]
@@ -32,18 +34,43 @@ OUTSIDER = "outsider"
 REFRESH_SECONDS = 2.0
 """SkyPilot writes the hosts files anew every five; with less the tests take less."""
 ANSWER_SECONDS = 20.0
+BURST_SECONDS = 0.05
 
-# What the observing host runs: one request, whose answer it prints as JSON.
+# What the outsider runs: requests, whose answers it prints as JSON.
 _ASK = """
-import json, sys, urllib.error, urllib.request
-method, url, headers, body, seconds = json.loads(sys.argv[1])
-request = urllib.request.Request(url, body.encode() if body else None, headers, method=method)
-try:
-    answer = urllib.request.urlopen(request, timeout=seconds)
-except urllib.error.HTTPError as error:
-    answer = error
-print(json.dumps([answer.status, dict(answer.headers), answer.read().decode(errors="replace")]))
+import concurrent.futures, json, sys, urllib.error, urllib.request
+def ask(request):
+    method, url, headers, body, seconds = request
+    request = urllib.request.Request(url, body.encode("latin-1") if body else None, headers, method=method)
+    try:
+        answer = urllib.request.urlopen(request, timeout=seconds)
+    except urllib.error.HTTPError as error:
+        answer = error
+    except OSError:
+        return None
+    try:
+        return [answer.status, dict(answer.headers), answer.read().decode(errors="replace")]
+    except OSError:
+        return None
+with concurrent.futures.ThreadPoolExecutor(8) as threads:
+    print(json.dumps(list(threads.map(ask, json.load(sys.stdin)))))
 """
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request. ``url`` has names that are resolved as on the nodes, such as ``http://data-server-0.grpo:8000``."""
+
+    url: str
+    method: str = "GET"
+    token: str | None = None
+    body: bytes = b""
+    content_type: str = "application/json"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        token = {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
+        return {"Content-Type": self.content_type, **token}
 
 
 class Answer(NamedTuple):
@@ -177,26 +204,26 @@ class Cluster:
         """The processes that there are on any node."""
         return processes.marked(self._run.mark)
 
-    def ask(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        method: str = "GET",
-        body: str | None = None,
-        headers: Mapping[str, str] | None = None,
-        seconds: float = ANSWER_SECONDS,
-    ) -> Answer | None:
-        """Sends one request from a host outside the job group; None when there is no answer.
+    def ask(self, *questions: Question) -> list[Answer | None]:
+        """Sends requests from a host outside the job group; None where there is no answer."""
+        requests = [[q.method, q.url, q.headers, q.body.decode("latin-1"), ANSWER_SECONDS] for q in questions]
+        command = [sys.executable, "-I", "-S", "-c", _ASK]
+        seconds = ANSWER_SECONDS * (1 + len(requests) / 8)
+        done = self._network.run(OUTSIDER, *command, said=json.dumps(requests), seconds=seconds)
+        assert done.returncode == 0, done.stderr
+        return [None if answer is None else Answer(*answer) for answer in json.loads(done.stdout)]
 
-        ``url`` has names that are resolved as on the nodes, such as ``http://data-server-0.grpo:8000/stats``.
-        """
-        all_headers = {"Content-Type": "application/json", **(headers or {})}
-        if token is not None:
-            all_headers["Authorization"] = f"Bearer {token}"
-        request = json.dumps([method, url, all_headers, body, seconds])
-        done = self._network.run(OUTSIDER, sys.executable, "-I", "-S", "-c", _ASK, request, seconds=seconds + 20)
-        return Answer(*json.loads(done.stdout)) if done.returncode == 0 else None
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The trainer waits within it, for one of its nodes, while everything goes on answering."""
+        mark = f"{self._run.mark}/{Task.TRAINER.value}-1"
+        for process in processes.marked(mark):
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes.marked(mark):
+                process.resume()
 
     def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 240) -> Any:
         """Waits until ``condition`` gives something true, and returns it. The run must not end meanwhile."""
@@ -226,6 +253,11 @@ class Cluster:
             parts += [f"--- {host}", *self.log(host).splitlines()[-lines:]]
         return "\n".join(parts)
 
+    def disk(self, node: str) -> Path:
+        """A running node's own disk, as this machine sees it."""
+        task, _, rank = node.rpartition("-")
+        return Path(f"/proc/{processes.marked(f'{self._run.mark}/{task}-{rank}')[0].pid}/root/node")
+
     # What a test does to it
 
     def destroy(self, *nodes: str, noticed_after: float = 2.0) -> None:
@@ -248,9 +280,27 @@ class Cluster:
         """Takes it up again."""
         self._network.mend(node)
 
-    def drop_packets(self, node: str, percent: int) -> None:
-        """Loses so many of the packets that go to a node."""
-        self._network.drop_packets(node, percent)
+    @contextlib.contextmanager
+    def losing_packets(self, *nodes: str) -> Iterator[None]:
+        """Within it the links of nodes lose a tenth of all packets, in bursts."""
+        over = threading.Event()
+
+        def lose() -> None:
+            # Not by a queueing discipline such as netem, which kernels may lack.
+            while not over.wait(9 * BURST_SECONDS):
+                for node in nodes:
+                    self._network.cut(node)
+                time.sleep(BURST_SECONDS)
+                for node in nodes:
+                    self._network.mend(node)
+
+        thread = threading.Thread(target=lose)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     # The controller
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 from scripts.local.supervisor import Outcome
 from services.endpoints import ENGINE_PORT
 from tests.cluster import network
-from tests.cluster.cluster import Answer, Cluster
+from tests.cluster.cluster import Answer, Cluster, Question
+from tests.cluster.strangers import Strangers
 from tests.e2e.system import SETTINGS
 
 STEPS = 12
@@ -42,9 +45,13 @@ class Finished:
     """A run that went to its end, and what was seen of it on the way."""
 
     cluster: Cluster
-    outcome: Outcome
+    outcome: Outcome | None = None
     served: list[Answer | None] = field(default_factory=list)
     """What each worker said of its model after the first step."""
+    listening: dict[str, set[int]] = field(default_factory=dict)
+    """Ports on which others can reach a node, by node."""
+    command_lines: list[str] = field(default_factory=list)
+    """Of all processes."""
     connections: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     """Local and remote address of each TCP connection, by node."""
     names: dict[str, str] = field(default_factory=dict)
@@ -60,31 +67,67 @@ class Finished:
         return self.cluster.run_dir / "model" / "model.safetensors"
 
 
-def finish(directory: Path, model: Path, **settings: str) -> Finished:
-    """A run, watched from outside."""
-    with Cluster(directory, model, RUN | settings) as cluster:
+def finish(
+    directory: Path,
+    model: Path,
+    secrets: Mapping[str, str] | None = None,
+    watch: Callable[[Cluster], None] = lambda _: None,
+    **settings: str,
+) -> Finished:
+    """A run, watched from outside; ``watch`` may ask more while it stands still after the first step."""
+    token = (secrets or {}).get("JOBGROUP_TOKEN")
+    with Cluster(directory, model, RUN | settings, secrets=secrets) as cluster:
         cluster.wait_for_step(1)
-        served = [cluster.ask(f"{worker}/model_info") for worker in WORKERS]
-        connections = {node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()}
-        resolved = cluster.on_node("ppo-trainer-0", "getent", "hosts", *(f"{node}.grpo" for node in cluster.nodes()))
-        names = {line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved.splitlines()}
-        outcome = cluster.wait()
-        return Finished(cluster, outcome, served, connections, names, cluster.processes())
+        with cluster.held():
+            served = cluster.ask(*(Question(f"{worker}/model_info", token=token) for worker in WORKERS))
+            names = [f"{node}.grpo" for node in cluster.nodes()]
+            resolved = cluster.on_node("ppo-trainer-0", "getent", "hosts", *names).splitlines()
+            seen = Finished(
+                cluster,
+                served=served,
+                listening={node: _ports(cluster.on_node(node, "ss", "-Hltn")) for node in cluster.nodes()},
+                connections={node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()},
+                names={line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved},
+                command_lines=[" ".join(process.cmdline()) for process in cluster.processes()],
+            )
+            watch(cluster)
+        seen.outcome = cluster.wait()
+        seen.left = cluster.processes()
+        return seen
+
+
+_END = re.compile(r"\[?(?:::ffff:)?(\*|[0-9a-f.:]+?)\]?(?:%\w+)?:(\d+|\*)(?=\s|$)")
 
 
 def _connections(listed: str) -> set[tuple[str, str]]:
     """The two ends of each connection, without ports, of what ``ss`` lists."""
-    ends = [re.findall(r"(?:::ffff:)?([0-9.]+|[0-9a-f:]+)\]?:\d+", line) for line in listed.splitlines()]
-    return {(found[0], found[1]) for found in ends if len(found) == 2}
+    ends = [_END.findall(line) for line in listed.splitlines()]
+    return {(near, far) for (near, _), (far, _) in ends}
+
+
+def _ports(listed: str) -> set[int]:
+    """The ports of ``ss``'s list on which others than the node itself are listened to."""
+    ends = [_END.findall(line)[0] for line in listed.splitlines()]
+    return {int(port) for address, port in ends if not address.startswith("127.") and address != "::1"}
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that published through the volume."""
+    """A run that publishes through the volume."""
     return finish(tmp_path_factory.mktemp("undisturbed"), tiny_model)
 
 
+SECRETS = {name: f"{name.lower()}-{uuid.uuid4().hex}" for name in ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY")}
+
+
 @pytest.fixture(scope="session")
-def by_broadcast(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run that published by broadcast."""
-    return finish(tmp_path_factory.mktemp("broadcast"), tiny_model, PUBLISH_TRANSPORT="broadcast")
+def strangers() -> Strangers:
+    """What a stranger and a friend were answered by the guarded run."""
+    return Strangers()
+
+
+@pytest.fixture(scope="session")
+def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, strangers: Strangers) -> Finished:
+    """A run with secrets that publishes by broadcast."""
+    settings = {"PUBLISH_TRANSPORT": "broadcast", "WANDB_MODE": "offline"}
+    return finish(tmp_path_factory.mktemp("guarded"), tiny_model, SECRETS, strangers.try_everything, **settings)

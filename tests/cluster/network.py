@@ -1,7 +1,7 @@
 """Hosts on one machine: Linux network namespaces, joined by a bridge that is in a namespace of its own.
 
-Each has an address, a link that can be cut or made lossy, and files that it sees in place of /etc/hosts and
-/etc/resolv.conf: ``ip netns exec`` binds those of /etc/netns/NAME over them. This machine's own network is left alone.
+Each has an address, a link that can be cut, and files that it sees in place of /etc/hosts and /etc/resolv.conf:
+``ip netns exec`` binds those of /etc/netns/NAME over them. This machine's own network is left alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def why_not() -> str | None:
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    if missing := [tool for tool in ("ip", "tc", "unshare", "chroot") if shutil.which(tool) is None]:
+    if missing := [tool for tool in ("ip", "ss", "unshare", "chroot") if shutil.which(tool) is None]:
         return f"{', '.join(missing)} not installed (Debian has them in iproute2, util-linux and coreutils)"
     name = f"{PREFIX}-{os.getpid()}-probe"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
@@ -143,15 +143,12 @@ class Network:
         """Takes it up again."""
         self._batch(f"link set {self._hosts[name].link} up", namespace=self._switch)
 
-    def drop_packets(self, name: str, percent: int) -> None:
-        """Loses so many of the packets that go to a host."""
-        command = ["tc", "-n", self._switch, "qdisc", "replace", "dev", self._hosts[name].link, "root"]
-        _run(*command, "netem", "loss", f"{percent}%")
-
-    def run(self, name: str, *command: str, seconds: float = COMMAND_SECONDS) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a host and returns how it ended."""
+    def run(
+        self, name: str, *command: str, said: str = "", seconds: float = COMMAND_SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command on a host, with ``said`` for its input, and returns how it ended."""
         line = ["ip", "netns", "exec", self._hosts[name].namespace, *command]
-        return subprocess.run(line, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(line, input=said, capture_output=True, text=True, timeout=seconds, check=False)
 
     def _batch(self, *commands: str, namespace: str) -> None:
         _run("ip", "-n", namespace, "-batch", "-", said="\n".join(commands) + "\n")

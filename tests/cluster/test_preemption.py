@@ -42,7 +42,7 @@ def test_a_run_survives_a_preemption(undisturbed, tiny_model, tmp_path, nodes):
         outcome = cluster.wait()
         assert outcome.restarts == {nodes[0].rpartition("-")[0]: 1}, cluster.told()
         assert cluster.address(nodes[0]) != before
-        assert_same_run(Finished(cluster, outcome), undisturbed)
+        assert_same_run(Finished(cluster, outcome=outcome), undisturbed)
 
 
 def assert_same_run(run: Finished, undisturbed: Finished) -> None:

@@ -8,7 +8,7 @@ from tests.cluster.conftest import STEPS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=["undisturbed", "by_broadcast"])
+@pytest.fixture(params=["undisturbed", "guarded"])
 def finished(request):
     """A run of two trainer and two rollout nodes, by each transport of the weights."""
     return request.getfixturevalue(request.param)
@@ -47,5 +47,5 @@ def test_auxiliaries_are_gone_after_the_trainer(finished):
     assert finished.left == []
 
 
-def test_both_transports_train_the_same_model(undisturbed, by_broadcast):
-    assert undisturbed.model.read_bytes() == by_broadcast.model.read_bytes()
+def test_both_transports_train_the_same_model(undisturbed, guarded):
+    assert undisturbed.model.read_bytes() == guarded.model.read_bytes()

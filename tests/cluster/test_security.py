@@ -1,0 +1,71 @@
+"""With JOBGROUP_TOKEN nothing answers strangers, nothing is unpickled, and no secret is anywhere that is looked at."""
+
+import pytest
+
+from services.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
+from tests.cluster.conftest import SECRETS
+from tests.cluster.strangers import MARKER, ROUTER, SERVICES
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+# What is served over HTTP. Beside it only the trainer listens, for its own ranks and for the workers' weight updates.
+SERVED = {
+    "data-server-0": {DATA_PORT},
+    "reward-server-0": {REWARD_PORT},
+    "replay-buffer-0": {REPLAY_PORT},
+    "rollout-server-0": {ROUTER_PORT, ENGINE_PORT},
+    "rollout-server-1": {ENGINE_PORT},
+}
+
+
+def test_no_route_answers_strangers(guarded, strangers):
+    asked = {question.url.split("/")[2] for question, _ in strangers.refused}
+    assert len(asked) == len(SERVICES) + 1, "every service, and the router"
+    let_in = [(q.method, q.url, q.token, a) for q, a in strangers.refused if a is None or a.status != 401]
+    assert not let_in
+
+
+def test_the_same_routes_answer_those_who_have_the_token(guarded, strangers):
+    refused = [(question.url, answer) for question, answer in strangers.answered if answer and answer.status == 401]
+    assert not refused
+    good = {question.url.split("/")[2] for question, answer in strangers.answered if answer and answer.status == 200}
+    assert len(good) == len(SERVICES) + 1
+
+
+def test_nothing_else_listens(guarded):
+    for node, ports in SERVED.items():
+        # A worker of a broadcast group also has gloo's connections, on ports that the system chose.
+        assert {port for port in guarded.listening[node] if port < 32768} == ports, node
+    assert STATUS_PORT in guarded.listening["ppo-trainer-0"]
+
+
+def test_nothing_pickled_is_accepted(guarded, strangers):
+    assert strangers.pickled
+    assert not (guarded.cluster.volume / MARKER.rpartition("/")[2]).exists()
+    failed = [(q.url, a) for q, a in strangers.pickled if a is not None and a.status >= 500 and ROUTER not in q.url]
+    assert not failed
+
+
+def test_it_trains_nonetheless(guarded):
+    assert guarded.outcome.exit_code == 0, guarded.cluster.told()
+    assert guarded.outcome.restarts == {}, guarded.cluster.told()
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_is_in_what_a_run_leaves(guarded, name):
+    secret = SECRETS[name].encode()
+    files = [path for path in guarded.cluster.volume.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [str(path) for path in files if secret in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_is_on_a_page(guarded, strangers, name):
+    told = [question.url for question, answer in strangers.answered if answer and SECRETS[name] in answer.text]
+    assert told == []
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_no_secret_is_in_the_process_list(guarded, name):
+    assert len(guarded.command_lines) > 10
+    assert [line for line in guarded.command_lines if SECRETS[name] in line] == []
