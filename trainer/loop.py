@@ -339,7 +339,10 @@ def _headline(metrics: dict[str, float]) -> dict[str, str]:
     }
     line = {short: f"{metrics[name]:.3g}" for name, short in names.items() if name in metrics}
     phases = ("wait", "generate", "reward", "store", "train", "publish", "evaluate", "step")
-    return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in phases if f"seconds_{name}" in metrics}
+    seconds = {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in phases if f"seconds_{name}" in metrics}
+    if "reward" in seconds:
+        seconds["score"] = seconds.pop("reward")  # beside the reward itself
+    return line | seconds
 
 
 def _to_json(groups: Sequence[TrainingGroup]) -> list[Any]:

@@ -58,7 +58,8 @@ def load_tokenizer(model_name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model_name)
+        # Said, since without it a terminal would be asked whether to run code that comes with the model.
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
     # What it raises depends on the hub client, the network and the files: OSError, ValueError, KeyError, ...
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -33,8 +33,8 @@ class RewardModel:
         self._max_tokens = max_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForSequenceClassification.from_pretrained(name)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
         # What these raise depends on the hub client, the network and the files.
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -73,8 +73,8 @@ def load(settings: RolloutSettings) -> Loaded:
     dtype = compute_dtype(settings.engine_dtype, device)
     max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
-        config = AutoConfig.from_pretrained(directory)
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         architecture = Architecture.of(config)
         context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
         max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
