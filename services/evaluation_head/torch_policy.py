@@ -199,7 +199,7 @@ def _numbers(value: Any) -> NDArray[np.float64] | None:
         array = np.asarray(value)
     except ValueError:  # ragged
         return None
-    return array.astype(np.float64) if array.dtype.kind in "iuf" else None
+    return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
 def _shape(array: NDArray[np.float64] | None) -> tuple[int, ...] | None:

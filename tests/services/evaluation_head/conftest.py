@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.evaluation_head.app import create_app
+from services.evaluation_head.settings import HeadSettings
+from tests.services.evaluation_head import policies
+
+
+@pytest.fixture(scope="session")
+def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with version 3 of a policy that answers its state times 3. Not to be written to."""
+    directory = tmp_path_factory.mktemp("times")
+    policies.publish_times(directory, 3)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a policy for CartPole-v1. Not to be written to."""
+    directory = tmp_path_factory.mktemp("lean")
+    policies.publish_lean(directory)
+    return directory
+
+
+@pytest.fixture
+def head(times: Path) -> Any:
+    """``head(head_batch_size=..., ...)``: an evaluation head with those settings."""
+
+    def make(sources: Any = None, **options: Any) -> Any:
+        settings = HeadSettings(**{"head_policies": f"times={times}", "head_timeout_ms": 1.0, **options})
+        return create_app(settings, sources)
+
+    return make

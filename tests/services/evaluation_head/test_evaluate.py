@@ -1,0 +1,298 @@
+"""POST /evaluate: actions in order, bad input refused, accounts kept, overload told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from services.errors import ConfigurationError
+from services.evaluation_head import checkpoint
+from tests.services.evaluation_head import policies
+from tests.services.run_page.serving import served
+from tests.services.waiting import eventually, stats_show
+
+KEY, OTHER_KEY = "k" * 16, "o" * 16
+
+
+async def ask(client: Any, status: int = 200, **request: Any) -> Any:
+    response = await client.post("/evaluate", json=request)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+async def test_one_state_gets_one_action(serving: Any, head: Any) -> None:
+    async with serving(head()) as client:
+        reply = await ask(client, state=[1, -2.5])
+        assert reply == {"policy": "times", "policy_versions": [3], "actions": [[3.0, -7.5]], "action": [3.0, -7.5]}
+
+
+async def test_many_states_are_answered_in_order_beyond_the_batch_size(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=8)) as client:
+        reply = await ask(client, states=[[i, 0] for i in range(30)])
+        assert [action[0] for action in reply["actions"]] == [3.0 * i for i in range(30)]
+        assert reply["action"] is None
+        policy = (await client.get("/stats")).json()["policies"][0]
+        assert policy["batch_sizes"] == {"6": 1, "8": 3}
+
+
+async def test_requests_share_a_batch(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=20, head_timeout_ms=5000)) as client:
+        async with asyncio.timeout(4):
+            replies = await asyncio.gather(*(ask(client, state=[i, 1]) for i in range(20)))
+        assert [reply["action"][0] for reply in replies] == [3.0 * i for i in range(20)]
+        assert (await client.get("/stats")).json()["policies"][0]["batch_sizes"] == {"20": 1}
+
+
+async def test_a_state_alone_waits_no_longer_than_the_timeout(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=20, head_timeout_ms=100)) as client:
+        await ask(client, state=[0, 0])
+        started = time.monotonic()
+        await ask(client, state=[0, 0])
+        assert 0.09 < time.monotonic() - started < 2
+
+
+async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, head: Any, tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 3, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, -1.0]]))
+    checkpoint.save_policy(module, tmp_path / "p.pt2", policies.PAIR, policies.THREE)
+    async with serving(head(head_policies=f"three={tmp_path / 'p.pt2'}")) as client:
+        reply = await ask(client, states=[[1, 0], [0, 1], [-1, -1]])
+        assert (reply["actions"], reply["policy_versions"]) == ([10, 11, 12], [None] * 3)
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ([[1, 2, 3]], "state 0 has shape [3]; policy 'times' takes numbers of shape [2]"),
+        ([[1, 2], [1]], "state 1 has shape [1]"),
+        ([[1, 2], 5], "state 1 has shape []"),
+        ([[1, 2], [[1], 2]], "state 1 is not numbers of one shape"),
+        ([[1, "2"]], "state 0 is not numbers"),
+        ([[1, None]], "state 0 is not numbers"),
+        ([[0, 0], [1e300, 0]], "state 1 has a number that float32 cannot hold"),
+        ([[10**400, 0]], "state 0"),
+        ([[0] * 200_000], "state 0 has shape [200000]"),
+    ],
+)
+async def test_states_of_a_wrong_form_are_refused_with_which_and_why(
+    serving: Any, head: Any, states: Any, says: str
+) -> None:
+    async with serving(head()) as client:
+        response = await client.post(
+            "/evaluate", content=json.dumps({"states": states}), headers={"Content-Type": "application/json"}
+        )
+        assert response.status_code in (400, 422)
+        if response.status_code == 422:
+            assert says in response.json()["detail"]
+        assert (await ask(client, state=[1, 1]))["action"] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"state": [1, 2], "states": [[1, 2]]},
+        {"states": [[1, 2]], "episodes": []},
+        {"states": [[1, 2]], "server": "a\nb"},
+        {"state": {"x": 1}},
+        {"state": [1, 2], "temperature": 1},
+        {"states": [[0, 0]] * 4097},
+        {"finished": [{"episode": "e", "steps": 1, "episode_return": "lots"}]},
+        {"state": [1, 2], "instance_key": "short"},
+    ],
+)
+async def test_malformed_requests_are_refused(serving: Any, head: Any, body: Any) -> None:
+    async with serving(head()) as client:
+        await ask(client, 422, **body)
+
+
+async def test_nan_on_the_wire_is_refused(serving: Any, head: Any) -> None:
+    async with serving(head()) as client:
+        headers = {"Content-Type": "application/json"}
+        assert (await client.post("/evaluate", content='{"state": [NaN, 1]}', headers=headers)).status_code == 400
+
+
+async def test_an_unknown_policy_is_refused_with_the_known(serving: Any, head: Any, times: Path, lean: Path) -> None:
+    async with serving(head(head_policies=f"times={times} lean={lean}")) as client:
+        assert "['times', 'lean']" in (await ask(client, 404, policy="other", state=[1, 2]))["detail"]
+        assert (await ask(client, policy="lean", state=[0, 0, 1, 0]))["action"] == 1
+
+
+async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=2, head_timeout_ms=1000)) as client:
+        bad, good = await asyncio.gather(
+            client.post("/evaluate", json={"state": [-1, 0]}), client.post("/evaluate", json={"state": [2, 0]})
+        )
+        assert (bad.status_code, good.status_code) == (500, 200)
+        assert "gave NaN" in bad.json()["detail"]
+        assert (await client.get("/stats")).json()["policies"][0]["batch_sizes"] == {"2": 1}
+
+
+async def test_overload_is_refused_with_when_to_come_back(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, head_max_waiting=10)) as client:
+        waiting = asyncio.create_task(ask(client, states=[[0, 0]] * 8))
+        await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8)
+        refused = await client.post("/evaluate", json={"states": [[0, 0]] * 3})
+        assert refused.status_code == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert "HEAD_MAX_WAITING" in refused.json()["detail"]
+        await waiting
+        assert (await client.get("/stats")).json()["overloaded"] == 1
+
+
+async def test_episodes_are_accounted_for_once(serving: Any, head: Any) -> None:
+    async with serving(head()) as client:
+        about = {"server": "s1", "instance_key": KEY, "environment": "Game-v0"}
+        for step in (0, 1, 1):
+            episodes = [{"episode": e, "step": step, "episode_return": float(step)} for e in ("a", "b")]
+            await ask(client, states=[[0, 0]] * 2, episodes=episodes, **about)
+        stats = (await client.get("/stats")).json()
+        assert (stats["episodes"]["active"], stats["servers"][0]["active"], stats["states"]) == (2, 2, 6)
+        report = {"episode": "a", "steps": 2, "episode_return": 5.0, "seed": 1}
+        for _ in range(3):
+            assert (await ask(client, finished=[report], **about))["actions"] == []
+        # A late repetition does not revive it.
+        await ask(client, state=[0, 0], episodes=[{"episode": "a", "step": 1}], **about)
+        stats = (await client.get("/stats")).json()
+        assert stats["episodes"] == {"active": 1, "finished": 1, "lost": 0, "reported_again": 2}
+        server = stats["servers"][0]
+        assert (server["mode"], server["environment"], server["state"]) == ("pushing", "Game-v0", "connected")
+        assert server["returns"] == {"count": 1, "mean": 5.0, "deviation": None}
+
+
+async def test_an_episode_that_is_heard_of_no_more_is_lost(serving: Any, head: Any) -> None:
+    async with serving(head(head_episode_idle_seconds=0.2)) as client:
+        await ask(client, state=[0, 0], episodes=[{"episode": "a"}], server="s")
+        stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 1)
+        assert stats["episodes"]["active"] == 0
+
+
+async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> None:
+    async with serving(head(head_silent_seconds=0.5)) as client:
+        await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
+        liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
+        assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]
+        await ask(client, 409, state=[0, 0], server="s")
+        await ask(client, 409, finished=[{"episode": "a", "steps": 1, "episode_return": 1e9}], server="s")
+        stats = (await client.get("/stats")).json()
+        assert (stats["episodes"]["finished"], stats["servers"][0]["requests"]) == (0, 1)
+        # Restarted, the server has a new key; the name is its again when the old one is silent.
+        await stats_show(client, lambda stats: stats["servers"][0]["state"] == "silent")
+        await ask(client, state=[0, 0], server="s", instance_key=OTHER_KEY)
+        assert (await client.get("/stats")).json()["episodes"]["lost"] == 1
+
+
+async def test_a_slow_client_holds_up_nobody(head: Any) -> None:
+    """One client sends half a request, another never reads its large reply: batches go on for the third."""
+    with served(head(head_batch_size=64, head_timeout_ms=20)) as url:
+        address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+        await eventually(lambda: httpx.get(f"{url}/health", trust_env=False).status_code == 200)
+        half = socket.create_connection(address)
+        half.sendall(
+            b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(address)
+        body = json.dumps({"states": [[0.123456789, 1.0]] * 4096}).encode()
+        request = b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        threading.Thread(target=deaf.sendall, args=(20 * (request % len(body) + body),), daemon=True).start()
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            await stats_show(client, lambda stats: stats["states"] >= 4096)
+            for _ in range(20):
+                started = time.monotonic()
+                await ask(client, state=[1, 1])
+                assert time.monotonic() - started < 2
+        half.close()
+        deaf.close()
+
+
+async def test_a_client_that_leaves_takes_no_place(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=100, head_timeout_ms=300)) as client:
+        leaver = asyncio.create_task(ask(client, states=[[0, 0]] * 5))
+        await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 5)
+        leaver.cancel()
+        assert (await ask(client, state=[1, 1]))["action"] == [3.0, 3.0]
+
+
+async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: Any, head: Any, tmp_path: Path) -> None:
+    (tmp_path / "junk.pt2").write_bytes(b"not a policy")
+    torch.save({"a": 1}, tmp_path / "other.pt2")
+    (tmp_path / "empty").mkdir()
+    for policies_text, says in [
+        ("", "HEAD_POLICIES is empty"),
+        (f"p={tmp_path}/missing", "no policy at"),
+        (f"p={tmp_path}/junk.pt2", "cannot be read"),
+        (f"p={tmp_path}/other.pt2", "cannot be read"),
+        (f"p={tmp_path}/empty", "has no versions"),
+    ]:
+        with pytest.raises(ConfigurationError, match=says):
+            async with serving(head(head_policies=policies_text)):
+                pass
+
+
+@pytest.mark.parametrize("text", ["nameless", "=x", "a=x a=y", "a b=x", "$=x"])
+def test_policies_are_named(head: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="head_policies"):
+        head(head_policies=text)
+
+
+async def test_a_new_version_is_taken_up_between_batches(serving: Any, head: Any, tmp_path: Path) -> None:
+    policies.publish_times(tmp_path, 1)
+    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+        assert (await ask(client, state=[1, 1]))["policy_versions"] == [1]
+        policies.publish_times(tmp_path, 2)
+        await stats_show(client, lambda stats: stats["policies"][0]["version"] == 2)
+        reply = await ask(client, state=[1, 1])
+        assert (reply["policy_versions"], reply["action"]) == ([2], [2.0, 2.0])
+
+
+async def test_a_version_that_cannot_be_used_leaves_the_old_one(serving: Any, head: Any, tmp_path: Path) -> None:
+    policies.publish_times(tmp_path, 1)
+    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+        (tmp_path / "v000002").mkdir()
+        (tmp_path / "v000002" / "policy.pt2").write_bytes(b"broken")
+        await stats_show(client, lambda stats: "cannot be read" in (stats["policies"][0]["trouble"] or ""))
+        policies.publish_lean(tmp_path, 3)
+        await stats_show(client, lambda stats: "other states or actions" in (stats["policies"][0]["trouble"] or ""))
+        assert (await ask(client, state=[1, 1]))["policy_versions"] == [1]
+        policies.publish_times(tmp_path, 4)
+        stats = await stats_show(client, lambda stats: stats["policies"][0]["version"] == 4)
+        assert stats["policies"][0]["trouble"] is None
+
+
+async def test_every_action_is_of_one_whole_version_while_versions_change(
+    serving: Any, head: Any, tmp_path: Path
+) -> None:
+    policies.publish_times(tmp_path, 1)
+    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.02, head_batch_size=4)) as client:
+        seen: set[int] = set()
+        for version in (2, 3):
+            policies.publish_times(tmp_path, version)
+            deadline = time.monotonic() + 20
+            while version not in seen:
+                assert time.monotonic() < deadline
+                reply = await ask(client, states=[[1, 1]] * 16)
+                assert [action[0] for action in reply["actions"]] == reply["policy_versions"]
+                seen |= set(reply["policy_versions"])
+
+
+async def test_the_head_runs_as_a_process_and_reads_its_flags(start_service: Any, times: Path) -> None:
+    service = start_service(
+        "services.evaluation_head", "--policies", f"times={times}", "--batch-size", "7", "--timeout-ms", "2"
+    )
+    async with httpx.AsyncClient(base_url=service.url, trust_env=False) as client:
+        assert (await ask(client, state=[1, 2]))["action"] == [3.0, 6.0]
+        policy = (await client.get("/stats")).json()["policies"][0]
+        assert (policy["batch_size"], policy["timeout_ms"]) == (7, 2.0)
+    assert service.terminate() == 0
