@@ -11,7 +11,7 @@ DEMO ?=
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow bench-services docs constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow coverage bench-services docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,10 +36,14 @@ check: $(VENV)/.test  ## style and types
 test-slow: $(VENV)/.test  ## the tests that take long
 	$(RUN) -m pytest -m "slow and not gpu and not sglang"
 
+coverage: $(VENV)/.test  ## what share of the code the tests of `make test` run, lines and branches
+	rm -rf .cache/coverage
+	$(RUN) -m pytest -m "not slow and not gpu and not sglang" --cov --cov-report=term
+
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m scripts.benchmark_services
 
-docs: $(VENV)/.test  ## write docs/configuration.md from the settings classes
+docs: $(VENV)/.test  ## write docs/configuration.md and docs/grafana.json from settings and metrics
 	$(RUN) -m scripts.configuration_reference
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
