@@ -13,6 +13,7 @@ from agents import (
     OpenAIChatCompletionsModel,
     RunConfig,
     Runner,
+    TResponseInputItem,
     function_tool,
 )
 from openai import AsyncOpenAI
@@ -20,13 +21,16 @@ from openai import AsyncOpenAI
 from scripts.evaluation.workflows import Example
 
 MAX_TURNS = 8
-INSTRUCTIONS = """You solve mathematical problems step by step. Compute with the tools, one call at a time:
-add(a, b) is the sum and multiply(a, b) the product of two numbers.
-To call a tool, write exactly this and wait for its result:
-<tool_call>
-{"name": "add", "arguments": {"a": 3, "b": 4}}
-</tool_call>
-When you know the result, give it as the final answer."""
+INSTRUCTIONS = """You solve mathematical problems. Compute with the tools, one call at a time: add(a, b) is the sum and
+multiply(a, b) the product of two numbers. When you know the result, give it as the final answer."""
+# Shows small models, and those whose chat template leaves tools out, how Hermes and Qwen models write a call.
+SOLVED: list[TResponseInputItem] = [
+    {"role": "user", "content": "What is 3 + 4?"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>',
+    },
+]
 
 
 @function_tool
@@ -52,7 +56,10 @@ async def solve(example: Example, *, base_url: str, api_key: str, http_client: h
     )
     try:
         # Traces would go to OpenAI.
-        run = await Runner.run(agent, example.prompt, max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True))
+        question: TResponseInputItem = {"role": "user", "content": example.prompt}
+        run = await Runner.run(
+            agent, [*SOLVED, question], max_turns=MAX_TURNS, run_config=RunConfig(tracing_disabled=True)
+        )
     except (MaxTurnsExceeded, ModelBehaviorError):
         # The model never came to an answer, or called what there is not: that is a wrong answer, not a failure.
         return 0.0

@@ -85,6 +85,11 @@ class Server:
     problem: str = "not asked yet"
     jobs: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether work goes to it: it lives, and the last probe could connect."""
+        return self.is_alive and not self.refusals
+
 
 class ServerPool:
     """Runs work on servers. An async context manager, used within one event loop."""
@@ -178,8 +183,10 @@ class ServerPool:
                     if job not in self._evicted:
                         raise
                 except DependencyLostError:
-                    tries += 1
-                    if tries >= MAX_TRIES and server.is_alive:
+                    # It may have died this moment, and that does not count.
+                    await self._probe(server)
+                    tries += server.is_usable
+                    if tries >= MAX_TRIES:
                         raise
                 finally:
                     server.jobs.discard(job)
@@ -193,7 +200,8 @@ class ServerPool:
 
         def free() -> bool:
             chosen[:] = sorted(
-                (server for server in self.alive if len(server.jobs) < self._places), key=lambda s: len(s.jobs)
+                (s for s in self.servers.values() if s.is_usable and len(s.jobs) < self._places),
+                key=lambda s: len(s.jobs),
             )[:1]
             return bool(chosen) or self._watch.done() or self._is_lost()
 

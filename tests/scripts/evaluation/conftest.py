@@ -1,0 +1,122 @@
+"""What the tests of the evaluation share: a command in a process of its own, and a model that calls tools."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+# The tiny model's questions, asked as it was trained on them.
+ARITHMETIC = {
+    "DATASET": "arithmetic",
+    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "PROMPT_STYLE": "plain",
+    "REWARD_FN": "first_line_number",
+    "MAX_NEW_TOKENS": "4",
+    "EVAL_RESAMPLES": "200",
+    "ENGINE_DTYPE": "float32",
+}
+
+
+@dataclass
+class Command:
+    """A run of scripts.evaluate."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    output: Path
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, seconds: float = 240) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {seconds} s:\n{self.text}") from None
+
+    def succeed(self) -> dict[str, Any]:
+        """Waits for the end and returns results.json."""
+        assert self.wait() == 0, self.text
+        return json.loads((self.output / "results.json").read_text())
+
+    def lines(self, directory: str = "") -> list[bytes]:
+        """The complete lines of samples.jsonl."""
+        path = self.output / directory / "samples.jsonl"
+        return [x for x in path.read_bytes().splitlines(keepends=True) if x.endswith(b"\n")] if path.exists() else []
+
+    def samples(self, directory: str = "") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines(directory)]
+
+    def wait_for_samples(self, count: int, seconds: float = 240) -> None:
+        end = time.monotonic() + seconds
+        while len(self.lines()) < count:
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < end, self.text
+            time.sleep(0.02)
+
+
+Evaluate = Callable[..., Command]
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
+    """``evaluate("--model", ..., NAME=value)``: starts the command; it and what it started end with the test."""
+    started: list[Command] = []
+
+    def start(*arguments: str | Path, output: Path | None = None, **variables: str) -> Command:
+        log = tmp_path / f"evaluate-{len(started)}.log"
+        where = output or tmp_path / "evaluation"
+        ours = ("SKYPILOT_", "JOBGROUP_", "EVAL_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.evaluate", *map(str, arguments), "--plain", "--output", str(where)],
+                cwd=ROOT,
+                env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
+                stdout=stream,
+                stderr=stream,
+            )
+        started.append(Command(process, log, where))
+        return started[-1]
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            command.process.send_signal(signal.SIGTERM)
+            command.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def tool_model() -> Path:
+    """A directory with the model that calls tools, made anew when what makes it has changed. Not to be written to."""
+    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "scripts/evaluation/math_agent.py"]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    directory = ROOT / ".cache" / "tests" / f"tool-model-{digest}"
+    if not directory.exists():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=".tool-model-", dir=directory.parent))
+        subprocess.run(
+            [sys.executable, "-m", "tests.scripts.evaluation.tool_model", str(made)],
+            check=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        with contextlib.suppress(OSError):  # another session was faster
+            made.rename(directory)
+    return directory
