@@ -23,10 +23,11 @@ ROLES = {
     "rollout": ("services.rollout_server.__main__", {"rollout"}),
     "trainer": ("trainer.__main__", {"trainer"}),
     "local": ("scripts.run_local", {"local"}),
+    "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
 }
 
 # What a role imports only when a setting asks for it, and installs besides.
-OPTIONAL = {"rollout": {"sglang"}, "reward": {"torch", "transformers"}}
+OPTIONAL = {"evaluation": {"sky"}, "rollout": {"sglang"}, "reward": {"torch", "transformers"}}
 
 
 def source(module: str) -> Path | None:
