@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from scripts.local.environment import cores
-from services.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_PORT
+from services.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, ROUTER_INNER_PORT, ROUTER_METRICS_PORT, ROUTER_PORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,14 +108,14 @@ def prompts(count: int) -> list[str]:
 def rollout_nodes(arguments: argparse.Namespace) -> Iterator[str]:
     """Starts the nodes, gives the router's URL, and ends them."""
     count = arguments.num_workers
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3 * count)]
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(4 * count)]
     ports = iter([s.getsockname()[1] for s in sockets])
     for s in sockets:
         s.close()
     addresses = {
         f"rollout-server-{rank}:{port}": f"127.0.0.1:{next(ports)}"
         for rank in range(count)
-        for port in (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT)
+        for port in (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT)
     }
     with tempfile.TemporaryDirectory() as directory:
         common = {

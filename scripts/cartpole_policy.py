@@ -8,6 +8,7 @@ as the policy that you have in mind.
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ class CartPolePolicy(torch.nn.Module):
         generator = torch.Generator().manual_seed(seed)
         sizes = [4, *[width] * layers]
         blocks: list[torch.nn.Module] = []
-        for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        for inputs, outputs in itertools.pairwise(sizes):
             linear = torch.nn.Linear(inputs, outputs)
             torch.nn.init.normal_(linear.weight, std=(2 / inputs) ** 0.5, generator=generator)
             torch.nn.init.normal_(linear.bias, std=0.1, generator=generator)

@@ -44,4 +44,5 @@ def test_pre_commit_takes_its_configuration_and_its_hooks_are_make_checks_comman
     makefile = (ROOT / "Makefile").read_text()
     for entry in entries:
         tool = re.search(r"-m (ruff check|ruff format|mypy)", entry)
-        assert tool and f"$(RUN) -m {tool[1]}" in makefile, entry
+        assert tool is not None, entry
+        assert f"$(RUN) -m {tool[1]}" in makefile, entry

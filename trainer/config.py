@@ -185,7 +185,7 @@ class TrainerSettings(Settings):
         default=16_384, ge=1, description="Tokens in one forward and backward pass of a rank."
     )
     logit_chunk_tokens: int = Field(
-        default=1024, ge=1, description="Completion tokens whose logits exist at the same time."
+        default=256, ge=1, description="Completion tokens whose logits exist at the same time."
     )
     activation_checkpointing: bool = Field(default=False, description="Recompute layers in the backward pass.")
     shard_parameters: bool = Field(

@@ -41,13 +41,14 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         normalisers = torch.empty_like(logprobs)
+        space = _Space(hidden, weight, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits = _logits(hidden[rows], weight, temperature)
+            logits = space.logits(hidden[rows], weight, temperature)
             normalisers[rows] = logits.logsumexp(1)
             log_p = logits.sub_(normalisers[rows, None])
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
-            entropies[rows] = -torch.linalg.vecdot(log_p.exp(), log_p)
+            entropies[rows] = -torch.linalg.vecdot(space.exp(log_p), log_p)
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.set_materialize_grads(False)
@@ -63,11 +64,12 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         # Added up in float32, whatever the compute type.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        space = _Space(hidden, weight, ctx.chunk_tokens)
         for start in range(0, len(targets), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            logits = _logits(hidden[rows], weight, ctx.temperature)
+            logits = space.logits(hidden[rows], weight, ctx.temperature)
             log_p = logits.sub_(normalisers[rows, None])
-            p = log_p.exp()
+            p = space.exp(log_p)
             # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if entropy_gradient is None:
                 gradient = p.mul_(-logprob_gradient[rows, None])
@@ -75,7 +77,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 scale = log_p.add_(entropies[rows, None]).mul_(entropy_gradient[rows, None])
                 gradient = p.mul_(scale.add_(logprob_gradient[rows, None])).neg_()
             gradient.scatter_add_(1, targets[rows, None], logprob_gradient[rows, None])
-            gradient = gradient.div_(ctx.temperature).to(hidden.dtype)
+            if ctx.temperature != 1:
+                gradient.div_(ctx.temperature)
+            gradient = gradient.to(hidden.dtype)
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[rows])
             if weight_gradient is not None:
@@ -93,8 +97,25 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).float().div_(temperature)
+class _Space:
+    """Room for the logits of one chunk and for as many more numbers, used again by every chunk.
+
+    Fresh memory for each costs a CPU as much time as computing what goes there.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+        shape = (min(len(hidden), chunk_tokens), len(weight))
+        self._logits = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
+        self._other = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+        """hidden weight^T / temperature, float32; valid until the next call."""
+        logits = torch.mm(hidden, weight.T, out=self._logits[: len(hidden)]).float()
+        return logits if temperature == 1 else logits.div_(temperature)
+
+    def exp(self, values: Tensor) -> Tensor:
+        """exp of float32 values of the shape of the logits; valid until the next call."""
+        return torch.exp(values, out=self._other[: len(values)])
 
 
 _apply: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply

@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from prometheus_client import Gauge
 
 from services.protocol import Group
+from trainer import exported
 from trainer.config import TrainerSettings
-
-METRIC = Gauge("trainer_metric", "The newest value of each metric of metrics.jsonl.", ["name"])
-STEPS = Gauge("trainer_steps", "Completed steps.")
-POLICY_VERSION = Gauge("trainer_policy_version", "The newest published policy version.")
 
 AVERAGED_STEPS = 3
 """Steps at the start and at the end over which the summary averages rewards."""
@@ -60,9 +56,8 @@ class RunFiles:
                 for e in g.experiences
             ],
         )
-        STEPS.set(step)
+        exported.export(step, metrics)
         for name, value in metrics.items():
-            METRIC.labels(name).set(value)
             self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)

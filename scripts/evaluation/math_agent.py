@@ -47,7 +47,8 @@ def multiply(a: float, b: float) -> float:
 
 async def solve(example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float | None:
     """Lets the model of ``example`` solve it; returns the reward of its final answer."""
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    # It takes clients of httpx as well as those of its own httpx2, which alone its types name.
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)  # type: ignore[arg-type]
     agent = Agent(
         name="mathematician",
         instructions=INSTRUCTIONS,

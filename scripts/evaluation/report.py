@@ -206,6 +206,11 @@ def _category_table(results: Results) -> Table:
     return table
 
 
+def _step(results: Results, position: int) -> int:
+    """Where a checkpoint stands on the curve: its training step, or its place among those given."""
+    return position if results.step is None else results.step
+
+
 def _headline(results: Results) -> list[str]:
     """One metric of a kind: of pass@k and maj@k that with the largest k."""
     return list({name.partition("@")[0]: name for name in results.metrics}.values())
@@ -225,7 +230,7 @@ def write_curve(directory: Path, everything: Sequence[Results]) -> None:
     """Writes curve.json, and draws curve.png: each metric over the steps, with its interval."""
     points = [
         {
-            "step": position if results.step is None else results.step,
+            "step": _step(results, position),
             "name": results.name,
             "model": results.model,
             "metrics": {name: estimate.as_dict() for name, estimate in results.metrics.items()},
@@ -238,8 +243,9 @@ def write_curve(directory: Path, everything: Sequence[Results]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name in _headline(everything[-1]):
-        line = [(p["step"], r.metrics[name]) for p, r in zip(points, everything, strict=True) if name in r.metrics]
-        steps, estimates = [step for step, _ in line], [estimate for _, estimate in line]
+        drawn = [(i, results.metrics[name]) for i, results in enumerate(everything) if name in results.metrics]
+        steps = [_step(everything[i], i) for i, _ in drawn]
+        estimates = [estimate for _, estimate in drawn]
         axes.plot(steps, [estimate.value for estimate in estimates], marker="o", markersize=3, label=name)
         axes.fill_between(steps, [e.low for e in estimates], [e.high for e in estimates], alpha=0.15)
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(-0.02, 1.02))

@@ -141,7 +141,7 @@ class Example:
         return self.result.reward
 
 
-Agent = Callable[..., Any]
+Agent = Callable[..., Awaitable[float | None]]
 
 
 class AgentWorkflow:
@@ -211,8 +211,7 @@ class AgentWorkflow:
         """
         try:
             async with asyncio.timeout(self._seconds):
-                called = self._agent(example, base_url=base_url, api_key=self._api_key, http_client=http_client)
-                reward = await called if inspect.isawaitable(called) else called
+                reward = await self._agent(example, base_url=base_url, api_key=self._api_key, http_client=http_client)
         except TimeoutError as error:
             raise AgentFailedError(f"the agent took more than {self._seconds:g} s") from error
         except (DependencyLostError, ScoringLostError):
@@ -254,7 +253,7 @@ def load_agent(name: str) -> Agent:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise ConfigurationError(f"--agent {name!r}: {error}; is the module installed, or in {here}?") from error
-    agent = getattr(module, function, None)
+    agent: Agent | None = getattr(module, function, None)
     if not callable(agent):
         raise ConfigurationError(f"--agent {name!r}: {module_name} has no function {function!r}")
     if not inspect.iscoroutinefunction(agent):

@@ -65,7 +65,7 @@ class HeadSettings(Settings):
     )
     skypilot_api_server_endpoint: str | None = Field(
         default=None,
-        description="SkyPilot API server to ask for clusters and services; without it only GAME_SERVER_ADDRESSES count.",
+        description="SkyPilot API server to ask for servers; without it only GAME_SERVER_ADDRESSES counts.",
     )
     skypilot_service_account_token: SecretStr | None = Field(
         default=None, description="Token for that API server, which SkyPilot's SDK reads."

@@ -18,9 +18,10 @@ from services.endpoints import Endpoint, Task
 from services.errors import DependencyLostError
 from services.rollout_control import RouterControl, WorkerControl
 from services.rollout_server.engines import (
-    addresses,
+    Binds,
     check_router_installed,
     choose_engine,
+    door_command,
     engine_command,
     router_command,
 )
@@ -41,7 +42,7 @@ class Launcher:
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.rank = endpoints.node_rank()
-        engine_bind, router_bind, metrics_bind = addresses(settings)
+        binds = Binds.of(settings)
         router = endpoints.router()
         if settings.rollout_server_listen_port is not None:
             router = Endpoint(router.host, settings.rollout_server_listen_port)
@@ -49,12 +50,14 @@ class Launcher:
         kind = choose_engine(settings)
         if self.rank == 0:
             check_router_installed()
-        log.info("engine chosen", engine=kind.value, listen=engine_bind.url, router=router.url)
+        log.info("engine chosen", engine=kind.value, listen=binds.engine.url, router=router.url)
         self.keeper = WorkerKeeper(settings, self._worker(self.rank).url, router, lambda: self.engine)
         self.engine = Supervised(
-            engine_command(settings, kind, engine_bind), settings.rollout_max_restarts, self.keeper.withdraw
+            engine_command(settings, kind, binds.engine), settings.rollout_max_restarts, self.keeper.withdraw
         )
-        self.router = Supervised(router_command(settings, router_bind, metrics_bind), settings.rollout_max_restarts)
+        restarts = settings.rollout_max_restarts
+        self.router = Supervised(router_command(settings, binds.router, binds.metrics), restarts)
+        self.door = Supervised(door_command(binds.door, binds.router), restarts) if binds.door else None
 
     async def run(self) -> None:
         """Runs the node until SIGTERM or SIGINT.
@@ -80,7 +83,10 @@ class Launcher:
     async def _run_router(self) -> None:
         """Starts the router when the first worker answers, and keeps it running."""
         await self._wait_for_a_worker()
-        await run_together(self.router.run(), self._watch_router())
+        parts = [self.router.run(), self._watch_router()]
+        if self.door is not None:
+            parts.append(self.door.run())
+        await run_together(*parts)
 
     async def _wait_for_a_worker(self) -> None:
         end = time.monotonic() + self.settings.engine_start_seconds * (1 + self.settings.rollout_max_restarts)
@@ -105,6 +111,8 @@ class Launcher:
                 elif time.monotonic() - answered > self.settings.engine_hang_seconds:
                     log.error("router hangs: killed", seconds=self.settings.engine_hang_seconds)
                     self.router.kill()
+                    if self.door is not None:
+                        self.door.kill()
                 await asyncio.sleep(WATCH_SECONDS)
 
     def _worker(self, rank: int) -> Endpoint:

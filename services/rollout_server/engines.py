@@ -19,6 +19,7 @@ from services.rollout_server.settings import EngineKind, EngineType, RolloutSett
 CHILD = Path(__file__).with_name("child.py")
 EMBEDDED_NEEDS = ("torch", "transformers")
 ROUTER_PACKAGE = "sglang_router"
+EVERYWHERE = "0.0.0.0"
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 
@@ -142,19 +143,42 @@ def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint)
     return Command("router", sys.executable, "sglang_router.launch_router", flags)
 
 
-def addresses(settings: RolloutSettings) -> tuple[Endpoint, Endpoint, Endpoint]:
-    """Where this node's engine, router and router metrics listen."""
-    task = endpoints.Task.ROLLOUT_SERVER
+def door_command(bind: Endpoint, router: Endpoint) -> Command:
+    """How to start what stands in front of the router when there is a token."""
+    address = ["--host", bind.host, "--port", str(bind.port)]
+    return Command("door", sys.executable, "services.rollout_server.door", [*address, "--router", router.url])
 
-    def bind(port: int, given_port: int | None) -> Endpoint:
-        default = endpoints.bind_address(task, port)
-        return Endpoint(settings.rollout_server_listen_host or default.host, given_port or default.port)
 
-    return (
-        bind(endpoints.ENGINE_PORT, settings.engine_listen_port),
-        bind(endpoints.ROUTER_PORT, settings.rollout_server_listen_port),
-        bind(endpoints.ROUTER_METRICS_PORT, None),
-    )
+@dataclass(frozen=True)
+class Binds:
+    """Where what runs on a rollout node listens."""
+
+    engine: Endpoint
+    router: Endpoint
+    metrics: Endpoint
+    """The router's metrics."""
+    door: Endpoint | None
+    """In front of the router; None without a token."""
+
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> Binds:
+        """This node's. With a token the router hears its own node alone: it does not ask for it on all its routes, and
+        never on its metrics' port."""
+        host = settings.rollout_server_listen_host
+
+        def everywhere(port: int, given_port: int | None = None) -> Endpoint:
+            default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
+            return Endpoint(host or default.host, given_port or default.port)
+
+        def here(port: int) -> Endpoint:
+            default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
+            return Endpoint("127.0.0.1", default.port) if default.host == EVERYWHERE else default
+
+        engine = everywhere(endpoints.ENGINE_PORT, settings.engine_listen_port)
+        front = everywhere(endpoints.ROUTER_PORT, settings.rollout_server_listen_port)
+        if settings.token:
+            return cls(engine, here(endpoints.ROUTER_INNER_PORT), here(endpoints.ROUTER_METRICS_PORT), front)
+        return cls(engine, front, everywhere(endpoints.ROUTER_METRICS_PORT), None)
 
 
 def _has_module(python: str | None, module: str) -> bool:

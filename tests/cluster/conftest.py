@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from scripts.local.supervisor import Outcome
 from services.endpoints import ENGINE_PORT
 from tests.cluster import network
 from tests.cluster.cluster import Answer, Cluster, Question
-from tests.cluster.strangers import Strangers
+from tests.cluster.strangers import SECRETS, Strangers
 from tests.e2e.system import SETTINGS
 
 STEPS = 12
@@ -51,6 +50,8 @@ class Finished:
     listening: dict[str, set[int]] = field(default_factory=dict)
     """Ports on which others can reach a node, by node."""
     command_lines: list[str] = field(default_factory=list)
+    """Of all processes."""
+    environments: list[dict[str, str]] = field(default_factory=list)
     """Of all processes."""
     connections: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     """Local and remote address of each TCP connection, by node."""
@@ -89,6 +90,7 @@ def finish(
                 connections={node: _connections(cluster.on_node(node, "ss", "-Htn")) for node in cluster.nodes()},
                 names={line.split()[1].removesuffix(".grpo"): line.split()[0] for line in resolved},
                 command_lines=[" ".join(process.cmdline()) for process in cluster.processes()],
+                environments=[process.environ() for process in cluster.processes()],
             )
             watch(cluster)
         seen.outcome = cluster.wait()
@@ -115,9 +117,6 @@ def _ports(listed: str) -> set[int]:
 def undisturbed(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A run that publishes through the volume."""
     return finish(tmp_path_factory.mktemp("undisturbed"), tiny_model)
-
-
-SECRETS = {name: f"{name.lower()}-{uuid.uuid4().hex}" for name in ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY")}
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import sys
 
 from services import logs, scaffold
 from services.rollout_server.embedded.app import SERVICE, create_app
-from services.rollout_server.engines import addresses
+from services.rollout_server.engines import Binds
 from services.rollout_server.settings import RolloutSettings
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(SERVICE, settings.log_level)
-    default = addresses(settings)[0]
+    default = Binds.of(settings).engine
     host = arguments.host or default.host
     listener = scaffold.listen(host, default.port if arguments.port is None else arguments.port)
     app = create_app(settings)

@@ -53,7 +53,7 @@ class Model:
 
 
 def call(name: str, arguments: str) -> dict[str, Any]:
-    tool = {"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    tool = {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"tool_calls": [tool], "finish_reason": "tool_calls"}
 
 

@@ -18,7 +18,14 @@ from typing import Any
 import httpx
 import psutil
 
-from services.endpoints import ENDPOINTS_VARIABLE, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_PORT, Endpoint
+from services.endpoints import (
+    ENDPOINTS_VARIABLE,
+    ENGINE_PORT,
+    ROUTER_INNER_PORT,
+    ROUTER_METRICS_PORT,
+    ROUTER_PORT,
+    Endpoint,
+)
 from services.policy_store import PolicyStore
 
 ROOT = Path(__file__).parents[3]
@@ -87,11 +94,11 @@ class Nodes:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ports = iter(free_ports(3 * self.count))
+        ports = iter(free_ports(4 * self.count))
         self.endpoints = {
             f"rollout-server-{rank}:{port}": f"127.0.0.1:{next(ports)}"
             for rank in range(self.count)
-            for port in (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT)
+            for port in (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT)
         }
         self.nodes: dict[int, Node] = {}
 

@@ -1,0 +1,88 @@
+"""TRL's GRPOTrainer on the demo task: run by an interpreter that has TRL, not by this project's.
+
+    python scripts/benchmarks/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
+
+Prints a line of JSON for every step: {"step", "seconds", "reward"}. It imports nothing of this project, so that TRL has
+its own versions of everything. The settings that are not named are TRL's defaults; gradient checkpointing, which saves
+memory for time, is off, as it is in ours.
+"""
+
+import json
+import re
+import sys
+import time
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+def first_line_number(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
+    """1.0 where the last number on the first line is the answer."""
+    rewards = []
+    for completion, truth in zip(completions, answer, strict=True):
+        lines = completion[0]["content"].strip().splitlines()
+        found = re.findall(r"-?\d+", lines[0]) if lines else []
+        rewards.append(float(bool(found) and int(found[-1]) == int(truth)))
+    return rewards
+
+
+class Report(TrainerCallback):
+    """Prints every step; ends at a mean reward over three steps, when one is asked for."""
+
+    def __init__(self, target: float | None) -> None:
+        self.target = target
+        self.rewards: list[float] = []
+        self.started = time.perf_counter()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Called once a step, with logging_steps=1."""
+        if not logs or "reward" not in logs:
+            return
+        now = time.perf_counter()
+        self.rewards.append(float(logs["reward"]))
+        print(json.dumps({"step": state.global_step, "seconds": now - self.started, "reward": self.rewards[-1]}))
+        sys.stdout.flush()
+        self.started = now
+        last = self.rewards[-3:]
+        if self.target is not None and len(last) == 3 and sum(last) / 3 >= self.target:
+            control.should_training_stop = True
+
+
+def main() -> None:
+    """Trains as the JSON on the command line says."""
+    work = json.loads(sys.argv[1])
+    torch.set_num_threads(work["threads"])
+    dataset = load_dataset("json", data_files=work["questions"], split="train")
+    dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
+    config = GRPOConfig(
+        output_dir=work["directory"],
+        per_device_train_batch_size=work["prompts"] * work["group_size"],
+        num_generations=work["group_size"],
+        max_completion_length=work["completion_tokens"],
+        learning_rate=work["learning_rate"],
+        lr_scheduler_type="constant",
+        max_steps=work["steps"],
+        use_cpu=not torch.cuda.is_available(),
+        bf16=work["bf16"],
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        seed=work["seed"],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
+        reward_funcs=first_line_number,
+        args=config,
+        train_dataset=dataset,
+        callbacks=[Report(work["target"])],
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

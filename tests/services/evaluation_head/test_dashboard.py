@@ -1,0 +1,203 @@
+"""The dashboard in a real browser: no console errors, numbers that move, a button that discovers, and it reconnects."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import websockets
+from playwright.sync_api import expect
+from pydantic import SecretStr
+
+from services.environment_server.app import create_app as create_environment_app
+from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head import dashboard
+from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of, screenshot
+from tests.services.run_page.serving import served
+
+expect.set_options(timeout=20_000)
+needs_browser = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture
+def open_page(chrome: Any) -> Iterator[Any]:
+    windows = []
+
+    def open_(url: str, *, expected_problems: str = "", **options: Any) -> Any:
+        window = chrome.new_context(**{"viewport": DESKTOP, **options})
+        page = window.new_page()
+        page.set_default_timeout(20_000)
+        requests: list[str] = []
+        page.on("request", lambda request: requests.append(request.url))
+        windows.append((window, problems_of(page), expected_problems, requests, url))
+        page.goto(f"{url}/dashboard")
+        return page
+
+    yield open_
+    for window, problems, expected, requests, url in windows:
+        window.close()
+        assert [p for p in problems if not (expected and re.search(expected, p))] == []
+        assert [r for r in requests if not r.startswith((url, url.replace("http", "ws"), "data:"))] == []
+
+
+@pytest.fixture
+def play(head: Any, lean: Path) -> Iterator[Callable[..., tuple[str, str]]]:
+    """``play()``: the URLs of a head and of an environment server that it plays on."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> tuple[str, str]:
+            environment = stack.enter_context(served(create_environment_app(EnvironmentSettings())))
+            settings = {"head_policies": f"lean={lean}", "game_server_addresses": environment, **options}
+            return stack.enter_context(served(head(**settings))), environment
+
+        yield start
+
+
+def tile(page: Any, name: str) -> Any:
+    return page.locator(f"#tiles [data-name='{name}'] b")
+
+
+@needs_browser
+def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
+    url, environment = play(head_drive_episodes=4)
+    page = open_page(url)
+    expect(page.locator("#state")).to_have_text("live")
+    row = page.locator(f"#servers [data-name='{environment.removeprefix('http://')}']")
+    expect(row).to_contain_text("connected")
+    expect(row).to_contain_text("driven")
+    expect(row).to_contain_text("CartPole-v1")
+    expect(tile(page, "active episodes")).to_have_text("4")
+    expect(tile(page, "mean return")).to_have_text(re.compile(r"\d"))
+    expect(tile(page, "states a second")).not_to_have_text("0")
+    finished = page.locator("#tiles [data-name='active episodes'] dd span")
+    before = finished.inner_text()
+    expect(finished).not_to_have_text(before)
+    for plot in ("rates", "batch", "active", "returns"):
+        expect(page.locator(f"#plot-{plot} canvas.top")).to_have_attribute("aria-label", re.compile(r"\d"))
+    expect(page).to_have_title(re.compile(r"states/s"))
+    assert not is_wider_than_window(page)
+    if target := os.environ.get("DASHBOARD_SCREENSHOT"):
+        time.sleep(30)
+        screenshot(page, Path(target))
+
+
+@needs_browser
+def test_the_discover_button_looks_again(open_page: Any, head: Any) -> None:
+    addresses: list[str] = []
+    from services.evaluation_head.discovery import Addresses
+
+    with (
+        served(create_environment_app(EnvironmentSettings())) as environment,
+        served(head([Addresses(addresses)], discovery_seconds=3600)) as url,
+    ):
+        page = open_page(url)
+        expect(page.locator("#discovered")).to_contain_text("None found.")
+        addresses.append(environment)
+        page.get_by_role("button", name="Discover").click()
+        expect(page.locator("#discovered")).to_contain_text(environment)
+        expect(page.locator("#discovery")).to_contain_text("looked")
+        expect(page.locator("#servers")).to_contain_text("connected")
+
+
+@needs_browser
+def test_it_connects_again_by_itself(open_page: Any, start_service: Any, times: Path) -> None:
+    command = ("services.evaluation_head", "--policies", f"times={times}")
+    first = start_service(*command)
+    page = open_page(first.url, expected_problems="ERR_CONNECTION|WebSocket")
+    expect(page.locator("#state")).to_have_text("live")
+    first.terminate()
+    expect(page.locator("#state")).to_have_text("no connection")
+    expect(page.locator("#trouble")).to_contain_text("connecting again")
+    start_service(*command, port=first.port)
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator("#trouble")).to_be_hidden()
+
+
+@needs_browser
+def test_the_token_is_asked_for_once(open_page: Any, head: Any) -> None:
+    with served(head(jobgroup_token=SecretStr("secret"))) as url:
+        page = open_page(url)
+        page.get_by_label("JOBGROUP_TOKEN").fill("wrong")
+        page.get_by_role("button", name="Open").click()
+        expect(page.locator("#token-refused")).to_be_visible()
+        page.get_by_label("JOBGROUP_TOKEN").fill("secret")
+        page.keyboard.press("Enter")
+        expect(page.locator("#state")).to_have_text("live")
+        page.get_by_role("button", name="Discover").click()
+        expect(page.locator("#discovery")).to_contain_text("looked")
+        page.reload()
+        expect(page.locator("#state")).to_have_text("live")
+
+
+HOSTILE = "<img src=x onerror='window.hacked = 1'>"
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_trusts_no_text(open_page: Any, head: Any, scheme: str) -> None:
+    with served(head()) as url:
+        wait_healthy(url)
+        report = {"server": "a-server-with-a-rather-long-name/1", "environment": "x" * 100, "state": [0, 0]}
+        assert httpx.post(f"{url}/evaluate", json=report, trust_env=False).status_code == 200
+        odd = httpx.post(f"{url}/evaluate", json={**report, "server": HOSTILE}, trust_env=False)
+        assert odd.status_code == 422
+        page = open_page(url, viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
+        expect(page.locator("#servers")).to_contain_text("a-server-with-a-rather-long-name/1")
+        assert not is_wider_than_window(page)
+        assert page.evaluate("window.hacked") is None
+
+
+def wait_healthy(url: str) -> None:
+    deadline = time.monotonic() + 20
+    while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+async def test_the_websocket_tells_statistics_by_the_second(head: Any) -> None:
+    with served(head()) as url:
+        async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
+            messages = [orjson.loads(await socket.recv()) for _ in range(3)]
+    assert [message["stats"]["policies"][0]["name"] for message in messages] == ["times"] * 3
+    assert messages[0]["stats"]["time"] < messages[2]["stats"]["time"]
+    moments = [point["time"] for message in messages for point in message["history"]]
+    assert moments == sorted(set(moments))
+
+
+@pytest.mark.parametrize("first", ['{"token": "wrong"}', "[]", "not json"])
+async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
+    with served(head(jobgroup_token=SecretStr("secret"))) as url:
+        address = url.replace("http", "ws") + "/ws"
+        async with websockets.connect(address) as socket:
+            await socket.send(first)
+            with pytest.raises(websockets.ConnectionClosed) as refused:
+                await socket.recv()
+            assert refused.value.rcvd.code == dashboard.REFUSED
+        async with websockets.connect(address, additional_headers={"Authorization": "Bearer secret"}) as socket:
+            assert "stats" in orjson.loads(await socket.recv())
+        assert httpx.get(f"{url}/stats", trust_env=False).status_code == 401  # noqa: ASYNC210
+        assert httpx.get(f"{url}/dashboard", trust_env=False).status_code == 200  # noqa: ASYNC210
+
+
+async def test_a_watcher_that_does_not_read_holds_up_nobody(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(head()) as url:
+        deaf = [await websockets.connect(url.replace("http", "ws") + "/ws", max_queue=1) for _ in range(10)]
+        async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
+            for _ in range(3):
+                await socket.recv()
+        for one in deaf:
+            await one.close()

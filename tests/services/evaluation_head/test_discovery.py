@@ -1,0 +1,203 @@
+"""Discovery: addresses, and SkyPilot's clusters and services through a fake SDK; what vanishes and what fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.evaluation_head.discovery import Addresses
+from services.evaluation_head.skypilot import Clusters, Services
+from tests.services.evaluation_head.fake_skypilot import (
+    ApiServerAuthenticationError,
+    ApiServerConnectionError,
+    ClusterNotUpError,
+    ClusterStatus,
+    FakeSkyPilot,
+    ReplicaStatus,
+)
+from tests.services.waiting import eventually
+
+SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", Path(__file__).parents[3] / ".venv-sky/bin/python"))
+
+
+@pytest.fixture
+def sky() -> FakeSkyPilot:
+    fake = FakeSkyPilot()
+    fake.clusters = {
+        "game-server-1": (ClusterStatus.UP, {8081: "10.0.0.1:8081"}),
+        "game-server-2": (ClusterStatus.INIT, {}),
+        "game-server-3": (ClusterStatus.UP, {}),
+        "game-server-4": (ClusterStatus.UP, ClusterNotUpError("it went down meanwhile")),
+        "somebody-elses": (ClusterStatus.UP, {8081: "10.0.0.9:8081"}),
+    }
+    fake.services = {
+        "game-server-pool": [
+            {"replica_id": 1, "status": ReplicaStatus.READY, "endpoint": "http://10.1.0.1:8081"},
+            {"replica_id": 2, "status": ReplicaStatus.STARTING, "endpoint": None},
+        ],
+        "other": [{"replica_id": 1, "status": ReplicaStatus.READY, "endpoint": "http://10.1.0.9:8081"}],
+    }
+    return fake
+
+
+@pytest.fixture
+def sources(sky: FakeSkyPilot) -> list[Any]:
+    return [Clusters("game-server", 8081, sky), Services("game-server", sky)]
+
+
+async def discover(client: Any) -> dict[str, Any]:
+    response = await client.post("/discover")
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_clusters_and_replicas_with_the_prefix_are_found(serving: Any, head: Any, sources: Any) -> None:
+    async with serving(head(sources)) as client:
+        found = {server["name"]: server for server in (await discover(client))["servers"]}
+        assert {name: (server["status"], server["url"]) for name, server in found.items()} == {
+            "game-server-1": ("UP", "http://10.0.0.1:8081"),
+            "game-server-2": ("INIT", None),
+            "game-server-3": ("UP", None),
+            "game-server-4": ("UP", None),
+            "game-server-pool/1": ("READY", "http://10.1.0.1:8081"),
+            "game-server-pool/2": ("STARTING", None),
+        }
+        assert (await client.get("/discovered")).json()["servers"] == list(found.values())
+
+
+async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
+    serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
+) -> None:
+    async with serving(head(sources, discovery_seconds=0.05)) as client:
+
+        async def shows(name: str, is_there: bool) -> bool:
+            servers = (await client.get("/stats")).json()["servers"]
+            return (name in [server["name"] for server in servers]) == is_there
+
+        await eventually(lambda: shows("game-server-1", True))
+        del sky.clusters["game-server-1"]
+        await eventually(lambda: shows("game-server-1", False))
+        sky.clusters["game-server-9"] = (ClusterStatus.UP, {8081: "10.0.0.2:8081"})
+        await eventually(lambda: shows("game-server-9", True))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ApiServerConnectionError("http://api:46580"), "SKYPILOT_API_SERVER_ENDPOINT"),
+        (ApiServerAuthenticationError("expired"), "SKYPILOT_SERVICE_ACCOUNT_TOKEN"),
+        (ValueError("odd"), "ValueError: odd"),
+    ],
+)
+async def test_a_source_that_fails_keeps_what_it_gave_and_says_why(
+    serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception, says: str
+) -> None:
+    async with serving(head(sources)) as client:
+        before = (await discover(client))["servers"]
+        sky.status_error = error
+        sky.services["game-server-pool"].pop(0)
+        after = await discover(client)
+        assert says in after["errors"]["clusters"]
+        assert [s for s in after["servers"] if s["source"] == "cluster"] == [
+            s for s in before if s["source"] == "cluster"
+        ]
+        assert "game-server-pool/1" not in [s["name"] for s in after["servers"]]
+        sky.status_error = None
+        assert (await discover(client))["errors"] == {}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("No live services."), ClusterNotUpError("no controller")])
+async def test_that_there_are_no_services_is_no_error(
+    serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception
+) -> None:
+    sky.serve_error = error
+    async with serving(head(sources)) as client:
+        reply = await discover(client)
+        assert reply["errors"] == {}
+        assert {server["source"] for server in reply["servers"]} == {"cluster"}
+
+
+async def test_services_that_cannot_be_asked_for_are_an_error(
+    serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
+) -> None:
+    sky.serve_error = ApiServerConnectionError("no live services can be asked for")
+    async with serving(head(sources)) as client:
+        assert "cannot be reached" in (await discover(client))["errors"]["services"]
+
+
+async def test_an_api_server_that_hangs_holds_up_nothing(
+    serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
+) -> None:
+    sky.seconds = 0.5
+    async with serving(head(sources, discovery_timeout_seconds=0.05)) as client:
+        reply = await discover(client)
+        assert "DISCOVERY_TIMEOUT_SECONDS" in reply["errors"]["clusters"]
+        started = time.monotonic()
+        assert (await client.post("/evaluate", json={"state": [1, 1]})).status_code == 200
+        assert time.monotonic() - started < 0.4
+
+
+async def test_those_who_ask_at_once_share_one_look(serving: Any, head: Any, sky: FakeSkyPilot, sources: Any) -> None:
+    async with serving(head(sources)) as client:
+        await discover(client)
+        sky.passes, sky.seconds = 0, 0.02
+        await asyncio.gather(*(discover(client) for _ in range(20)))
+        assert sky.passes == 1
+
+
+async def test_without_skypilot_the_reason_is_told(serving: Any, head: Any) -> None:
+    async with serving(head(skypilot_api_server_endpoint="http://127.0.0.1:9")) as client:
+        reply = await discover(client)
+        assert (reply["enabled"], reply["prefix"]) == (True, "game-server")
+        assert "pip install" in reply["errors"]["clusters"]
+
+
+async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
+    async with serving(head(game_server_addresses="10.0.0.1:8081, http://b:9/")) as client:
+        assert [(s["name"], s["url"]) for s in (await discover(client))["servers"]] == [
+            ("10.0.0.1:8081", "http://10.0.0.1:8081"),
+            ("b:9", "http://b:9"),
+        ]
+    async with serving(head()) as client:
+        assert (await discover(client))["enabled"] is False
+
+
+def test_a_name_found_twice_counts_once() -> None:
+    assert len(Addresses(["http://a:1"]).find()) == 1
+
+
+@pytest.mark.parametrize("text", ["not an address at all://", "http://", "a:b:c"])
+def test_addresses_are_checked(head: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="game_server_addresses"):
+        head(game_server_addresses=text)
+
+
+def test_the_real_sdk_has_what_is_used_of_it(tmp_path: Path) -> None:
+    if not SKYPILOT.exists():
+        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
+    script = """
+import inspect, sky
+assert "all_users" in inspect.signature(sky.status).parameters
+assert "port" in inspect.signature(sky.endpoints).parameters
+assert list(inspect.signature(sky.serve.status).parameters) == ["service_names"]
+assert list(inspect.signature(sky.get).parameters) == ["request_id"]
+assert issubclass(sky.exceptions.ApiServerConnectionError, RuntimeError)
+assert issubclass(sky.exceptions.ApiServerAuthenticationError, RuntimeError)
+assert issubclass(sky.exceptions.APIVersionMismatchError, RuntimeError)
+assert issubclass(sky.exceptions.ClusterNotUpError, Exception)
+assert sky.ClusterStatus.UP.value == "UP"
+from sky.serve.serve_state import ReplicaStatus
+assert ReplicaStatus.READY.value == "READY"
+from sky.schemas.api.responses import StatusResponse
+assert {"name", "status"} <= set(StatusResponse.model_fields)
+"""
+    done = subprocess.run(
+        [SKYPILOT, "-c", script], env=os.environ | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

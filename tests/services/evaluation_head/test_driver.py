@@ -1,0 +1,255 @@
+"""The head plays on real environment servers, which restart, lie, hang, or push by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+
+from services.environment_server.app import create_app as create_environment_app
+from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head.checkpoint import publish_policy
+from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+from tests.services.environment_server.conftest import ODD
+from tests.services.evaluation_head.policies import Times
+from tests.services.run_page.serving import served
+from tests.services.waiting import eventually, stats_show
+
+
+@pytest.fixture
+def environment_server() -> Any:
+    """``environment_server(...)``: the URL of an environment server with those settings."""
+    with contextlib.ExitStack() as stack:
+
+        def start(**options: Any) -> str:
+            settings = EnvironmentSettings(**{"environment_server_name": "env", **options})
+            return stack.enter_context(served(create_environment_app(settings)))
+
+        yield start
+
+
+def row(stats: dict[str, Any], name: str | None = None) -> dict[str, Any]:
+    rows = [server for server in stats["servers"] if name is None or server["name"] == name]
+    assert len(rows) == 1, [server["name"] for server in stats["servers"]]
+    return rows[0]
+
+
+async def stats_of(url: str) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        return (await client.get("/stats")).json()
+
+
+def gymnasium_returns(seeds: range) -> list[float]:
+    """What the leaning policy earns when it plays here."""
+    returns = []
+    for seed in seeds:
+        environment = gymnasium.make("CartPole-v1")
+        state, _ = environment.reset(seed=seed)
+        total, done = 0.0, False
+        while not done:
+            action = int(np.float32(state[2]) + np.float32(0.3) * np.float32(state[3]) > 0)
+            state, reward, terminated, truncated, _ = environment.step(action)
+            total, done = total + reward, terminated or truncated
+        returns.append(total)
+    return returns
+
+
+async def test_episodes_on_a_discovered_server_earn_what_they_earn_without_one(
+    serving: Any, head: Any, environment_server: Any, lean: Path
+) -> None:
+    options = {"head_policies": f"lean={lean}", "head_drive_total": 6, "head_drive_episodes": 4}
+    async with serving(head(game_server_addresses=environment_server(), **options)) as client:
+        stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 6)
+        server = row(stats)
+        assert server["returns"]["mean"] == pytest.approx(np.mean(gymnasium_returns(range(6))))
+        assert (server["state"], server["lost"], server["active"]) == ("connected", 0, 0)
+        assert server["states"] == server["mean_steps"] * 6
+        assert max(int(size) for size in stats["policies"][0]["batch_sizes"]) == 4
+
+
+async def test_several_servers_share_batches(serving: Any, head: Any, environment_server: Any, lean: Path) -> None:
+    urls = " ".join(environment_server() for _ in range(2))
+    options = {"head_policies": f"lean={lean}", "head_drive_total": 4, "head_drive_episodes": 4}
+    async with serving(head(game_server_addresses=urls, head_timeout_ms=30, **options)) as client:
+        stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 8)
+        assert max(int(size) for size in stats["policies"][0]["batch_sizes"]) > 4
+
+
+async def test_a_server_that_pushes_is_not_driven_and_counts_once(
+    serving: Any, head: Any, environment_server: Any, lean: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
+    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "head_probe_seconds": 0.1}
+    app = head(**settings)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            await eventually(lambda: server.started)
+            await eventually(lambda: _is_healthy(client))
+            stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 5)
+            stats = await stats_show(client, lambda stats: len(stats["servers"]) == 1)
+            assert row(stats)["mode"] == "pushing"
+            assert row(stats)["name"] == url.removeprefix("http://")
+            played = await stats_of(url)
+            assert played["episodes"]["begun"] == 5
+            assert row(stats)["states"] == played["episodes"]["steps"]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+async def _is_healthy(client: httpx.AsyncClient) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return (await client.get("/health")).status_code == 200
+    return False
+
+
+async def test_one_server_at_two_addresses_is_played_on_once(
+    serving: Any, head: Any, environment_server: Any, lean: Path
+) -> None:
+    url = environment_server()
+    both = f"{url} {url.replace('127.0.0.1', 'localhost')}"
+    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.1}
+    async with serving(head(game_server_addresses=both, **options)) as client:
+        stats = await stats_show(
+            client, lambda stats: any("the same server" in (s["detail"] or "") for s in stats["servers"])
+        )
+        assert sorted(server["active"] for server in stats["servers"]) == [0, 8]
+
+
+async def test_a_server_that_dies_costs_its_episodes_and_is_taken_up_again(
+    serving: Any, head: Any, start_service: Any, lean: Path
+) -> None:
+    first = start_service("services.environment_server", LOG_LEVEL="warning")
+    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.2}
+    async with serving(head(game_server_addresses=first.url, **options)) as client:
+        await stats_show(client, lambda stats: stats["episodes"]["finished"] > 0)
+        first.kill()
+        second = start_service("services.environment_server", LOG_LEVEL="warning", port=first.port)
+        lost = await stats_show(client, lambda stats: stats["episodes"]["lost"] >= 8)
+        assert lost["episodes"]["lost"] == 8
+        before = lost["episodes"]["finished"]
+        await stats_show(client, lambda stats: stats["episodes"]["finished"] > before)
+        assert (await stats_of(second.url))["episodes"]["begun"] >= 8
+
+
+async def test_a_server_without_a_fitting_policy_says_so(
+    serving: Any, head: Any, environment_server: Any, lean: Path
+) -> None:
+    url = environment_server(environment="Pendulum-v1")
+    async with serving(head(game_server_addresses=url, head_policies=f"lean={lean}")) as client:
+        stats = await stats_show(client, lambda stats: bool(stats["servers"] and row(stats)["detail"]))
+        assert "takes numbers of shape [4], Pendulum-v1 gives numbers of shape [3]" in row(stats)["detail"]
+        assert (await stats_of(url))["active"] == 0
+
+
+async def test_an_episode_that_never_ends_is_given_up(
+    serving: Any, head: Any, environment_server: Any, tmp_path: Path
+) -> None:
+    state, action = StateSpec(kind=StateKind.NUMBERS, shape=[1]), ActionSpec(kind=ActionKind.INDEX, count=1)
+    publish_policy(Times(0.0), tmp_path, 1, state, action)
+    url = environment_server(environment="tests.services.evaluation_head.endless:Endless-v0")
+    options = {"head_policies": f"p={tmp_path}", "head_max_episode_steps": 20, "head_drive_total": 3}
+    async with serving(head(game_server_addresses=url, **options)) as client:
+        stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 3)
+        assert "HEAD_MAX_EPISODE_STEPS" in row(stats)["detail"]
+        assert (stats["episodes"]["finished"], stats["episodes"]["active"]) == (0, 0)
+
+
+def liar(**lies: Any) -> FastAPI:
+    """An environment server that answers what it should not."""
+    app = FastAPI()
+    health = {"status": "healthy", "service": "environment-server", "name": "env", "instance": "i" * 16}
+    health |= {"environment": "CartPole-v1", "pushing": False, "max_episodes": 8}
+    info = {"id": "CartPole-v1", "max_steps": 500, "state": {"kind": "numbers", "shape": [4]}}
+    info |= {"action": {"kind": "index", "count": 2}}
+
+    @app.get("/health")
+    async def get_health() -> Any:
+        return health | lies.get("health", {})
+
+    @app.post("/reset")
+    async def reset(request: Request) -> Any:
+        count = (await request.json())["episodes"] + lies.get("more", 0)
+        state = lies.get("state", [0.0] * 4)
+        episodes = [{"episode": f"e{i}", "seed": i, "state": state} for i in range(count)]
+        return {"environment": info, "episodes": episodes}
+
+    @app.post("/step")
+    async def step(request: Request) -> Any:
+        items = (await request.json())["steps"]
+        result = {"status": "running", "state": [0.0] * 4, "reward": 1.0, "steps": 1, "episode_return": 1.0}
+        return {"results": [result | {"episode": item["episode"]} | lies.get("step", {}) for item in items]}
+
+    @app.post("/close")
+    async def close() -> Any:
+        return {"closed": 0, "unknown": 0}
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("lies", "says"),
+    [
+        ({"health": {"name": None}}, "no environment server"),
+        ({"more": 3}, "/reset gave others"),
+        ({"state": [0.0, 1.0]}, "has shape [2]"),
+        ({"state": "hello"}, "EpisodeStart|ResetReply"),
+        ({"step": {"episode": "somebody-elses"}}, "other episodes than it was asked for"),
+        ({"step": {"steps": 40}}, "/step counts 40 steps"),
+        ({"step": {"state": None}}, "no state"),
+        ({"step": {"reward": "a lot"}}, "StepReply"),
+        ({"step": {"status": "refused", "detail": "no"}}, "an episode was given up: no"),
+    ],
+)
+async def test_a_server_that_lies_is_told_off_and_counts_for_nothing(
+    serving: Any, head: Any, environment_server: Any, lean: Path, lies: Any, says: str
+) -> None:
+    honest = environment_server()
+    with served(liar(**lies)) as url:
+        options = {"head_policies": f"lean={lean}", "head_probe_seconds": 60}
+        async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
+            name = url.removeprefix("http://")
+
+            def is_told_off(stats: dict[str, Any]) -> bool:
+                details = [s["detail"] or "" for s in stats["servers"] if s["name"] == name]
+                return any(word in detail for word in says.split("|") for detail in details)
+
+            stats = await stats_show(client, is_told_off)
+            assert row(stats, name)["finished"] == 0
+            await stats_show(client, lambda stats: row(stats, honest.removeprefix("http://"))["finished"] > 0)
+
+
+async def test_the_head_and_a_broken_environment_go_on(
+    serving: Any, head: Any, environment_server: Any, tmp_path: Path
+) -> None:
+    """Some episodes break on the server; they are lost, and others are begun in their place."""
+
+    class Breaks(torch.nn.Module):
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            breaks = (states >= 3).float()
+            return torch.cat([1 - breaks, breaks, 0 * breaks, 0 * breaks], dim=1)
+
+    spec = StateSpec(kind=StateKind.NUMBERS, shape=[1])
+    publish_policy(Breaks(), tmp_path, 1, spec, ActionSpec(kind=ActionKind.INDEX, count=4))
+    url = environment_server(environment=f"{ODD}Broken-v0")
+    options = {"head_policies": f"p={tmp_path}", "head_drive_total": 12, "head_drive_episodes": 4}
+    async with serving(head(game_server_addresses=url, **options)) as client:
+        stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 12)
+        assert "a gear fell off" in row(stats)["detail"]
+        assert row(stats)["states"] == 12 * 4

@@ -1,0 +1,131 @@
+"""What metrics.jsonl says of a step, as Prometheus metrics: names with units, counters for what adds up.
+
+``MEASURES`` is also the list of what the columns of metrics.jsonl mean; docs/metrics.md is made from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter, Gauge
+
+STEP = Gauge("trainer_step", "The newest completed step.")
+STEPS = Counter("trainer_steps", "Steps completed by this process.")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of metrics.jsonl and the metric that carries it; ``name`` ends with _total where it is a counter."""
+
+    column: str
+    name: str
+    help: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _update_measures() -> Iterator[Measure]:
+    """What every update says of itself: that on fresh groups, and (``replay_``) the additional one on replayed ones."""
+    described = {
+        "loss": ("trainer_loss", "The loss."),
+        "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a completion token."),
+        "kl_behaviour": ("trainer_kl_behaviour_nats", "KL from the behaviour policy to the policy, a token (k3)."),
+        "kl_reference": ("trainer_kl_reference_nats", "KL from the policy to the reference, a token (k3)."),
+        "grad_norm": ("trainer_grad_norm", "Norm of the gradient before it was clipped."),
+        "ratio_min": ("trainer_probability_ratio_min", "Smallest probability ratio of a token."),
+        "ratio_max": ("trainer_probability_ratio_max", "Largest probability ratio of a token."),
+        "importance_weight": ("trainer_importance_weight_mean", "Mean importance weight of a token."),
+        "groups_refused": ("trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
+    }
+    for groups, prefix in (("fresh", ""), ("replayed", "replay_")):
+        for column, (name, text) in described.items():
+            yield Measure(prefix + column, name, text, {"groups": groups})
+        for bound in ("low", "high"):
+            text = "Share of tokens whose ratio is beyond a bound of the clip, where that costs their gradient."
+            labels = {"groups": groups, "bound": bound}
+            yield Measure(f"{prefix}clip_fraction_{bound}", "trainer_clipped_tokens_ratio", text, labels)
+
+
+def _phase(phase: str) -> Measure:
+    return Measure(f"seconds_{phase}", "trainer_phase_seconds_total", "Time by phase of the steps.", {"phase": phase})
+
+
+_TOKENS = "Tokens, by what they are."
+_GROUPS = "Groups, by what became of them."
+
+MEASURES: tuple[Measure, ...] = (
+    Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
+    Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
+    Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
+    Measure("eval_reward", "trainer_evaluation_reward_mean", "Mean greedy reward on held-out prompts."),
+    Measure("eval_prompts", "trainer_evaluation_prompts", "Held-out prompts of the newest evaluation."),
+    Measure("eval_left_out", "trainer_evaluation_prompts_left_out", "Held-out prompts that got no score."),
+    *_update_measures(),
+    Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
+    Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
+    Measure("length_mean", "trainer_completion_length_mean", "Mean length of a completion, in tokens."),
+    Measure("length_max", "trainer_completion_length_max", "Longest completion, in tokens."),
+    Measure("truncation_rate", "trainer_truncated_ratio", "Share of completions cut off at MAX_NEW_TOKENS."),
+    Measure("completions", "trainer_completions_total", "Completions of fresh groups."),
+    Measure("unscorable", "trainer_completions_without_reward_total", "Completions that could not be scored."),
+    Measure("completion_tokens", "trainer_tokens_total", _TOKENS, {"kind": "completion"}),
+    Measure("prompt_tokens", "trainer_tokens_total", _TOKENS, {"kind": "prompt"}),
+    Measure("trained_tokens", "trainer_tokens_total", _TOKENS, {"kind": "trained"}),
+    Measure("groups", "trainer_groups_total", _GROUPS, {"kind": "fresh"}),
+    Measure("zero_variance_groups", "trainer_groups_total", _GROUPS, {"kind": "zero_variance"}),
+    Measure("groups_resampled", "trainer_groups_total", _GROUPS, {"kind": "resampled"}),
+    Measure("groups_dropped_stale", "trainer_groups_total", _GROUPS, {"kind": "dropped_stale"}),
+    Measure("replay_groups", "trainer_groups_total", _GROUPS, {"kind": "replayed"}),
+    Measure("staleness_mean", "trainer_staleness_mean", "Mean staleness of the groups, in policy versions."),
+    Measure("staleness_max", "trainer_staleness_max", "Largest staleness of a group, in policy versions."),
+    Measure("policy_version", "trainer_policy_version", "The newest published policy version."),
+    Measure("workers", "trainer_workers", "Rollout workers that serve the newest policy version."),
+    Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
+    Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
+    *map(_phase, ("wait", "generate", "reward", "store", "train", "publish", "evaluate", "step")),
+)
+
+DERIVED = {
+    "step": "Number of the step.",
+    "time": "When the step ended, in seconds since 1970.",
+    "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
+}
+"""Columns that Prometheus has otherwise."""
+
+AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
+_AT_K = re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")
+
+
+def _register() -> dict[str, Counter | Gauge]:
+    metrics: dict[str, Counter | Gauge] = {AT_K.name: Gauge(AT_K.name, AT_K.help, ["measure", "k"])}
+    for measure in MEASURES:
+        if measure.name not in metrics:
+            kind = Counter if measure.name.endswith("_total") else Gauge
+            metrics[measure.name] = kind(measure.name, measure.help, list(measure.labels))
+    return metrics
+
+
+_METRICS = _register()
+_BY_COLUMN = {measure.column: measure for measure in MEASURES}
+
+
+def export(step: int, metrics: Mapping[str, float]) -> None:
+    """Takes a step's metrics in. Gauges keep their value where a step lacks one, such as the accuracy."""
+    STEP.set(step)
+    STEPS.inc()
+    for column, value in metrics.items():
+        if match := _AT_K.fullmatch(column):
+            _METRICS[AT_K.name].labels(**match.groupdict()).set(value)  # type: ignore[union-attr]
+        elif (measure := _BY_COLUMN.get(column)) is not None:
+            metric = _METRICS[measure.name]
+            child = metric.labels(**measure.labels) if measure.labels else metric
+            if isinstance(child, Counter):
+                child.inc(value)
+            else:
+                child.set(value)
+
+
+def is_known(column: str) -> bool:
+    """Whether a column of metrics.jsonl has an entry here."""
+    return column in _BY_COLUMN or column in DERIVED or _AT_K.fullmatch(column) is not None
