@@ -81,7 +81,7 @@ async def open_door(start_service: Any, router_url: str) -> str:
 
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {token}"} if token is not None else None
+    headers = {"Authorization": f"Bearer {token}".strip()} if token is not None else None
     return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=PATIENCE, trust_env=False)
 
 
