@@ -87,6 +87,7 @@ class Server:
     lost: int = 0
     steps: int = 0
     returns: Mean = field(default_factory=Mean)
+    merged_into: Server | None = None
     # Of discovered servers only.
     url: str | None = None
     source: str | None = None
@@ -216,20 +217,25 @@ class Accounts:
         new.returns = _together(new.returns, old.returns)
         new.mode, new.heard, new.policy = old.mode, old.heard, old.policy
         new.environment = old.environment or new.environment
+        # Requests of the old one that wait for their actions are accounted for when they have them.
+        old.merged_into = new
         del self.servers[old.name]
 
     # --- episodes --------------------------------------------------------------------------------------------------
 
     def played(self, server: Server, policy: str, states: int, positions: Iterable[EpisodePosition] = ()) -> None:
         """Some of a server's states were answered."""
+        server = server.merged_into or server
         server.policy = policy
         server.requests += 1
         server.states += states
         server.heard = time.monotonic()
         self.states += states
         STATES.labels(policy).inc(states)
-        for position in positions:
-            self._note(server, position)
+        # Its account may have been dropped while it waited for the actions.
+        if self.servers.get(server.name) is server:
+            for position in positions:
+                self._note(server, position)
         ACTIVE.set(len(self._episodes))
 
     def _note(self, server: Server, position: EpisodePosition) -> None:

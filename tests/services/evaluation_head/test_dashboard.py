@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
-import orjson
 import pytest
-import websockets
 from playwright.sync_api import expect
 from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_head import dashboard
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of, screenshot
-from tests.services.run_page.serving import served
+from tests.services.run_page.serving import served, served_ready
 
 expect.set_options(timeout=20_000)
 needs_browser = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
@@ -114,17 +112,15 @@ def test_the_discover_button_looks_again(open_page: Any, head: Any) -> None:
 
 
 @needs_browser
-def test_it_connects_again_by_itself(open_page: Any, start_service: Any, times: Path) -> None:
-    command = ("services.evaluation_head", "--policies", f"times={times}")
-    first = start_service(*command)
-    page = open_page(first.url, expected_problems="ERR_CONNECTION|WebSocket")
-    expect(page.locator("#state")).to_have_text("live")
-    first.terminate()
+def test_it_connects_again_by_itself(open_page: Any, head: Any) -> None:
+    with served(head()) as url:
+        page = open_page(url, expected_problems="ERR_CONNECTION|WebSocket")
+        expect(page.locator("#state")).to_have_text("live")
     expect(page.locator("#state")).to_have_text("no connection")
     expect(page.locator("#trouble")).to_contain_text("connecting again")
-    start_service(*command, port=first.port)
-    expect(page.locator("#state")).to_have_text("live")
-    expect(page.locator("#trouble")).to_be_hidden()
+    with served(head(), port=urlsplit(url).port):
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.locator("#trouble")).to_be_hidden()
 
 
 @needs_browser
@@ -149,8 +145,7 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_trusts_no_text(open_page: Any, head: Any, scheme: str) -> None:
-    with served(head()) as url:
-        wait_healthy(url)
+    with served_ready(head()) as url:
         report = {"server": "a-server-with-a-rather-long-name/1", "environment": "x" * 100, "state": [0, 0]}
         assert httpx.post(f"{url}/evaluate", json=report, trust_env=False).status_code == 200
         odd = httpx.post(f"{url}/evaluate", json={**report, "server": HOSTILE}, trust_env=False)
@@ -159,45 +154,3 @@ def test_it_fits_a_phone_and_trusts_no_text(open_page: Any, head: Any, scheme: s
         expect(page.locator("#servers")).to_contain_text("a-server-with-a-rather-long-name/1")
         assert not is_wider_than_window(page)
         assert page.evaluate("window.hacked") is None
-
-
-def wait_healthy(url: str) -> None:
-    deadline = time.monotonic() + 20
-    while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-async def test_the_websocket_tells_statistics_by_the_second(head: Any) -> None:
-    with served(head()) as url:
-        async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
-            messages = [orjson.loads(await socket.recv()) for _ in range(3)]
-    assert [message["stats"]["policies"][0]["name"] for message in messages] == ["times"] * 3
-    assert messages[0]["stats"]["time"] < messages[2]["stats"]["time"]
-    moments = [point["time"] for message in messages for point in message["history"]]
-    assert moments == sorted(set(moments))
-
-
-@pytest.mark.parametrize("first", ['{"token": "wrong"}', "[]", "not json"])
-async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
-    with served(head(jobgroup_token=SecretStr("secret"))) as url:
-        address = url.replace("http", "ws") + "/ws"
-        async with websockets.connect(address) as socket:
-            await socket.send(first)
-            with pytest.raises(websockets.ConnectionClosed) as refused:
-                await socket.recv()
-            assert refused.value.rcvd.code == dashboard.REFUSED
-        async with websockets.connect(address, additional_headers={"Authorization": "Bearer secret"}) as socket:
-            assert "stats" in orjson.loads(await socket.recv())
-        assert httpx.get(f"{url}/stats", trust_env=False).status_code == 401  # noqa: ASYNC210
-        assert httpx.get(f"{url}/dashboard", trust_env=False).status_code == 200  # noqa: ASYNC210
-
-
-async def test_a_watcher_that_does_not_read_holds_up_nobody(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(head()) as url:
-        deaf = [await websockets.connect(url.replace("http", "ws") + "/ws", max_queue=1) for _ in range(10)]
-        async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
-            for _ in range(3):
-                await socket.recv()
-        for one in deaf:
-            await one.close()
