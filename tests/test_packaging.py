@@ -24,10 +24,18 @@ ROLES = {
     "trainer": ("trainer.__main__", {"trainer"}),
     "local": ("scripts.run_local", {"local"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
+    "head": ("services.evaluation_head.__main__", {"head"}),
+    "environment": ("services.environment_server.__main__", {"environment"}),
 }
 
 # What a role imports only when a setting asks for it, and installs besides.
-OPTIONAL = {"evaluation": {"sky"}, "rollout": {"sglang"}, "reward": {"torch", "transformers"}}
+OPTIONAL = {
+    "environment": {"torch", "transformers"},
+    "evaluation": {"sky"},
+    "head": {"sky"},
+    "reward": {"torch", "transformers"},
+    "rollout": {"sglang"},
+}
 
 
 def source(module: str) -> Path | None:

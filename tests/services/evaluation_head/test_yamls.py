@@ -1,0 +1,103 @@
+"""The YAMLs of evaluation/ are what SkyPilot takes, and name settings that exist."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from services.endpoints import ENVIRONMENT_PORT, EVALUATION_HEAD_PORT
+from services.environment_server.settings import EnvironmentSettings
+from services.errors import EXIT_RECOVERABLE
+from services.evaluation_head.settings import HeadSettings
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("head", "environment_server", "environment_service")
+PATHS = {name: ROOT / f"evaluation/{name}.yaml" for name in NAMES}
+SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What SkyPilot makes of the files."""
+    if not SKYPILOT.exists():
+        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
+    home = tmp_path_factory.mktemp("home")
+    environment = os.environ | {"HOME": str(home), "LOADED": str(home / "loaded.json")}
+    script = Path(__file__).with_name("skypilot_tasks.py")
+    done = subprocess.run(
+        [SKYPILOT, script, *PATHS.values()], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Unknown fields" not in done.stdout + done.stderr
+    return json.loads((home / "loaded.json").read_text())
+
+
+def test_the_head_has_processors_no_gpu_and_the_api_servers_secrets(tasks: Any) -> None:
+    head = tasks["head"]
+    assert (head["cpus"], head["accelerators"], head["use_spot"]) == ("8+", None, False)
+    assert head["ports"] == [str(EVALUATION_HEAD_PORT)]
+    assert {"SKYPILOT_API_SERVER_ENDPOINT", "SKYPILOT_SERVICE_ACCOUNT_TOKEN"} <= set(head["secrets"])
+    assert head["service"] is None
+
+
+@pytest.mark.parametrize("name", ["environment_server", "environment_service"])
+def test_environment_servers_are_on_spot_machines_on_the_port_that_the_head_asks_for(tasks: Any, name: str) -> None:
+    assert tasks[name]["use_spot"] is True
+    assert tasks[name]["accelerators"] is None
+    assert tasks[name]["ports"] == [str(ENVIRONMENT_PORT)] == [tasks["head"]["envs"]["GAME_SERVER_PORT"]]
+
+
+def test_as_a_managed_job_an_environment_server_comes_back(tasks: Any) -> None:
+    assert tasks["environment_server"]["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
+    assert tasks["environment_server"]["recovery"]["max_restarts_on_errors"] >= 1
+
+
+def test_the_service_has_one_to_five_replicas_and_a_readiness_probe(tasks: Any) -> None:
+    service = tasks["environment_service"]["service"]
+    assert (service["min_replicas"], service["max_replicas"]) == (1, 5)
+    assert service["readiness_path"] == "/health"
+    assert service["initial_delay"] >= 300
+    assert service["target_qps"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_port_is_open_without_a_token(tasks: Any, name: str) -> None:
+    assert tasks[name]["must_be_given"] == ["JOBGROUP_TOKEN"]
+    assert tasks[name]["still_to_be_given"] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_sets_are_settings_and_its_command_is_the_service(name: str) -> None:
+    document = yaml.safe_load(PATHS[name].read_text())
+    settings, module = (
+        (HeadSettings, "evaluation_head") if name == "head" else (EnvironmentSettings, "environment_server")
+    )
+    known = {field.upper() for field in settings.model_fields}
+    assert set(document["envs"]) | set(document["secrets"]) <= known
+    values = {key.lower(): value for key, value in document["envs"].items() if value != ""}
+    settings.load(**values)
+    assert document["run"] == f"set -euo pipefail\nexec python -m services.{module}\n"
+    assert document["setup"].startswith("set -euo pipefail\n")
+    assert not [value for value in document["secrets"].values() if value]
+    assert re.fullmatch(r"docker:[^:]+:[^:]*\d[^:]*", document["resources"]["image_id"])
+
+
+def test_the_service_is_the_server_with_a_service_section() -> None:
+    server, service = (yaml.safe_load(PATHS[name].read_text()) for name in NAMES[1:])
+    del service["service"]
+    # These are of managed jobs, and of a server that plays by itself.
+    del server["resources"]["job_recovery"], server["envs"]["EVAL_HEAD_ENDPOINT"]
+    assert server == service
+
+
+def test_the_head_installs_the_skypilot_that_its_discovery_names() -> None:
+    setup = yaml.safe_load(PATHS["head"].read_text())["setup"]
+    assert "'skypilot==0.14.1'" in setup
+    assert "skypilot[kubernetes]==0.14.1" in (ROOT / "pyproject.toml").read_text()
