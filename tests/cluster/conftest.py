@@ -1,4 +1,7 @@
-"""The tests of this folder need hosts of their own. Two runs that nothing happens to are shared by several of them."""
+"""The tests of this folder need hosts of their own. Two runs that nothing happens to are shared by several of them.
+
+`make test` has the guarded one and one preemption; the undisturbed one is for those that are marked slow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import psutil
 import pytest
 
 from scripts.local.supervisor import Outcome
-from services.endpoints import ENGINE_PORT
+from services.endpoints import ENGINE_PORT, ROUTER_INNER_PORT
 from tests.cluster import network
 from tests.cluster.cluster import Answer, Cluster, Question
 from tests.cluster.strangers import SECRETS, Strangers
@@ -54,7 +57,7 @@ class Finished:
     environments: list[dict[str, str]] = field(default_factory=list)
     """Of all processes."""
     connections: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
-    """Local and remote address of each TCP connection, by node."""
+    """Local and remote address of each TCP connection, by node, but for those of a door to its router behind it."""
     names: dict[str, str] = field(default_factory=dict)
     """Address by node, as another node resolves its name."""
     left: list[psutil.Process] = field(default_factory=list)
@@ -102,9 +105,10 @@ _END = re.compile(r"\[?(?:::ffff:)?(\*|[0-9a-f.:]+?)\]?(?:%\w+)?:(\d+|\*)(?=\s|$
 
 
 def _connections(listed: str) -> set[tuple[str, str]]:
-    """The two ends of each connection, without ports, of what ``ss`` lists."""
+    """The two ends of each connection, without ports, of what ``ss`` lists; a door's to its router is left out."""
     ends = [_END.findall(line) for line in listed.splitlines()]
-    return {(near, far) for (near, _), (far, _) in ends}
+    inner = str(ROUTER_INNER_PORT)
+    return {(near, far) for (near, near_port), (far, far_port) in ends if inner not in (near_port, far_port)}
 
 
 def _ports(listed: str) -> set[int]:

@@ -8,7 +8,7 @@ from tests.cluster.conftest import STEPS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(params=["undisturbed", "guarded"])
+@pytest.fixture(params=["guarded", pytest.param("undisturbed", marks=pytest.mark.slow)])
 def finished(request):
     """A run of two trainer and two rollout nodes, by each transport of the weights."""
     return request.getfixturevalue(request.param)
@@ -47,5 +47,6 @@ def test_auxiliaries_are_gone_after_the_trainer(finished):
     assert finished.left == []
 
 
+@pytest.mark.slow
 def test_both_transports_train_the_same_model(undisturbed, guarded):
     assert undisturbed.model.read_bytes() == guarded.model.read_bytes()
