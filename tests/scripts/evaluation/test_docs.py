@@ -38,6 +38,7 @@ def place(tmp_path, tiny_model):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", HERE)
 def test_its_commands_run(command, place, tiny_model):
     program, *arguments = shlex.split(command)

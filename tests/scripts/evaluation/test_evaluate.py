@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter, defaultdict
 
@@ -13,7 +15,7 @@ import pytest
 
 from scripts.evaluation.report import Results
 from scripts.local.processes import MARK
-from tests.scripts.evaluation.conftest import ARITHMETIC
+from tests.scripts.evaluation.conftest import ARITHMETIC, ROOT
 from tests.scripts.evaluation.tool_model import questions
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 
@@ -35,6 +37,7 @@ def correct(sample):
     return sample["result"]["reward"] == 1.0
 
 
+@pytest.mark.slow
 def test_several_checkpoints_give_results_and_a_curve(evaluate, tiny_model, tmp_path):
     run = tmp_path / "run"
     for name in ("policy/v000000", "policy/v000003"):
@@ -72,6 +75,7 @@ def test_several_checkpoints_give_results_and_a_curve(evaluate, tiny_model, tmp_
     assert servers_of(command.output) == []
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on_from_its_samples(evaluate, tiny_model):
     arguments = ("--model", tiny_model, "--split", "all", "--samples", "24", "--concurrency", "2")
     first = evaluate(*arguments, **ARITHMETIC)
@@ -110,6 +114,7 @@ def test_a_killed_evaluation_goes_on_from_its_samples(evaluate, tiny_model):
     assert "temperature was 1.0 and is 0.5" in fourth.text
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_path):
     pair = [Nodes(tmp_path / name, tiny_model, environment={"ENGINE_DTYPE": "float32"}) for name in ("one", "two")]
     for nodes in pair:
@@ -136,6 +141,7 @@ def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_pat
     assert set(used) == {nodes.router.url for nodes in pair}
 
 
+@pytest.mark.slow
 def test_without_its_token_servers_refuse(evaluate, tiny_model, tmp_path):
     nodes = Nodes(tmp_path, tiny_model)
     try:
@@ -147,6 +153,7 @@ def test_without_its_token_servers_refuse(evaluate, tiny_model, tmp_path):
     assert "JOBGROUP_TOKEN" in command.text
 
 
+@pytest.mark.slow
 def test_the_math_agent_solves_by_its_tools_against_the_embedded_engine(evaluate, tool_model, tmp_path):
     rows = tmp_path / "questions.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in questions()[::4]))
@@ -171,36 +178,66 @@ def test_the_math_agent_solves_by_its_tools_against_the_embedded_engine(evaluate
     assert sample["completion_tokens"] >= 6
 
 
+REFUSED = [
+    (["--dataset", "no/such.jsonl"], 78, r"no/such.jsonl' is not a file"),
+    (["--dataset", "nobody/has-this"], 78, "DATASET 'nobody/has-this' cannot be loaded"),
+    (["--dataset", "arithmetic", "--split", "validation"], 78, "has the splits train, test and all"),
+    (["--model", "./no-such-model"], 78, "--model './no-such-model' is not a directory"),
+    (["--model", "nobody/has-this", "--dataset", "arithmetic"], 78, "tokenizer of MODEL_NAME 'nobody/has-this'"),
+    (["--samples", "4", "--k", "2,8"], 78, "--k 8 needs as many samples"),
+    (["--k", "two"], 78, "EVAL_K is 'two'"),
+    (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent 'nothing:here'"),
+    (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
+    (["--scheduler", "endpoints"], 78, "needs --url or --discover"),
+    (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
+    (["--url", "nonsense:port"], 78, "is no address"),
+    (["--discover", "."], 78, "is not the directory of a run"),
+    (["--temperature", "-1"], 78, "TEMPERATURE is -1.0"),
+    (["--url", "http://127.0.0.1:1", "--reward-url", "http://127.0.0.1:2"], 33, "http://127.0.0.1:1: ConnectError"),
+]
+
+
+@pytest.fixture(scope="module")
+def refusals(tiny_model, tmp_path_factory):
+    """What the command says to each of REFUSED."""
+    cases = []
+    for arguments, _, _ in REFUSED:
+        given = arguments if "--model" in arguments else ["--model", str(tiny_model), *arguments]
+        variables = {"PROMPT_STYLE": "plain", "EVAL_START_SECONDS": "1", "HF_HUB_OFFLINE": "1"}
+        variables |= {} if "--dataset" in arguments else {"DATASET": "arithmetic"}
+        output = tmp_path_factory.mktemp("refused")
+        cases.append({"arguments": [*given, "--plain", "--output", str(output)], "variables": variables})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.scripts.evaluation.refusals"],
+        input=json.dumps(cases),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--dataset", "no/such.jsonl"], 78, r"no/such.jsonl' is not a file"),
-        (["--dataset", "nobody/has-this"], 78, "DATASET 'nobody/has-this' cannot be loaded"),
-        (["--dataset", "arithmetic", "--split", "validation"], 78, "has the splits train, test and all"),
-        (["--model", "./no-such-model"], 78, "--model './no-such-model' is not a directory"),
-        (["--model", "nobody/has-this", "--dataset", "arithmetic"], 78, "tokenizer of MODEL_NAME 'nobody/has-this'"),
-        (["--samples", "4", "--k", "2,8"], 78, "--k 8 needs as many samples"),
-        (["--k", "two"], 78, "EVAL_K is 'two'"),
-        (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent 'nothing:here'"),
-        (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
-        (["--scheduler", "endpoints"], 78, "needs --url or --discover"),
-        (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
-        (["--url", "nonsense:port"], 78, "is no address"),
-        (["--discover", "."], 78, "is not the directory of a run"),
-        (["--temperature", "-1"], 78, "TEMPERATURE is -1.0"),
-        (["--url", "http://127.0.0.1:1", "--reward-url", "http://127.0.0.1:2"], 33, "http://127.0.0.1:1: ConnectError"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    "number", range(len(REFUSED)), ids=lambda number: " ".join(REFUSED[number][0]).replace("/", "_")
 )
-def test_bad_input_is_named(evaluate, tiny_model, arguments, code, said):
-    given = arguments if "--model" in arguments else ["--model", tiny_model, *arguments]
-    dataset = {} if "--dataset" in arguments else {"DATASET": "arithmetic"}
-    command = evaluate(*given, PROMPT_STYLE="plain", EVAL_START_SECONDS="1", **dataset)
-    assert command.wait(60) == code, command.text
-    assert said in command.text
+def test_bad_input_is_named(refusals, number):
+    _, code, said = REFUSED[number]
+    told = refusals[number]
+    assert told["unexpected"] is None
+    assert told["code"] == code, told["text"]
+    assert said in told["text"]
+
+
+def test_the_command_ends_with_a_refusals_code_and_words(evaluate, tiny_model):
+    command = evaluate("--model", tiny_model, "--dataset", "arithmetic", "--k", "two")
+    assert command.wait(60) == 78
+    assert command.text.startswith("evaluate: EVAL_K is 'two'")
     assert "Traceback" not in command.text
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_everything_in_order(evaluate, tiny_model):
     command = evaluate("--model", tiny_model, "--split", "all", "--samples", "64", "--concurrency", "1", **ARITHMETIC)
     command.wait_for_samples(100)

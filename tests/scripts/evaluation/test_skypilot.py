@@ -117,6 +117,7 @@ def test_without_skypilot_it_says_what_to_install(evaluate):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
     variables = {**ARITHMETIC, "MODEL_NAME": str(tiny_model), "EVAL_SAMPLES": "2", "ROLLOUT_ENGINE": "embedded"}
     options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]

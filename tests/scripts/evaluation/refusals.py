@@ -1,0 +1,32 @@
+"""Runs the command with each of some arguments, in one process, since most of a run that is refused is importing.
+
+Reads a JSON list of {"arguments", "variables"} and writes one of {"code", "text"}; used by test_evaluate.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import typer
+from typer.testing import CliRunner
+
+from scripts.evaluate import main
+
+
+def run() -> None:
+    app = typer.Typer()
+    app.command()(main)
+    told, environment = [], dict(os.environ)
+    for case in json.load(sys.stdin):
+        os.environ.clear()
+        os.environ.update(environment | case["variables"])
+        result = CliRunner().invoke(app, case["arguments"])
+        unexpected = result.exception if not isinstance(result.exception, SystemExit) else None
+        told.append({"code": result.exit_code, "text": result.output, "unexpected": unexpected and repr(unexpected)})
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    run()
