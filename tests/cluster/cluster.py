@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -121,6 +122,10 @@ class Cluster:
         self.volume.mkdir(parents=True, exist_ok=True)
         self._roots = directory / "roots"
         self._roots.mkdir(exist_ok=True)
+        # What SkyPilot does with `workdir: .`: taken once, at launch, also for the nodes of a recovery.
+        self._workdir = directory / "workdir"
+        for package in ("services", "trainer"):
+            shutil.copytree(ROOT / package, self._workdir / package)
         self._disks = dict(disks or {})
         self._kept = [str(ROOT), sys.prefix, sys.base_prefix, str(model)]
         self._network = Network()
@@ -328,7 +333,7 @@ class Cluster:
             *["ip", "netns", "exec", self._network.hosts[host].namespace, "unshare", "--mount", "--uts"],
             *["sh", str(NODE), str(root), str(self.volume), self._disks.get(task.name, "1g"), host, task.run],
             *self._kept,
-            cwd=ROOT,
+            cwd=self._workdir,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,

@@ -34,7 +34,7 @@ for path in "$@"; do
     mount --bind -o ro "$path" "$root$path"
   fi
 done
-# As SkyPilot does with `workdir: .`.
+# The working directory, as SkyPilot puts it there.
 mkdir "$root/node/sky_workdir"
 cp -R -p services trainer "$root/node/sky_workdir"
 
