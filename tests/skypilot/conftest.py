@@ -1,0 +1,205 @@
+"""SkyPilot's own API server and jobs controller, against a Kubernetes API that keeps what it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvicorn
+import yaml
+
+from services import scaffold
+from tests.skypilot.kubernetes_api import KubernetesApi, node, storage_class
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
+TOOLS = ("kubectl", "socat", "nc", "rsync")
+CONTEXT = "test"
+NODES = [node("cpu-1"), *(node(f"gpu-{number}", "H100", 8) for number in range(4))]
+MARK = "SKYPILOT_TEST"
+
+
+def why_not() -> str | None:
+    """Why SkyPilot cannot run here; None when it can."""
+    if not PYTHON.exists():
+        return f"no SkyPilot at {PYTHON}; `make test-skypilot` installs it"
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"SkyPilot needs {', '.join(missing)} (Debian: socat, netcat-openbsd, rsync, and kubectl)"
+    return None
+
+
+class SkyPilot:
+    """A home of its own, an API server in it, and its command line."""
+
+    def __init__(self, home: Path, kubernetes_url: str) -> None:
+        self.home = home
+        self._port = free_port()
+        self.environment = {
+            "HOME": str(home),
+            "PATH": os.pathsep.join([str(PYTHON.parent), os.environ["PATH"]]),
+            "LANG": "C.UTF-8",
+            "COLUMNS": "300",
+            "KUBECONFIG": str(home / ".kube/config"),
+            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+            "SKYPILOT_API_SERVER_LOCAL_PORT": str(self._port),
+            # It starts as many controllers as it believes to have memory for.
+            "SKYPILOT_POD_MEMORY_GB_LIMIT": "4",
+            # Nothing outside this machine is asked. Not HTTP_PROXY, with which the Kubernetes client ignores NO_PROXY.
+            "ALL_PROXY": "http://127.0.0.1:9",
+            "NO_PROXY": "127.0.0.1,localhost",
+            MARK: str(home),
+        }
+        self._write("kube/config", kubeconfig(kubernetes_url))
+        # The controller runs within the API server; pods that stay pending are waited for.
+        config = {"kubernetes": {"provision_timeout": -1}, "jobs": {"controller": {"consolidation_mode": True}}}
+        self._write("sky/config.yaml", config)
+        catalog = home / ".sky/catalogs/v8"
+        for name, text in CATALOG.items():
+            (catalog / name).parent.mkdir(parents=True, exist_ok=True)
+            (catalog / name).write_text(text)
+
+    def _write(self, name: str, content: Mapping[str, Any]) -> None:
+        path = self.home / f".{name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(dict(content)))
+
+    @contextmanager
+    def serving(self) -> Iterator[SkyPilot]:
+        """Within it the API server runs, and after it no process of it is left."""
+        command = [PYTHON, "-m", "sky.server.server", "--port", str(self._port), "--metrics-port", str(free_port())]
+        environment = self.environment | {"IS_SKYPILOT_SERVER": "true"}
+        with (self.home / "server.log").open("wb") as log:
+            server = subprocess.Popen(
+                command, cwd=self.home, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self.eventually(self._healthy, "the API server answers")
+            yield self
+        finally:
+            server.send_signal(signal.SIGTERM)
+            processes = [process for process in psutil.process_iter() if self._is_ours(process)]
+            _, alive = psutil.wait_procs(processes, timeout=10)
+            for process in alive:
+                process.kill()
+            psutil.wait_procs(alive, timeout=10)
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == str(self.home)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/api/health", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def sky(self, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> str:
+        """What the command line prints."""
+        command = [PYTHON.with_name("sky"), *arguments]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment | dict(environment or {}),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.told()}"
+        return done.stdout + done.stderr
+
+    def python(self, script: str) -> str:
+        """What a script prints that runs where SkyPilot is."""
+        done = subprocess.run(
+            [PYTHON, "-c", script], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.told()}"
+        return done.stdout
+
+    def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 180) -> Any:
+        """Waits until ``condition`` gives something true, and returns it."""
+        end = time.monotonic() + seconds
+        while not (result := condition()):
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.told()}"
+            time.sleep(0.5)
+        return result
+
+    def told(self, lines: int = 40) -> str:
+        """The ends of all logs: for a failed assertion."""
+        logs = [self.home / "server.log", *(self.home / "sky_logs").rglob("*.log")]
+        return "\n".join(
+            line for log in logs for line in (f"--- {log}", *log.read_text(errors="replace").splitlines()[-lines:])
+        )
+
+
+CATALOG = {
+    "common/accelerators.csv": "AcceleratorName,Clouds\n"
+    + "".join(f"{name},\"['Kubernetes']\"\n" for name in ("H100", "H200", "A100-80GB", "L40S")),
+    "kubernetes/images.csv": "Tag,Region,OS,OSVersion,ImageId,CreationDate\n"
+    + "".join(f"skypilot:{kind}-ubuntu-2004,,ubuntu,20.04,none/{kind},20260101\n" for kind in ("cpu", "gpu")),
+}
+
+
+def kubeconfig(url: str) -> dict[str, Any]:
+    """How SkyPilot reaches the API."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": CONTEXT,
+        "clusters": [{"name": CONTEXT, "cluster": {"server": url}}],
+        "users": [{"name": CONTEXT, "user": {}}],
+        "contexts": [{"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT}}],
+    }
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """Within it an application answers at the URL that it gives."""
+    listener = scaffold.listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+@pytest.fixture(scope="session")
+def kubernetes() -> KubernetesApi:
+    """The cluster."""
+    return KubernetesApi(NODES, storage_class("nfs"))
+
+
+@pytest.fixture(scope="session")
+def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
+    """SkyPilot, serving."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with served(kubernetes.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
+        yield sky
