@@ -1,0 +1,144 @@
+"""Which engine a node runs, and the command lines of engine, router and door."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.endpoints import Endpoint
+from services.errors import ConfigurationError
+from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.engines import (
+    Binds,
+    Command,
+    choose_engine,
+    engine_command,
+    router_command,
+)
+from services.rollout_server.settings import EngineKind, RolloutSettings
+from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
+
+BIND = Endpoint("0.0.0.0", 30001)
+
+
+@pytest.fixture(autouse=True)
+def no_job_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = ("SKYPILOT_", "JOBGROUP_", "SGLANG_", "ENGINE_", "ROLLOUT_", "ROUTER_")
+    for name in [name for name in os.environ if name.startswith(ours)]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def settings(**fields: object) -> RolloutSettings:
+    return RolloutSettings.load(model_name="a-model", **fields)
+
+
+def value_of(command: Command, flag: str) -> str:
+    """What follows the flag the last time that it is given."""
+    last = len(command.arguments) - 1 - command.arguments[::-1].index(flag)
+    return command.arguments[last + 1]
+
+
+def sglang(**fields: object) -> Command:
+    return engine_command(settings(**fields), EngineKind.SGLANG, BIND)
+
+
+@pytest.fixture
+def interpreter_with_sglang(tmp_path: Path) -> str:
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nexport PYTHONPATH="{FAKE_ENGINE}"\nexec "{sys.executable}" "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_node_without_a_gpu_runs_the_embedded_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    assert choose_engine(settings()) is EngineKind.EMBEDDED
+
+
+def test_a_node_with_a_gpu_runs_sglang(monkeypatch: pytest.MonkeyPatch, interpreter_with_sglang: str) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "8")
+    assert choose_engine(settings(sglang_python=interpreter_with_sglang)) is EngineKind.SGLANG
+    assert choose_engine(settings(rollout_engine="embedded")) is EngineKind.EMBEDDED
+
+
+def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "1")
+    with pytest.raises(ConfigurationError, match="install the extra 'sglang'"):
+        choose_engine(settings())
+    with pytest.raises(ConfigurationError, match="cannot be run"):
+        choose_engine(settings(rollout_engine="sglang", sglang_python="/no/such/python"))
+
+
+def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "4")
+    command = sglang(
+        engine_dtype="bfloat16",
+        engine_context_length=4096,
+        engine_deterministic=True,
+        engine_max_running_requests=128,
+        engine_max_total_tokens=100_000,
+        sglang_mem_fraction=0.8,
+        sglang_attention_backend="fa3",
+        sglang_tool_call_parser="qwen25",
+    )
+    expected = {
+        "--model-path": "a-model",
+        "--host": "0.0.0.0",
+        "--port": "30001",
+        "--tp-size": "4",
+        "--weight-version": "0",
+        "--dtype": "bfloat16",
+        "--context-length": "4096",
+        "--max-running-requests": "128",
+        "--max-total-tokens": "100000",
+        "--mem-fraction-static": "0.8",
+        "--attention-backend": "fa3",
+        "--tool-call-parser": "qwen25",
+    }
+    assert {flag: value_of(command, flag) for flag in expected} == expected
+    assert {"--enable-metrics", "--enable-deterministic-inference", API_KEY_FROM_TOKEN} <= set(command.arguments)
+    # Otherwise every look at its health is a token generated.
+    assert command.environment == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+
+
+def test_what_is_not_set_is_left_to_sglang() -> None:
+    given = set(sglang().arguments)
+    left = {"--dtype", "--context-length", "--mem-fraction-static", "--attention-backend", "--max-total-tokens"}
+    assert not given & (left | {"--enable-deterministic-inference"})
+
+
+def test_extra_flags_win_and_are_split_as_a_shell_does() -> None:
+    command = sglang(sglang_tp_size=2, sglang_extra_flags="--tp-size 8 --chat-template 'a b.jinja'")
+    assert value_of(command, "--tp-size") == "8"
+    assert command.arguments[-2:] == ["--chat-template", "a b.jinja"]
+
+
+def test_extra_flags_with_an_open_quotation_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="SGLANG_EXTRA_FLAGS"):
+        settings(sglang_extra_flags="--chat-template 'a")
+
+
+def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() -> None:
+    command = router_command(settings(), BIND, Endpoint("0.0.0.0", 29000))
+    expected = {
+        "--policy": "cache_aware",
+        "--health-check-interval-secs": "2",
+        "--health-failure-threshold": "3",
+        "--request-timeout-secs": "1800",
+        "--cb-failure-threshold": "3",
+        "--cb-timeout-duration-secs": "1",
+        "--retry-max-retries": "5",
+    }
+    assert {flag: value_of(command, flag) for flag in expected} == expected
+    assert "--worker-urls" not in command.arguments
+
+
+def test_with_a_token_the_router_hears_its_own_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Binds.of(settings())
+    assert (plain.router.host, plain.metrics.host, plain.door) == ("0.0.0.0", "0.0.0.0", None)
+    guarded = Binds.of(settings(jobgroup_token="a-secret"))
+    assert guarded.door == plain.router
+    assert (guarded.router.host, guarded.metrics.host) == ("127.0.0.1", "127.0.0.1")
