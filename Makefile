@@ -11,7 +11,7 @@ DEMO ?=
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-skypilot coverage bench-services docs constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot coverage bench-services docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ check: $(VENV)/.test  ## style and types
 
 test-slow: $(VENV)/.test  ## the tests that take long
 	$(RUN) -m pytest -m "slow and not gpu and not sglang"
+
+test-sglang: $(VENV)/.test  ## the rollout tier against the real SGLang on this CPU, which it installs: 3 GB, some 20 minutes
+	PYTHON=$(abspath $(RUN)) bash tests/sglang_cpu/install.sh $(VENV)-sglang
+	SGLANG_PYTHON=$(abspath $(VENV))-sglang/bin/sglang-python $(RUN) -m pytest -m sglang
 
 test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's real server and controller, on a Kubernetes API that runs nothing
 	$(RUN) -m pytest tests/skypilot -m slow

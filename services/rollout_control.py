@@ -73,6 +73,10 @@ class RouterControl:
         """URLs of the registered workers, in order of their URL."""
         return sorted(worker.url for worker in await self._workers())
 
+    async def registrations(self) -> dict[str, str]:
+        """What the router calls each registered worker, by its URL; another name after it was registered anew."""
+        return {worker.url: worker.id for worker in await self._workers()}
+
     async def healthy_workers(self) -> list[str]:
         """URLs of the workers that the router sends requests to."""
         return sorted(worker.url for worker in await self._workers() if worker.is_healthy)
@@ -157,6 +161,24 @@ class WorkerControl:
         them."""
         await self._post("/pause_generation", {"mode": mode})
 
+    async def drain(self) -> None:
+        """Returns when what is in flight has ended; what comes meanwhile waits."""
+        # There is no route for it, but an update waits, and one without tensors changes nothing.
+        await self.begin_update()
+        await self.end_update()
+
+    async def hold(self, *, in_place: bool) -> None:
+        """Stops generation for a change of weights: requests in flight stand still, or end first.
+
+        Without it SGLang loads weights when requests have ended, but then fails to flush its cache if more have come.
+        """
+        if in_place:
+            await self.pause("in_place")
+        else:
+            await self.drain()
+            # What came since is asked for again by its client.
+            await self.pause("abort")
+
     async def resume(self) -> None:
         """Goes on generating."""
         await self._post("/continue_generation", {})
@@ -184,7 +206,7 @@ class WorkerControl:
         await self._post("/destroy_weights_update_group", {"group_name": group_name})
 
     async def begin_update(self) -> None:
-        """Opens a weight update by broadcast."""
+        """Opens a weight update by broadcast. Requests in flight end first, unless generation is paused."""
         await self._post("/begin_weight_update", {"selector": "all"})
 
     async def receive_weights(
@@ -193,18 +215,21 @@ class WorkerControl:
         dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         group_name: str,
-        version: int,
+        version: int | None,
         *,
         flush_cache: bool = True,
     ) -> None:
-        """Receives tensors by broadcast in the order of ``names``; returns when all have come."""
+        """Receives tensors by broadcast in the order of ``names``; returns when all have come.
+
+        An update of several calls gives its ``version`` with the last one only, and None with those before.
+        """
         payload = {
             "names": list(names),
             "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group_name,
             "flush_cache": flush_cache,
-            "weight_version": str(version),
+            "weight_version": None if version is None else str(version),
         }
         await self._post("/update_weights_from_distributed", payload)
 

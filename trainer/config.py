@@ -207,6 +207,11 @@ class TrainerSettings(Settings):
         description="Change weights under generations in flight; each token's version is recorded. Off: they "
         "end first.",
     )
+    publish_bucket_mib: float = Field(
+        default=1024,
+        gt=0,
+        description="Weights sent in one go by `broadcast`: memory that a worker needs beside its own weights.",
+    )
     publish_deadline_seconds: float = Field(default=600, gt=0, description="Longest wait for a worker to take weights.")
     published_versions_kept: int = Field(default=2, ge=1, description="Versions kept on the shared volume.")
     publish_probe: bool = Field(

@@ -208,7 +208,10 @@ class WorkerKeeper:
             started = time.monotonic()
             self._fresh = False
             # What is in flight was begun with weights of which we cannot be sure; clients ask for it again elsewhere.
+            # Retracted first, since SGLang never gets to abort what is paused in place.
+            await worker.pause("retract")
             await worker.pause("abort")
+            await self._close_update(worker)
             await worker.update_from_disk(path, version)
             await worker.resume()
             log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
@@ -218,6 +221,13 @@ class WorkerKeeper:
                 f"worker {self.url} loaded policy version {version} but says that it serves {served}"
             )
         return version
+
+    async def _close_update(self, worker: WorkerControl) -> None:
+        """Ends the broadcast that a trainer began and did not end: SGLang refuses the next one meanwhile."""
+        try:
+            await worker.end_update()
+        except WorkerRefusedError as error:
+            log.debug("no update to close", reason=str(error))
 
     def _check_volume(self) -> None:
         """For when nothing is published: makes sure that this node is not merely kept from seeing it.

@@ -1,14 +1,16 @@
 """Publishing by broadcast: rank 0 sends every tensor to all workers at once, over NCCL between GPUs, else over gloo.
 
-Rank 0 and the workers form a process group of their own, made anew whenever the workers change. A worker that fails
-leaves the others waiting in a collective; so every broadcast has a deadline, after which the group is given up and
-who does not serve the version leaves the routing. The version is also written to the shared volume, beside the
-training, since that is where such a worker gets it.
+Rank 0 and the workers form a process group of their own, made anew whenever the workers change. First every worker
+stops generating, so that nothing is computed with weights of two versions, and one that does not answer is left out of
+the group. One that fails later leaves the others waiting in a collective; so every broadcast has a deadline, after
+which the group is given up and who does not serve the version leaves the routing. The version is also written to the
+shared volume, beside the training, since that is where such a worker gets it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -22,25 +24,23 @@ from services.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpo
 from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.policy_store import PolicyStore
-from services.rollout_control import WorkerControl, WorkerRefusedError
+from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from services.weights_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.policy import Policy, save_description
 from trainer.publishing.disk import MARGIN_SECONDS, published_dtype
-from trainer.publishing.workers import paused, registered_workers, update_workers
+from trainer.publishing.workers import registered_workers, update_workers
 from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
-
-BUCKET_BYTES = 1 << 30
-"""What a worker has to hold beside its own weights while it receives."""
 
 
 @dataclass(frozen=True)
 class _Group:
     name: str
-    urls: list[str]
+    registrations: dict[str, str]
+    """What the router called each member when the group was made: a worker that was restarted has another name."""
     process_group: dist.ProcessGroup
 
 
@@ -73,7 +73,8 @@ class BroadcastPublisher:
             if self._written is not None:
                 self._written.result(self.settings.publish_deadline_seconds)
             self._written = self._writer.submit(self._write, version, state)
-            deadline = 2 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
+            # To have enough workers, to hold them, for the group, to receive, and for those that failed to catch up.
+            deadline = 5 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version, state), deadline)
 
         return {"workers": float(self.ranks.on_main(work, DependencyLostError))}
@@ -94,46 +95,58 @@ class BroadcastPublisher:
 
     async def _update_workers(self, version: int, state: dict[str, Tensor]) -> int:
         urls = await registered_workers(self.settings)
-        deadline = self.settings.publish_deadline_seconds
-        try:
-            group = await self._group_of(urls)
-        except (WorkerRefusedError, DependencyLostError, RuntimeError, TimeoutError) as error:
-            # Without a group nobody receives, so every worker is found to serve another version, and leaves.
-            log.warning("no group for the broadcast", reason=str(error) or "timed out", workers=urls)
-            self._group = group = None
+        held = await self._hold(urls)
+        group = await self._group_or_none(held)
 
         async def update(worker: WorkerControl, _index: int) -> None:
-            if group is None:
-                return
-            if self.settings.publish_in_place:
-                async with paused(worker):
-                    await self._receive(worker, group, version, state)
-            else:
+            # One that is left out stays as it is; it is found to serve another version, and leaves.
+            if group is not None and worker.url in group.registrations:
                 await self._receive(worker, group, version, state)
+                await worker.resume()
 
         loop = asyncio.get_running_loop()
         sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, state)
-        left = await update_workers(self.settings, urls, version, update)
-        if sending is not None:
-            try:
-                await asyncio.wait_for(sending, deadline)
-            except (RuntimeError, TimeoutError) as error:
-                log.warning("broadcast not finished", reason=str(error).splitlines()[0] if str(error) else "timed out")
-                left = 0 if left == len(urls) else left
-        if left < len(urls):
-            self._group = None
-        return left
+        try:
+            return await update_workers(self.settings, urls, version, update)
+        finally:
+            if sending is not None and not await self._is_sent(sending):
+                self._group = None
+
+    async def _is_sent(self, sending: asyncio.Future[None]) -> bool:
+        try:
+            await asyncio.wait_for(sending, self.settings.publish_deadline_seconds)
+        except (RuntimeError, TimeoutError) as error:
+            log.warning("broadcast not finished", reason=str(error).splitlines()[0] if str(error) else "timed out")
+            return False
+        return True
+
+    async def _hold(self, urls: list[str]) -> list[str]:
+        """Has the workers stop generating and open an update; returns those that did."""
+
+        async def hold(url: str) -> bool:
+            async with WorkerControl(url, token=self.settings.token) as worker:
+                try:
+                    async with asyncio.timeout(self.settings.publish_deadline_seconds):
+                        await worker.hold(in_place=self.settings.publish_in_place)
+                        await worker.begin_update()
+                except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
+                    log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")
+                    return False
+            return True
+
+        held = await asyncio.gather(*map(hold, urls))
+        return [url for url, is_held in zip(urls, held, strict=True) if is_held]
 
     async def _receive(self, worker: WorkerControl, group: _Group, version: int, state: dict[str, Tensor]) -> None:
-        await worker.begin_update()
-        for names in _buckets(state):
+        buckets = list(_buckets(state, int(self.settings.publish_bucket_mib * (1 << 20))))
+        for number, names in enumerate(buckets, start=1):
             tensors = [state[name] for name in names]
             await worker.receive_weights(
                 names,
                 [str(t.dtype).removeprefix("torch.") for t in tensors],
                 [list(t.shape) for t in tensors],
                 group.name,
-                version,
+                version if number == len(buckets) else None,
                 flush_cache=not self.settings.publish_in_place,
             )
         await worker.end_update()
@@ -142,55 +155,68 @@ class BroadcastPublisher:
         for value in state.values():
             broadcast_weights(value.to(self.ranks.device), group.process_group, self.settings.publish_deadline_seconds)
 
+    async def _group_or_none(self, urls: list[str]) -> _Group | None:
+        try:
+            return await self._group_of(urls) if urls else None
+        except (WorkerRefusedError, DependencyLostError, RuntimeError, TimeoutError) as error:
+            log.warning("no group for the broadcast", reason=str(error) or "timed out", workers=urls)
+            return None
+
     async def _group_of(self, urls: list[str]) -> _Group:
         """The group of these workers: the present one, or a new one when they are others."""
-        if self._group is not None and self._group.urls == urls:
+        async with RouterControl(token=self.settings.token) as router:
+            registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
+        if self._group is not None and self._group.registrations == registrations:
             return self._group
         old, self._group = self._group, None
         if old is not None:
             leave_weights_group(old.process_group)
         self._groups_made += 1
         name = f"{self.settings.run_id}-{self.ranks.rank}-{self._groups_made}"
-        meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
-        listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
-        deadline = self.settings.publish_deadline_seconds
         async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(WorkerControl(url, token=self.settings.token)) for url in urls]
-            sizes = [await worker.tensor_parallel_size() for worker in workers]
-            world_size = 1 + sum(sizes)
-            joining = asyncio.get_running_loop().run_in_executor(
-                self._sender,
-                join_weights_group,
-                meeting.host if listen.host == "0.0.0.0" else listen.host,
-                meeting.port,
-                SOURCE,
-                world_size,
-                name,
-                self.backend,
-                deadline,
-            )
-            invitations = [
-                worker.init_group(
-                    meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, name, self.backend
-                )
-                for i, worker in enumerate(workers)
+            workers = [
+                await stack.enter_async_context(WorkerControl(url, token=self.settings.token)) for url in registrations
             ]
-            async with asyncio.timeout(deadline):
-                await asyncio.gather(joining, *invitations)
-            if old is not None:
+            async with asyncio.timeout(self.settings.publish_deadline_seconds):
+                process_group = await self._meet(workers, name)
                 for worker in workers:
-                    if worker.url in old.urls:
-                        await worker.destroy_group(old.name)
-        self._group = _Group(name, urls, joining.result())
+                    if old is not None and worker.url in old.registrations:
+                        # Refused by one that was restarted since.
+                        with contextlib.suppress(WorkerRefusedError):
+                            await worker.destroy_group(old.name)
+        self._group = _Group(name, registrations, process_group)
         return self._group
 
+    async def _meet(self, workers: list[WorkerControl], name: str) -> dist.ProcessGroup:
+        sizes = [await worker.tensor_parallel_size() for worker in workers]
+        world_size = 1 + sum(sizes)
+        meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
+        listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
+        joining = asyncio.get_running_loop().run_in_executor(
+            self._sender,
+            join_weights_group,
+            meeting.host if listen.host == "0.0.0.0" else listen.host,
+            meeting.port,
+            SOURCE,
+            world_size,
+            name,
+            self.backend,
+            self.settings.publish_deadline_seconds,
+        )
+        invitations = [
+            worker.init_group(meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, name, self.backend)
+            for i, worker in enumerate(workers)
+        ]
+        await asyncio.gather(joining, *invitations)
+        return joining.result()
 
-def _buckets(state: dict[str, Tensor]) -> Iterator[list[str]]:
-    """Names in order, cut so that each list's tensors take at most BUCKET_BYTES (or are a single tensor)."""
+
+def _buckets(state: dict[str, Tensor], limit: int) -> Iterator[list[str]]:
+    """Names in order, cut so that each list's tensors take at most ``limit`` bytes (or are a single tensor)."""
     names: list[str] = []
     used = 0
     for name, value in state.items():
-        if names and used + value.nbytes > BUCKET_BYTES:
+        if names and used + value.nbytes > limit:
             yield names
             names, used = [], 0
         names.append(name)

@@ -10,7 +10,7 @@ from services.rollout_control import WorkerControl
 from trainer.config import PublishedType, TrainerSettings
 from trainer.distributed import Ranks
 from trainer.policy import Policy, save_pretrained
-from trainer.publishing.workers import paused, registered_workers, update_workers
+from trainer.publishing.workers import held, registered_workers, update_workers
 from trainer.service_thread import ServiceThread
 
 MARGIN_SECONDS = 60.0
@@ -36,7 +36,8 @@ class DiskPublisher:
             assert self.services is not None
             self.store.commit(version)
             self.store.prune(self.settings.published_versions_kept)
-            deadline = self.settings.publish_deadline_seconds + MARGIN_SECONDS
+            # For enough workers to be registered, for them to load it, and for those that failed to catch up.
+            deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version), deadline)
 
         return {"workers": float(self.ranks.on_main(work, DependencyLostError))}
@@ -48,11 +49,8 @@ class DiskPublisher:
         path = self.store.path(version)
 
         async def update(worker: WorkerControl, _index: int) -> None:
-            if self.settings.publish_in_place:
-                async with paused(worker):
-                    await worker.update_from_disk(path, version, flush_cache=False)
-            else:
-                await worker.update_from_disk(path, version)
+            async with held(worker, self.settings):
+                await worker.update_from_disk(path, version, flush_cache=not self.settings.publish_in_place)
 
         return await update_workers(self.settings, await registered_workers(self.settings), version, update)
 

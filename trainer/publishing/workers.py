@@ -1,4 +1,8 @@
-"""What both transports share: updating every worker at once, checking versions, dropping those that failed."""
+"""What both transports share: updating every worker at once, checking versions, dropping those that failed.
+
+A worker that was dropped is brought up to date and registered again by its launcher; the run waits for that only when
+fewer than MIN_WORKERS are left.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,17 @@ log = get_logger(__name__)
 
 WORKERS_DROPPED = Counter("trainer_workers_dropped", "Rollout workers removed from the routing for a failed update.")
 
+POLL_SECONDS = 0.2
+PROBE_SECONDS = 5.0
+
 WorkerUpdate = Callable[[WorkerControl, int], Awaitable[None]]
 """Brings one worker, given with its index among the workers, to the new version."""
 
 
 async def update_workers(settings: TrainerSettings, urls: Sequence[str], version: int, update: WorkerUpdate) -> int:
     """Runs ``update`` on every worker at once and removes from the routing those that do not serve ``version`` then.
+
+    If fewer than MIN_WORKERS are left, waits until the launchers have brought others up to date.
 
     Args:
         settings: deadline, token and the least number of workers.
@@ -34,7 +43,7 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
         How many serve it.
 
     Raises:
-        DependencyLostError: fewer than MIN_WORKERS do.
+        DependencyLostError: fewer than MIN_WORKERS do, also after PUBLISH_DEADLINE_SECONDS more.
     """
 
     async def one(index: int, url: str) -> bool:
@@ -54,13 +63,15 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
     failed = [url for url, ok in zip(urls, updated, strict=True) if not ok]
     if failed:
         await drop_workers(settings, failed)
-    left = sum(updated)
-    if left < settings.min_workers:
-        raise DependencyLostError(
-            f"policy version {version}: {left} of {len(urls)} rollout workers serve it, MIN_WORKERS is "
-            f"{settings.min_workers}; see the rollout-server's log"
-        )
-    return left
+    if sum(updated) >= settings.min_workers:
+        return sum(updated)
+
+    async def up_to_date(registered: list[str]) -> list[str]:
+        served = await asyncio.gather(*(_version_or_none(settings, url) for url in registered))
+        return [url for url, number in zip(registered, served, strict=True) if number == version]
+
+    left = await _wait_for_workers(settings, up_to_date, f"serve policy version {version}")
+    return len(left)
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
@@ -72,16 +83,52 @@ async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
 
 
 async def registered_workers(settings: TrainerSettings) -> list[str]:
-    """URLs of the workers that the router knows."""
-    async with RouterControl(token=settings.token) as router:
-        return await router.workers()
+    """URLs of the workers that the router knows; waits until they are at least MIN_WORKERS.
+
+    Raises:
+        DependencyLostError: they are fewer after PUBLISH_DEADLINE_SECONDS.
+    """
+
+    async def all_of_them(registered: list[str]) -> list[str]:
+        return registered
+
+    return await _wait_for_workers(settings, all_of_them, "are registered with the router")
+
+
+async def _wait_for_workers(
+    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], what: str
+) -> list[str]:
+    """Waits until ``select`` keeps at least MIN_WORKERS of the registered workers; ``what`` says which it keeps."""
+    selected: list[str] = []
+    try:
+        async with asyncio.timeout(settings.publish_deadline_seconds), RouterControl(token=settings.token) as router:
+            while True:
+                selected = await select(await router.workers())
+                if len(selected) >= settings.min_workers:
+                    return selected
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise DependencyLostError(
+            f"{len(selected)} rollout workers {what} after {settings.publish_deadline_seconds:g} s, MIN_WORKERS is "
+            f"{settings.min_workers}; see the rollout-server's log"
+        ) from None
+
+
+async def _version_or_none(settings: TrainerSettings, url: str) -> int | None:
+    async with WorkerControl(url, token=settings.token, timeout=PROBE_SECONDS) as worker:
+        try:
+            return await worker.version()
+        except (WorkerRefusedError, DependencyLostError):
+            return None
 
 
 @asynccontextmanager
-async def paused(worker: WorkerControl) -> AsyncIterator[None]:
-    """Generations in flight stand still within it, and go on with the new weights after."""
-    await worker.pause("in_place")
-    try:
-        yield
-    finally:
-        await worker.resume()
+async def held(worker: WorkerControl, settings: TrainerSettings) -> AsyncIterator[None]:
+    """Nothing is generated within it.
+
+    When it fails the worker stays paused: its weights may be of two versions, and what waits in it is not to be
+    computed with them. Its launcher ends the pause when it has brought it up to date.
+    """
+    await worker.hold(in_place=settings.publish_in_place)
+    yield
+    await worker.resume()

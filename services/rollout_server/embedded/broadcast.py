@@ -30,6 +30,8 @@ class ReceivedUpdate:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
     flush_cache: bool = False
+    refused: str = ""
+    """Why a part of it was not taken."""
 
 
 class WeightsReceiver:
@@ -86,7 +88,11 @@ class WeightsReceiver:
         group = self._groups.get(group_name)
         if group is None:
             raise WeightsError(f"group {group_name!r} is not joined: call /init_weights_update_group first")
-        tensors = self._allocate(names, dtypes, shapes)
+        try:
+            tensors = self._allocate(names, dtypes, shapes)
+        except WeightsError as error:
+            update.refused = str(error)
+            raise
         try:
             for tensor in tensors.values():
                 broadcast_weights(tensor, group, BROADCAST_SECONDS)
@@ -98,11 +104,15 @@ class WeightsReceiver:
         update.flush_cache = update.flush_cache or flush_cache
 
     def end(self) -> ReceivedUpdate:
-        """Closes the update and gives it; its tensors are all of the model's, and finite."""
+        """Closes the update and gives it; its tensors are all of the model's, and finite, or there are none."""
         update, self._update = self._update, None
         if update is None:
             raise WeightsError("no update is open, or it broke off: nothing was changed")
+        if update.refused:
+            raise WeightsError(f"a part of the update was refused, so nothing was changed: {update.refused}")
         received = update.tensors
+        if not received:
+            return update
         weights.check(self._architecture, {name: tuple(t.shape) for name, t in received.items()}, "the update")
         weights.check_finite(received, "the update")
         return update

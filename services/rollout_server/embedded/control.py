@@ -110,9 +110,10 @@ def _add_broadcast_update(app: FastAPI) -> None:
 
     @app.post("/begin_weight_update", tags=["weights"])
     async def begin_weight_update(body: wire.BeginUpdate, http: Request) -> Response:
-        """Opens an update by broadcast."""
+        """Opens an update by broadcast. Requests in flight end first, unless generation is paused."""
         served = served_by(http)
         async with served.receiver_lock:
+            await wait_for(served.engine.drain())
             served.receiver.begin()
         return update_reply("update open", success=True)
 
@@ -136,7 +137,7 @@ def _add_broadcast_update(app: FastAPI) -> None:
 
     @app.post("/end_weight_update", tags=["weights"])
     async def end_weight_update(http: Request) -> Response:
-        """Serves what was received since /begin_weight_update, or, when that is not all of the model, changes nothing.
+        """Serves what was received since /begin_weight_update; when that is not all of the model, changes nothing.
 
         Requests in flight end first, unless generation is paused.
         """
@@ -144,6 +145,8 @@ def _add_broadcast_update(app: FastAPI) -> None:
 
         async def end() -> int:
             update = served.receiver.end()
+            if not update.tensors:
+                return 0
             weights = await scaffold.in_background(lambda: served.loaded.pack(update.tensors))
             async with served.update_lock:
                 return await _change(served, weights, update.version, flush_cache=update.flush_cache)

@@ -174,6 +174,10 @@ class Engine:
 
         return self._between_steps(change, waits=True)
 
+    def drain(self) -> Future[None]:
+        """Resolved once nothing runs, or at once if paused; what comes meanwhile waits."""
+        return self._between_steps(lambda: None, waits=True)
+
     def stats(self) -> dict[str, Any]:
         """What runs and waits, roughly: read while the thread works."""
         return {

@@ -77,7 +77,9 @@ class FakeNodes(Nodes):
             for url in await router.workers():
                 async with WorkerControl(url, TOKEN) as worker:
                     try:
+                        await worker.hold(in_place=False)
                         await worker.update_from_disk(path, version)
+                        await worker.resume()
                     except (WorkerRefusedError, DependencyLostError):
                         await router.remove(url)
 

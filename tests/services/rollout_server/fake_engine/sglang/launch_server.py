@@ -33,6 +33,7 @@ class Engine:
         self.aborts = 0
         self.running = 0
         self.updating = False
+        self.update_is_open = False
         self.fault: dict[str, Any] = {}
         self.changed = threading.Condition()
 
@@ -103,6 +104,21 @@ class Engine:
             self.changed.notify_all()
         return 200, {"success": True}
 
+    def begin_update(self, _request: dict[str, Any]) -> Any:
+        with self.changed:
+            if self.update_is_open:
+                return 400, {"success": False, "message": "a weight-update session is already open"}
+            self.updating = True
+            self.changed.wait_for(lambda: self.paused or self.running == 0)
+            self.update_is_open, self.updating = True, False
+            self.changed.notify_all()
+        return 200, {"success": True}
+
+    def end_update(self, _request: dict[str, Any]) -> Any:
+        with self.changed:
+            was_open, self.update_is_open = self.update_is_open, False
+        return (200 if was_open else 400), {"success": was_open}
+
     def update(self, request: dict[str, Any]) -> Any:
         with self.changed:
             self.changed.wait_for(lambda: not self.updating)
@@ -157,6 +173,8 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
                 "/pause_generation": engine.pause,
                 "/continue_generation": engine.resume,
                 "/update_weights_from_disk": engine.update,
+                "/begin_weight_update": engine.begin_update,
+                "/end_weight_update": engine.end_update,
                 "/fault": self._set_fault,
             }
             if not self._is_allowed():

@@ -1,0 +1,244 @@
+"""A trainer's publishers and two rollout nodes under traffic: the same tests for embedded engine and real SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from services.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.errors import DependencyLostError
+from services.protocol import Completion
+from services.rollout_client import RolloutClient, SamplingParams
+from services.rollout_control import RouterControl
+from tests.services.rollout_server.conftest import ENGINES, check_installed
+from tests.services.rollout_server.nodes import TOKEN, Nodes, eventually, free_ports
+from trainer.config import TrainerSettings
+from trainer.distributed import join_ranks
+from trainer.policy import Policy, load_policy
+from trainer.publishing import make_publisher
+from trainer.service_thread import ServiceThread
+
+PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
+PARAMS = SamplingParams(max_new_tokens=24)
+GROUP_SIZE = 2
+SOME_BUCKETS = 0.25  # MiB; the tiny model has 1.6
+
+
+@pytest.fixture(scope="session", params=ENGINES)
+def two(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Two rollout nodes that serve the tiny model in float32."""
+    check_installed(request.param)
+    environment = {"ENGINE_DTYPE": "float32", "ROLLOUT_MAX_RESTARTS": "20"}
+    nodes = Nodes(tmp_path_factory.mktemp("two"), tiny_model, 2, engine=request.param, environment=environment)
+    try:
+        yield nodes.start_all(seconds=280)
+    finally:
+        nodes.stop()
+
+
+class Trainer:
+    """Rank 0 of a trainer: a policy that changes, and a publisher. Remembers the weights of every version."""
+
+    def __init__(self, nodes: Nodes, thread: ServiceThread, ranks: Any) -> None:
+        self.nodes = nodes
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        self._thread = thread
+        self._ranks = ranks
+        self._generator = torch.Generator().manual_seed(0)
+        self._policy: Policy | None = None
+        self._publisher: Any = None
+
+    def use(self, transport: str, **fields: Any) -> None:
+        """Sets up the publisher; ``fields`` are settings."""
+        defaults = {"publish_type": "float32", "publish_bucket_mib": SOME_BUCKETS, "publish_deadline_seconds": 60}
+        settings = TrainerSettings.load(
+            model_name=str(self.nodes.model),
+            shared_dir=self.nodes.directory,
+            run_id="test",
+            jobgroup_token=TOKEN,
+            publish_transport=transport,
+            **(defaults | fields),
+        )
+        self._policy = load_policy(settings, self._ranks)
+        self._publisher = make_publisher(settings, self._policy, self._ranks, self._thread)
+
+    def publish(self) -> tuple[int, float]:
+        """Changes the policy and publishes it; returns its version and how many workers serve it."""
+        assert self._policy is not None
+        newest = self.nodes.store.newest()
+        version = newest.version + 1 if newest else 1
+        with torch.no_grad():
+            for parameter in self._policy.parameters():
+                whole = parameter.to_local()  # there is one rank
+                whole.add_(0.03 * torch.randn(whole.shape, generator=self._generator))
+        self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(torch.float32)}
+        workers = self._publisher.publish(version)["workers"]
+        return version, workers
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+@pytest.fixture
+def trainer(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    two.wait_registered([0, 1])
+    (port,) = free_ports(1)
+    addresses = two.endpoints | {f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": f"127.0.0.1:{port}"}
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "test")
+    with join_ranks() as ranks, ServiceThread() as thread:
+        made = Trainer(two, thread, ranks)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+class Traffic(AbstractContextManager["Traffic"]):
+    """Asks for groups through the router until its block ends."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self.answers: list[tuple[list[int], Completion]] = []
+        self.errors: list[BaseException] = []
+        self._nodes = nodes
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self.wait_for_answers()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        assert not self.errors, f"{self.errors}\n{self._nodes.logs()}"
+
+    def wait_for_answers(self) -> None:
+        """Until every prompt has been answered once more and some."""
+        wanted = len(self.answers) + 2 * GROUP_SIZE * len(PROMPTS)
+        eventually(lambda: len(self.answers) >= wanted or self.errors, 60, "answers", self._nodes.logs)
+
+    async def _run(self) -> None:
+        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=60) as client:
+            await asyncio.gather(*(self._ask(client, prompt) for prompt in PROMPTS))
+
+    async def _ask(self, client: RolloutClient, prompt: list[int]) -> None:
+        while not self._stopping.is_set():
+            try:
+                completions = await client.generate(prompt, PARAMS, n=GROUP_SIZE)
+            except Exception as error:  # noqa: BLE001  # shown at the end
+                self.errors.append(error)
+                return
+            assert len(completions) == GROUP_SIZE
+            self.answers += [(prompt, completion) for completion in completions]
+
+
+Scorer = Callable[[int, list[int]], list[float]]
+
+
+def scorer(trainer: Trainer) -> Scorer:
+    """Log-probabilities of ``ids[1:]`` under the weights of a version, as transformers computes them."""
+    models: dict[int, Any] = {}
+
+    def score(version: int, ids: list[int]) -> list[float]:
+        if version not in models:
+            model = AutoModelForCausalLM.from_pretrained(trainer.nodes.model, dtype=torch.float32).eval()
+            model.load_state_dict(trainer.weights[version], strict=False)  # tied ones are there once
+            models[version] = model
+        with torch.inference_mode():
+            scores = models[version](torch.tensor([ids])).logits[0].log_softmax(-1)
+        return [float(scores[place - 1, ids[place]]) for place in range(1, len(ids))]
+
+    return score
+
+
+@pytest.mark.parametrize("transport", ["disk", "broadcast"])
+@pytest.mark.parametrize("in_place", [False, True], ids=["between", "in place"])
+def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
+    two: Nodes, trainer: Trainer, transport: str, in_place: bool
+) -> None:
+    trainer.use(transport, publish_in_place=in_place)
+    first, workers = trainer.publish()
+    assert workers == 2
+    with Traffic(two) as traffic:
+        for _ in range(2):
+            last, workers = trainer.publish()
+            assert workers == 2
+            traffic.wait_for_answers()
+    assert [two.version(rank) for rank in (0, 1)] == [str(last)] * 2
+    score = scorer(trainer)
+    seen = set()
+    for prompt, completion in traffic.answers:
+        spans = completion.policy_versions
+        seen |= {span.version for span in spans}
+        assert in_place or len(spans) == 1
+        # What comes after a change in place attends to keys of the weights before it.
+        ids = [*prompt, *completion.completion_ids[: spans[0].end]]
+        wanted = score(spans[0].version, ids)[len(prompt) - 1 :]
+        assert completion.logprobs[: spans[0].end] == pytest.approx(wanted, abs=1e-3)
+    assert seen == {first, first + 1, last}
+
+
+def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, trainer: Trainer) -> None:
+    trainer.use("disk", min_workers=2)
+
+    async def remove() -> None:
+        async with RouterControl(two.router, TOKEN) as router:
+            await router.remove(two.worker(1).url)
+
+    asyncio.run(remove())
+    _, workers = trainer.publish()
+    assert workers == 2
+
+
+def test_a_run_with_too_few_workers_ends_with_the_reason(two: Nodes, trainer: Trainer) -> None:
+    trainer.use("disk", min_workers=3, publish_deadline_seconds=1)
+    with pytest.raises(DependencyLostError, match=r"2 rollout workers are registered .* MIN_WORKERS is 3"):
+        trainer.publish()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_left_out_of_the_broadcast_and_catches_up(two: Nodes, trainer: Trainer) -> None:
+    trainer.use("broadcast", publish_deadline_seconds=5)
+    engine = two.nodes[1].engine
+    stopped = [engine, *engine.children(recursive=True)]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        version, workers = trainer.publish()
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+    assert workers == 1
+    assert two.version(0) == str(version)
+    two.wait_registered([0, 1])
+    assert two.version(1) == str(version)
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_restarted_is_part_of_the_next_broadcast(two: Nodes, trainer: Trainer) -> None:
+    trainer.use("broadcast")
+    assert trainer.publish()[1] == 2
+    engine = two.nodes[1].engine
+    engine.kill()
+    eventually(lambda: not engine.is_running(), what="the end of the engine")
+    two.wait_registered([0], seconds=60)
+    two.wait_registered([0, 1], seconds=280)
+    started = time.monotonic()
+    version, workers = trainer.publish()
+    assert workers == 2
+    assert time.monotonic() - started < 30, "nobody waited for the worker that is no more"
+    assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2
