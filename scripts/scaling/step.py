@@ -1,0 +1,175 @@
+"""The model of a step: its work, the rates at which it is done and the seconds that makes; and fitting rates to runs.
+
+generate = longest * decode_iteration + (completion_tokens * decode_token + prompt_tokens * prompt_token) / engines
+score    = completions * score_completion
+train    = updates * update + trained_tokens * trained_token
+publish  = publish
+rest     = rest
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+PHASES = ("generate", "score", "train", "publish", "rest")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do in a step."""
+
+    groups: float
+    completions: float
+    prompt_tokens: float
+    """A group's prompt counts once."""
+    completion_tokens: float
+    longest: float
+    """Tokens of the longest completion."""
+    trained_tokens: float
+    """Prompts and completions of the groups with a gradient, replayed ones included."""
+    updates: float
+    """Optimizer steps, those on replayed groups included."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What a step takes, by phase."""
+
+    generate: float
+    score: float
+    train: float
+    publish: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        """One phase after the other, as in MODE=sync."""
+        return sum(getattr(self, phase) for phase in PHASES)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step of a run."""
+
+    work: Work
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Run:
+    """Measured steps of a run, and what was run."""
+
+    name: str
+    about: str
+    steps: tuple[Measured, ...]
+
+    @classmethod
+    def of_metrics(cls, name: str, about: str, lines: Sequence[dict[str, Any]], skip: int = 1) -> Self:
+        """From the lines of a metrics.jsonl, without the first steps, which warm up."""
+        return cls(name, about, tuple(_measured(line) for line in lines[skip:]))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What ``write`` wrote."""
+        found = json.loads(path.read_text())
+        steps = tuple(Measured(Work(**step["work"]), Seconds(**step["seconds"])) for step in found["steps"])
+        return cls(found["name"], found["about"], steps)
+
+    def write(self, path: Path) -> None:
+        """Keeps it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def _measured(line: dict[str, Any]) -> Measured:
+    trained = line.get("trained_tokens", 0.0)
+    fresh = line["groups"] > line["zero_variance_groups"]
+    work = Work(
+        groups=line["groups"],
+        completions=line["completions"],
+        prompt_tokens=line["prompt_tokens"],
+        completion_tokens=line["completion_tokens"],
+        longest=line["length_max"],
+        trained_tokens=trained,
+        updates=float(fresh) + float(line.get("replay_groups", 0.0) > 0),
+    )
+    phases = {
+        "generate": line["seconds_generate"],
+        "score": line["seconds_reward"] + line["seconds_store"],
+        "train": line["seconds_train"],
+        "publish": line["seconds_publish"],
+    }
+    return Measured(work, Seconds(**phases, rest=line["seconds_step"] - sum(phases.values())))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of each unit of work, of one engine and of all trainer nodes together."""
+
+    decode_iteration: float
+    decode_token: float
+    prompt_token: float
+    score_completion: float
+    update: float
+    trained_token: float
+    publish: float
+    rest: float
+
+    def seconds(self, work: Work, engines: int = 1) -> Seconds:
+        """What the work takes. Engines on one machine share it: then they count as one."""
+        decoded = work.completion_tokens * self.decode_token + work.prompt_tokens * self.prompt_token
+        return Seconds(
+            generate=work.longest * self.decode_iteration + decoded / engines,
+            score=work.completions * self.score_completion,
+            train=work.updates * self.update + work.trained_tokens * self.trained_token,
+            publish=self.publish,
+            rest=self.rest,
+        )
+
+
+def fit(runs: Sequence[Run]) -> Rates:
+    """The rates with which the model comes nearest to measured steps, in relative terms.
+
+    Decoding wants runs of different lengths: with one length, iterations and tokens cannot be told apart. A prompt's
+    token is taken to cost what a completion's does beyond its iteration.
+    """
+    steps = [step for run in runs for step in run.steps]
+    works, seconds = [step.work for step in steps], [step.seconds for step in steps]
+    generate = _fit([[w.longest, w.completion_tokens + w.prompt_tokens] for w in works], [s.generate for s in seconds])
+    trained = [i for i, work in enumerate(works) if work.updates]
+    train = _fit([[works[i].updates, works[i].trained_tokens] for i in trained], [seconds[i].train for i in trained])
+    return Rates(
+        decode_iteration=generate[0],
+        decode_token=generate[1],
+        prompt_token=generate[1],
+        score_completion=sum(s.score for s in seconds) / sum(w.completions for w in works),
+        update=train[0],
+        trained_token=train[1],
+        publish=float(np.median([s.publish for s in seconds])),
+        rest=float(np.median([s.rest for s in seconds])),
+    )
+
+
+def _fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> list[float]:
+    """Least squares of the relative error, with no negative rate."""
+    target = np.asarray(measured, dtype=float)
+    matrix: npt.NDArray[np.float64] = np.asarray(features, dtype=float) / target[:, None]
+    free = list(range(matrix.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(matrix[:, free], np.ones(len(target)), rcond=None)
+        if (found >= 0).all():
+            rates = np.zeros(matrix.shape[1])
+            rates[free] = found
+            return [float(rate) for rate in rates]
+        free.pop(int(found.argmin()))
+
+
+def mean(values: Sequence[Seconds]) -> Seconds:
+    """The mean of each phase."""
+    return Seconds(**{f.name: float(np.mean([getattr(value, f.name) for value in values])) for f in fields(Seconds)})
