@@ -25,7 +25,7 @@ from scripts.scaling.step import Run, fit
 
 MEASURED = Path(__file__).with_name("measured")
 FITTED = ("short", "long")
-UNSEEN = ("unseen",)
+UNSEEN = ("unseen", "more-nodes")
 DOCS = Path(__file__).resolve().parents[2] / "docs/scaling.md"
 STEP_SECONDS = 120.0
 

@@ -73,6 +73,7 @@ def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: 
     for model, one in found:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout).items()]
+        lines += ["in volume.yaml", f"  size: {volume_gibibytes(model)}Gi"]
         lines += [
             "and at launch",
             f"  {' '.join(f'--env {name}={value}' for name, value in variables(model, one, batch).items())}",
@@ -116,6 +117,15 @@ def changes(model: Model, layout: Layout) -> dict[tuple[str, str], str]:
         # The first rank reads the whole model in float32.
         ("ppo-trainer", "resources.memory"): f"{_rounded(64, weights)}+",
     }
+
+
+def volume_gibibytes(model: Model) -> int:
+    """What the shared volume holds at once, in hundreds: checkpoints of weights and moments, and published versions.
+
+    Two newest checkpoints and the best one are kept while the next is written; as many versions while one is published.
+    """
+    size = model.parameters * (4 * 12 + 3 * 2)
+    return max(200, math.ceil(size / 2**30 / 100) * 100)
 
 
 def _rounded(least: float, needed: float) -> int:

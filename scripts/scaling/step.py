@@ -51,7 +51,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """One phase after the other, as in MODE=sync."""
-        return sum(getattr(self, phase) for phase in PHASES)
+        return float(sum(getattr(self, phase) for phase in PHASES))
 
 
 @dataclass(frozen=True)
