@@ -11,6 +11,8 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from services.protocol import Cursor
+from trainer.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.learner import Learner, StopRequestedError, UpdateResult
@@ -97,3 +99,45 @@ def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) ->
         after = weights_of(learner.policy)
         return "stopped" if all(np.array_equal(after[name], before[name]) for name in before) else "changed"
     return "went on"
+
+
+def run_state(learner: Learner, step: int, **others: Any) -> RunState:
+    """The state that goes with a learner's checkpoint."""
+    return RunState(
+        step=step,
+        policy_version=step,
+        model_type=learner.policy.config.model_type,
+        parameters=sum(p.numel() for p in learner.policy.parameters()),
+        cursor=Cursor(epoch=1, position=step),
+        **others,
+    )
+
+
+def train_and_save(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], steps: int, last: int
+) -> Arrays:
+    """Checkpoints after each of ``steps`` updates; the weights after ``last``, for which it goes on training."""
+    learner = make_learner(ranks, model)
+    store = CheckpointStore(directory, steps, ranks)
+    for step in range(last):
+        learner.update(groups, step)
+        if step < steps:
+            # Only the last is waited for, so that the others are written beside the training.
+            store.save(learner.policy, learner.optimizer, run_state(learner, step + 1), wait=step + 1 == steps)
+    return weights_of(learner.policy)
+
+
+def resume_and_train(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], last: int
+) -> tuple[int, Arrays]:
+    """The step of the newest checkpoint that can be used, and the weights when training has gone on to ``last``."""
+    learner = make_learner(ranks, model)
+    store = CheckpointStore(directory, 100, ranks)
+    expected = run_state(learner, 0)
+    found = store.newest(expected.model_type, expected.parameters)
+    assert found is not None
+    path, state = found
+    store.load(path, learner.policy, learner.optimizer)
+    for step in range(state.step, last):
+        learner.update(groups, step)
+    return state.step, weights_of(learner.policy)
