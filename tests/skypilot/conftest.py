@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +91,21 @@ class SkyPilot:
             yield self
         finally:
             server.send_signal(signal.SIGTERM)
-            processes = [process for process in psutil.process_iter() if self._is_ours(process)]
-            _, alive = psutil.wait_procs(processes, timeout=10)
-            for process in alive:
-                process.kill()
-            psutil.wait_procs(alive, timeout=10)
+            psutil.wait_procs(self._processes(), timeout=10)
+            # Controllers and workers outlive the server.
+            left = self._processes()
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
 
-    def _is_ours(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get(MARK) == str(self.home)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return False
+    def _processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(MARK) == str(self.home):
+                    found.append(process)
+        return found
 
     def _healthy(self) -> bool:
         try:
@@ -110,13 +114,13 @@ class SkyPilot:
         except (urllib.error.URLError, OSError):
             return False
 
-    def sky(self, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> str:
+    def sky(self, *arguments: str) -> str:
         """What the command line prints."""
         command = [PYTHON.with_name("sky"), *arguments]
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=self.environment | dict(environment or {}),
+            env=self.environment,
             capture_output=True,
             text=True,
             timeout=240,
@@ -124,14 +128,6 @@ class SkyPilot:
         )
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.told()}"
         return done.stdout + done.stderr
-
-    def python(self, script: str) -> str:
-        """What a script prints that runs where SkyPilot is."""
-        done = subprocess.run(
-            [PYTHON, "-c", script], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.told()}"
-        return done.stdout
 
     def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 180) -> Any:
         """Waits until ``condition`` gives something true, and returns it."""
