@@ -23,6 +23,7 @@ TABLES = (
     ("reward-server", "services.reward_server.settings", "RewardSettings"),
     ("replay-buffer", "services.replay_buffer.settings", "ReplaySettings"),
     ("environment-server", "services.environment_server.settings", "EnvironmentSettings"),
+    ("evaluation-head", "services.evaluation_head.settings", "HeadSettings"),
     ("Evaluation of checkpoints", "scripts.evaluation.settings", "EvaluationSettings"),
 )
 

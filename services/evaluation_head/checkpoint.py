@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch.export import Dim
 
@@ -65,6 +68,16 @@ class Loaded:
     spec: PolicySpec
     module: torch.nn.Module
     source: Source
+    device: torch.device
+
+    @torch.inference_mode()
+    def decide(self, states: NDArray[np.float32]) -> tuple[list[Any], list[bool]]:
+        """An action for each of ``states`` [batch, *shape], and whether what the module gave for it is finite."""
+        output = self.module(torch.from_numpy(states).to(self.device)).float()
+        finite = output.isfinite().reshape(len(states), -1).all(dim=1)
+        is_index = self.spec.action.kind is ActionKind.INDEX
+        actions = output.argmax(dim=-1) + self.spec.action.start if is_index else output
+        return actions.tolist(), finite.tolist()
 
 
 def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: ActionSpec) -> None:
@@ -147,4 +160,4 @@ def load(source: Source, device: torch.device) -> Loaded:
             raise CheckpointError(f"{source.file} fails on {count} states: {type(error).__name__}: {error}") from error
         if shape != [count, *spec.output_shape]:
             raise CheckpointError(f"{source.file} gives {shape} for {count} states, not {[count, *spec.output_shape]}")
-    return Loaded(spec, module, source)
+    return Loaded(spec, module, source, device)

@@ -19,7 +19,7 @@ from services.evaluation_head import checkpoint
 from services.evaluation_head.batcher import Batcher
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_protocol import ActionKind, EnvironmentInfo, State
+from services.evaluation_protocol import EnvironmentInfo, State
 from services.logs import get_logger
 
 log = get_logger(__name__)
@@ -149,13 +149,7 @@ class TorchPolicy(Policy):
     def _compute(self, rows: NDArray[np.float32]) -> list[Decision | PolicyFailedError]:
         """In the policy's thread."""
         loaded = self.loaded
-        with torch.inference_mode():
-            output = loaded.module(torch.from_numpy(rows).to(self._device)).float()
-            finite = output.isfinite().reshape(len(rows), -1).all(dim=1).tolist()
-            if loaded.spec.action.kind is ActionKind.INDEX:
-                actions = (output.argmax(dim=-1) + loaded.spec.action.start).tolist()
-            else:
-                actions = output.tolist()
+        actions, finite = loaded.decide(rows)
         version = loaded.source.version
         failed = PolicyFailedError(f"policy {self.name!r}, version {version}, gave NaN or infinity for a state")
         return [Decision(a, version) if ok else failed for a, ok in zip(actions, finite, strict=True)]

@@ -40,6 +40,19 @@ class Lean(torch.nn.Module):
         return self.scores(states)
 
 
+class Wobbles(torch.nn.Module):
+    """Pushes to where the pole leans, whatever its speed: it falls, sooner or later by the seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.nn.Linear(4, 2, bias=False)
+        with torch.no_grad():
+            self.scores.weight.copy_(torch.tensor([[0.0, 0.0, -1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.scores(states)
+
+
 def publish_times(directory: Path, version: int) -> Path:
     """A version that multiplies by its own number."""
     return publish_policy(Times(float(version)), directory, version, PAIR, NUMBERS)
@@ -47,3 +60,7 @@ def publish_times(directory: Path, version: int) -> Path:
 
 def publish_lean(directory: Path, version: int = 1) -> Path:
     return publish_policy(Lean(), directory, version, CARTPOLE, LEFT_RIGHT)
+
+
+def publish_wobbles(directory: Path, version: int = 1) -> Path:
+    return publish_policy(Wobbles(), directory, version, CARTPOLE, LEFT_RIGHT)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
-from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of, screenshot
+from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
+from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
 
 expect.set_options(timeout=20_000)
@@ -53,13 +52,14 @@ def open_page(chrome: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def play(head: Any, lean: Path) -> Iterator[Callable[..., tuple[str, str]]]:
+def play(head: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
     """``play()``: the URLs of a head and of an environment server that it plays on."""
+    publish_wobbles(tmp_path)
     with contextlib.ExitStack() as stack:
 
         def start(**options: Any) -> tuple[str, str]:
             environment = stack.enter_context(served(create_environment_app(EnvironmentSettings())))
-            settings = {"head_policies": f"lean={lean}", "game_server_addresses": environment, **options}
+            settings = {"head_policies": f"wobbles={tmp_path}", "game_server_addresses": environment, **options}
             return stack.enter_context(served(head(**settings))), environment
 
         yield start
@@ -88,9 +88,6 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
         expect(page.locator(f"#plot-{plot} canvas.top")).to_have_attribute("aria-label", re.compile(r"\d"))
     expect(page).to_have_title(re.compile(r"states/s"))
     assert not is_wider_than_window(page)
-    if target := os.environ.get("DASHBOARD_SCREENSHOT"):
-        time.sleep(30)
-        screenshot(page, Path(target))
 
 
 @needs_browser

@@ -81,7 +81,9 @@ async def test_several_servers_share_batches(serving: Any, head: Any, environmen
     urls = " ".join(environment_server() for _ in range(2))
     options = {"head_policies": f"lean={lean}", "head_drive_episodes": 4}
     async with serving(head(game_server_addresses=urls, head_timeout_ms=30, **options)) as client:
-        await stats_show(client, lambda stats: "8" in stats["policies"][0]["batch_sizes"])
+        stats = await stats_show(client, lambda stats: "8" in stats["policies"][0]["batch_sizes"])
+        # Both say at /health that they are called "env"; what they are accounted for under is where they were found.
+        assert {server["name"] for server in stats["servers"]} == set(urls.replace("http://", "").split())
 
 
 async def test_a_server_that_pushes_is_not_driven_and_counts_once(

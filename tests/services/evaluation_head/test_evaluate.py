@@ -16,6 +16,7 @@ import torch
 
 from services.errors import ConfigurationError
 from services.evaluation_head import checkpoint
+from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served
 from tests.services.waiting import eventually, stats_show
@@ -114,6 +115,14 @@ async def test_states_of_a_wrong_form_are_refused_with_which_and_why(
 async def test_malformed_requests_are_refused(serving: Any, head: Any, body: Any) -> None:
     async with serving(head()) as client:
         await ask(client, 422, **body)
+
+
+async def test_a_request_that_is_too_large_is_refused(serving: Any, head: Any) -> None:
+    async with serving(head()) as client:
+        headers = {"Content-Type": "application/json"}
+        response = await client.post("/evaluate", content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
+        assert response.status_code == 413
+        assert (await ask(client, state=[1, 1]))["action"] == [3.0, 3.0]
 
 
 async def test_nan_on_the_wire_is_refused(serving: Any, head: Any) -> None:

@@ -1,0 +1,97 @@
+"""What docs/evaluation_head.md says can be done: its commands run here, and SkyPilot has its options."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import torch
+
+from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head import checkpoint
+from services.evaluation_head.settings import HeadSettings
+from tests import skypilot_options
+from tests.services.evaluation_head.policies import Lean
+from tests.services.waiting import stats_show
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/evaluation_head.md").read_text()
+FENCES = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+HERE = [line for language, tag, text in FENCES if language == "bash" and not tag for line in text.splitlines()]
+ON_A_CLUSTER = [line for language, tag, text in FENCES if tag == "cluster" for line in text.splitlines()]
+POLICIES = "runs/policies/cartpole"
+
+
+def words_of(start: str) -> list[str]:
+    """The arguments of the one command of the page that begins so."""
+    [command] = [line for line in HERE if line.startswith(f".venv/bin/python -m {start}")]
+    return shlex.split(command)[3:]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """The policy that the page's first command makes."""
+    module = "scripts.cartpole_policy"
+    words = [str(tmp_path) if word == POLICIES else word for word in words_of(module)]
+    subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, timeout=120)
+    return tmp_path
+
+
+async def test_its_three_commands_make_a_head_that_plays(start_service: Any, policy: Path) -> None:
+    environments, head = words_of("services.environment_server"), words_of("services.evaluation_head")
+    assert (environments, head[:2]) == (["--port", "8081"], ["--port", "8080"])
+    server = start_service("services.environment_server")
+    given = {f"cartpole={POLICIES}": f"cartpole={policy}", "127.0.0.1:8081": f"127.0.0.1:{server.port}"}
+    service = start_service("services.evaluation_head", *(given.get(word, word) for word in head[2:]))
+    [request] = [orjson.loads(text) for language, _, text in FENCES if language == "json"]
+    async with httpx.AsyncClient(base_url=service.url, trust_env=False) as client:
+        await stats_show(client, lambda stats: stats["episodes"]["finished"] > 0)
+        reply = (await client.post("/evaluate", json=request)).json()
+        assert reply["actions"] == [1, 1]
+        [shown] = re.findall(r"gives `(\{.*?\})`", PAGE)
+        assert orjson.loads(shown) | {"action": None} == reply
+        stats = (await client.get("/stats")).json()
+    assert stats["returns"]["mean"] == 500
+
+
+def test_its_benchmark_has_those_options() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmark_policy", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    options = [word for word in words_of("scripts.benchmark_policy") if word.startswith("--")]
+    assert len(options) == 5
+    assert all(option in done.stdout for option in options)
+
+
+def test_its_python_publishes_a_policy(tmp_path: Path) -> None:
+    [text] = [text for language, _, text in FENCES if language == "python"]
+    exec(compile(text, "evaluation_head.md", "exec"), {"module": Lean(), "directory": tmp_path})
+    loaded = checkpoint.load(checkpoint.find(tmp_path), torch.device("cpu"))
+    assert loaded.source.version == 2
+
+
+def test_skypilot_has_the_options_of_its_commands(tmp_path: Path) -> None:
+    commands = [line for line in ON_A_CLUSTER if line.startswith("sky ")]
+    assert len(commands) > 8
+    known = skypilot_options.options(tmp_path)
+    for command in commands:
+        skypilot_options.check(command, known)
+
+
+def test_the_variables_it_names_are_settings() -> None:
+    named = set(re.findall(r"\b((?:HEAD|ENVIRONMENT|GAME|DISCOVERY|EVAL)_[A-Z_]+[A-Z])\b", PAGE))
+    known = {name.upper() for settings in (HeadSettings, EnvironmentSettings) for name in settings.model_fields}
+    assert len(named) > 10
+    # A plural: several servers' names.
+    assert {name.removesuffix("S") if name not in known else name for name in named} <= known
