@@ -167,17 +167,19 @@ class WorkerControl:
         await self.begin_update()
         await self.end_update()
 
-    async def hold(self, *, in_place: bool) -> None:
-        """Stops generation for a change of weights: requests in flight stand still, or end first.
+    async def hold(self, *, finishes_requests: bool) -> None:
+        """Stops generation for a change of weights: requests in flight end first, or go on after ``resume``.
 
-        Without it SGLang loads weights when requests have ended, but then fails to flush its cache if more have come.
+        Those that go on are computed anew up to where they are, and so with the new weights alone from there on. An
+        update without a hold loads weights when requests have ended, but SGLang then fails to flush its cache if more
+        have come.
         """
-        if in_place:
-            await self.pause("in_place")
-        else:
+        if finishes_requests:
             await self.drain()
             # What came since is asked for again by its client.
             await self.pause("abort")
+        else:
+            await self.pause("retract")
 
     async def resume(self) -> None:
         """Goes on generating."""

@@ -204,8 +204,8 @@ class TrainerSettings(Settings):
     publish_type: PublishedType = Field(default=PublishedType.BFLOAT16, description="`bfloat16` or `float32`.")
     publish_in_place: bool = Field(
         default=False,
-        description="Change weights under generations in flight; each token's version is recorded. Off: they "
-        "end first.",
+        description="Change weights under generations in flight, which go on with the new ones; each token's version "
+        "is recorded. Off: they end first.",
     )
     publish_bucket_mib: float = Field(
         default=1024,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -55,7 +56,6 @@ class BroadcastPublisher:
         self.store = PolicyStore(settings.policy_dir)
         self.backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         self._group: _Group | None = None
-        self._groups_made = 0
         # One thread each: broadcasts wait for workers, and writing goes on while the next step generates.
         self._sender = ThreadPoolExecutor(1, "broadcast")
         self._writer = ThreadPoolExecutor(1, "policy-writer")
@@ -127,7 +127,7 @@ class BroadcastPublisher:
             async with WorkerControl(url, token=self.settings.token) as worker:
                 try:
                     async with asyncio.timeout(self.settings.publish_deadline_seconds):
-                        await worker.hold(in_place=self.settings.publish_in_place)
+                        await worker.hold(finishes_requests=not self.settings.publish_in_place)
                         await worker.begin_update()
                 except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
                     log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")
@@ -147,7 +147,6 @@ class BroadcastPublisher:
                 [list(t.shape) for t in tensors],
                 group.name,
                 version if number == len(buckets) else None,
-                flush_cache=not self.settings.publish_in_place,
             )
         await worker.end_update()
 
@@ -171,8 +170,8 @@ class BroadcastPublisher:
         old, self._group = self._group, None
         if old is not None:
             leave_weights_group(old.process_group)
-        self._groups_made += 1
-        name = f"{self.settings.run_id}-{self.ranks.rank}-{self._groups_made}"
+        # Workers remember the groups of a trainer that died, and refuse their names.
+        name = f"{self.settings.run_id}-{uuid.uuid4().hex}"
         async with AsyncExitStack() as stack:
             workers = [
                 await stack.enter_async_context(WorkerControl(url, token=self.settings.token)) for url in registrations

@@ -50,7 +50,7 @@ class DiskPublisher:
 
         async def update(worker: WorkerControl, _index: int) -> None:
             async with held(worker, self.settings):
-                await worker.update_from_disk(path, version, flush_cache=not self.settings.publish_in_place)
+                await worker.update_from_disk(path, version)
 
         return await update_workers(self.settings, await registered_workers(self.settings), version, update)
 

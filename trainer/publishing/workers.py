@@ -129,6 +129,6 @@ async def held(worker: WorkerControl, settings: TrainerSettings) -> AsyncIterato
     When it fails the worker stays paused: its weights may be of two versions, and what waits in it is not to be
     computed with them. Its launcher ends the pause when it has brought it up to date.
     """
-    await worker.hold(in_place=settings.publish_in_place)
+    await worker.hold(finishes_requests=not settings.publish_in_place)
     yield
     await worker.resume()

@@ -77,7 +77,7 @@ class FakeNodes(Nodes):
             for url in await router.workers():
                 async with WorkerControl(url, TOKEN) as worker:
                     try:
-                        await worker.hold(in_place=False)
+                        await worker.hold(finishes_requests=True)
                         await worker.update_from_disk(path, version)
                         await worker.resume()
                     except (WorkerRefusedError, DependencyLostError):

@@ -185,10 +185,10 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
         spans = completion.policy_versions
         seen |= {span.version for span in spans}
         assert in_place or len(spans) == 1
-        # What comes after a change in place attends to keys of the weights before it.
-        ids = [*prompt, *completion.completion_ids[: spans[0].end]]
-        wanted = score(spans[0].version, ids)[len(prompt) - 1 :]
-        assert completion.logprobs[: spans[0].end] == pytest.approx(wanted, abs=1e-3)
+        ids = [*prompt, *completion.completion_ids]
+        for span in spans:
+            wanted = score(span.version, ids)[len(prompt) - 1 :]
+            assert completion.logprobs[span.start : span.end] == pytest.approx(wanted[span.start : span.end], abs=1e-3)
     assert seen == {first, first + 1, last}
 
 
