@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from scripts.scaling.simulate import Flow, Pipeline, flow
 from scripts.scaling.step import Rates, Seconds, Work
 
 WEIGHT_BYTES = 2
@@ -17,6 +18,10 @@ STATE_BYTES = 16
 """Of a parameter in the trainer: float32 weights, gradients and AdamW's two moments, sharded over all GPUs."""
 NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
+MAX_STALENESS = 4
+"""The setting's default."""
+GROUP_SPREAD = 0.2
+"""How much the seconds of groups differ, assumed: a standard deviation, as a share of their mean."""
 
 
 @dataclass(frozen=True)
@@ -151,16 +156,21 @@ class Prediction:
     transport: str
     """The faster PUBLISH_TRANSPORT."""
 
-    @property
-    def asynchronous(self) -> float:
-        """Seconds of a step with MODE=async: collectors generate and score while the trainer trains and publishes."""
-        made = self.seconds.generate + self.seconds.score
-        return max(made, self.seconds.train + self.seconds.publish) + self.seconds.rest
+    batch: Batch
 
     @property
-    def staleness(self) -> float:
-        """Mean of the groups trained on with MODE=async, in policy versions: those made meanwhile, and one waiting."""
-        return 1 + (self.seconds.generate + self.seconds.score) / self.asynchronous
+    def asynchronous(self) -> Flow:
+        """What MODE=async makes of it, by simulation."""
+        seconds = self.seconds
+        pipeline = Pipeline(
+            batch=self.batch.prompts,
+            concurrency=self.batch.prompts,
+            max_staleness=MAX_STALENESS,
+            group_seconds=seconds.generate + seconds.score,
+            spread=GROUP_SPREAD,
+            step_seconds=seconds.train + seconds.publish + seconds.rest,
+        )
+        return flow(pipeline)
 
 
 def predict(
@@ -182,7 +192,7 @@ def predict(
     base = rates.seconds(work, layout.rollout_nodes)
     train = train_seconds(model, batch, layout, gpu, assumed)
     seconds = Seconds(base.generate, base.score, train, base.publish, base.rest)
-    return Prediction(layout, seconds, transport)
+    return Prediction(layout, seconds, transport, batch)
 
 
 def decode_rates(model: Model, batch: Batch, layout: Layout, gpu: Gpu, assumed: Assumptions) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from scripts.scaling.plan import H100, Assumptions, Batch, Layout, Model, Prediction, predict
+from scripts.scaling.simulate import SIMULATED
 from scripts.scaling.step import PHASES, Rates, Run, mean
 
 GIGA = 1e9
@@ -62,14 +63,17 @@ def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: 
         *(f"  {_assumption(f.name, getattr(Assumptions(), f.name))}" for f in fields(Assumptions)),
         "",
     ]
-    header = ["model", "rollout", "trainer", "GPUs", *PHASES, "step", "steps/h", "async", "staleness"]
+    header = ["model", "rollout", "trainer", "GPUs", *PHASES, "step", "steps/h"]
     lines += table(header, [_row(model, one) for model, one in found])
     lines += ["", "share of the step"]
     lines += table(["model", *PHASES], [[model.label, *_shares(one)] for model, one in found])
+    lines += ["", f"with MODE=async, by simulation of {SIMULATED} steps"]
+    header = ["model", "step", "steps/h", "staleness", "stalest", "dropped", "trainer waits"]
+    lines += table(header, [_asynchronous_row(model, one) for model, one in found])
     lines += ["", "seconds of a step if the cluster is half as fast as assumed"]
     for model, one in found:
         slow = predict(model, batch, one.layout, measured, assumed=Assumptions().halved)
-        lines.append(f"  {model.label}: {slow.seconds.total:.0f}, with MODE=async {slow.asynchronous:.0f}")
+        lines.append(f"  {model.label}: {slow.seconds.total:.0f}, with MODE=async {slow.asynchronous.step_seconds:.0f}")
     for model, one in found:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout).items()]
@@ -96,8 +100,19 @@ def _row(model: Model, one: Prediction) -> list[str]:
         *(f"{getattr(seconds, phase):.1f}" for phase in PHASES),
         f"{seconds.total:.1f}",
         f"{3600 / seconds.total:.0f}",
-        f"{one.asynchronous:.1f}",
-        f"{one.staleness:.1f}",
+    ]
+
+
+def _asynchronous_row(model: Model, one: Prediction) -> list[str]:
+    found = one.asynchronous
+    return [
+        model.label,
+        f"{found.step_seconds:.1f}",
+        f"{3600 / found.step_seconds:.0f}",
+        f"{found.staleness:.1f}",
+        str(found.stalest),
+        str(found.dropped),
+        f"{found.idle:.0%}",
     ]
 
 
