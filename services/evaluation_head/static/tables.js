@@ -96,7 +96,7 @@ function fill(table, names, rows, none) {
   table.dataset.signature = signature;
   const head = h("tr", null, names.map((name) => h("th", { scope: "col", class: name.startsWith(">") ? "number" : null }, name.replace(">", ""))));
   const body = rows.map(({ key, cells }) =>
-    h("tr", { "data-name": key }, cells.map((cell) => h("td", { class: cell?.className }, cell?.value ?? cell))),
+    h("tr", { "data-name": key }, cells.map((cell) => h("td", { class: cell?.value === undefined ? null : cell.className }, cell?.value ?? cell))),
   );
   const empty = h("tr", null, h("td", { colspan: names.length, class: "muted wide" }, none));
   table.replaceChildren(h("thead", null, head), h("tbody", null, body.length ? body : empty));

@@ -23,7 +23,7 @@ from tests.services.evaluation_head.policies import publish_lean, publish_wobble
 from tests.services.run_page.serving import served
 
 PLAYING_SECONDS = 60
-WINDOW = {"width": 1280, "height": 1330}
+WINDOW = {"width": 1280, "height": 1480}
 
 
 def main(target: Path) -> None:

@@ -87,6 +87,9 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
     for plot in ("rates", "batch", "active", "returns"):
         expect(page.locator(f"#plot-{plot} canvas.top")).to_have_attribute("aria-label", re.compile(r"\d"))
     expect(page).to_have_title(re.compile(r"states/s"))
+    # The state has a badge in its cell; the cell itself is as the others.
+    expect(row.locator("td span.pill.good")).to_have_text("connected")
+    expect(page.locator("td.pill")).to_have_count(0)
     assert not is_wider_than_window(page)
 
 
