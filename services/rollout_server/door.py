@@ -52,7 +52,7 @@ def create_app(router_url: str, token: str) -> ASGIApp:
         client: httpx.AsyncClient = request.app.state.client
         outgoing = client.build_request(
             request.method,
-            httpx.URL(path=request.url.path, query=request.url.query.encode()),
+            httpx.URL(raw_path=_raw_target(request)),
             headers=_passed(request.headers.raw),
             content=await request.body() or None,
         )
@@ -69,6 +69,13 @@ def create_app(router_url: str, token: str) -> ASGIApp:
     app = Starlette(lifespan=lifespan)
     app.add_route("/{path:path}", pass_on, methods=list(METHODS))
     return gate.Gate(app, service=SERVICE, token=token, is_ready=lambda: True)
+
+
+def _raw_target(request: Request) -> bytes:
+    """Path and query as they came: a %2F in a path is not a slash."""
+    path: bytes = request.scope["raw_path"]
+    query: bytes = request.scope["query_string"]
+    return path + b"?" + query if query else path
 
 
 def _passed(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

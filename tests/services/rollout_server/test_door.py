@@ -39,6 +39,7 @@ class Router:
             self.left.set()
         told = {
             "method": request.method,
+            "path": request.scope["raw_path"].decode(),
             "query": request.url.query,
             "body": (await request.body()).decode(),
             "authorization": request.headers.get("authorization"),
@@ -97,11 +98,16 @@ async def test_the_router_never_hears_of_strangers(router: Router, token: str | 
 
 async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
     async with client(router) as friend:
-        reply = await friend.post("/workers/a?b=c&d=%20", content=b'{"text": "1"}')
+        reply = await friend.post("/workers/a%2Fb%3A?b=c&d=%20", content=b'{"text": "1"}')
     assert reply.status_code == 418
     assert reply.headers["X-Worker"] == "7"
-    expected = {"method": "POST", "query": "b=c&d=%20", "body": '{"text": "1"}', "authorization": f"Bearer {TOKEN}"}
-    assert reply.json() == expected
+    assert reply.json() == {
+        "method": "POST",
+        "path": "/workers/a%2Fb%3A",
+        "query": "b=c&d=%20",
+        "body": '{"text": "1"}',
+        "authorization": f"Bearer {TOKEN}",
+    }
 
 
 async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
