@@ -44,6 +44,7 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 async def test_its_three_commands_make_a_head_that_plays(start_service: Any, policy: Path) -> None:
     environments, head = words_of("services.environment_server"), words_of("services.evaluation_head")
     assert (environments, head[:2]) == (["--port", "8081"], ["--port", "8080"])
