@@ -12,7 +12,7 @@ import sys
 from prometheus_client import Counter
 from transformers import AutoConfig
 
-from services import logs
+from services import endpoints, logs
 from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
 from services.errors import DependencyLostError
@@ -34,15 +34,26 @@ FULL_QUEUE_POLL_SECONDS = 0.2
 class Collector:
     """Keeps GENERATION_CONCURRENCY prompts in flight until the training prompts are used up.
 
-    It never waits for the learner, except that it stops taking prompts while the queue already holds more groups than
-    the learner can train on before they are too stale.
+    It never waits for the learner, except that it takes no prompt whose group would be too stale by the time that the
+    learner comes to it.
     """
 
-    def __init__(self, settings: TrainerSettings, data: DataClient, maker: GroupMaker, replay: ReplayClient) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        data: DataClient,
+        maker: GroupMaker,
+        replay: ReplayClient,
+        number: int = 0,
+        collectors: int = 1,
+    ) -> None:
+        """``number`` is which this one is of the ``collectors`` that run at once; each keeps to its share."""
         self.settings = settings
         self.data = data
         self.maker = maker
         self.replay = replay
+        self.number = number
+        self.collectors = collectors
         self._places = asyncio.Semaphore(settings.generation_concurrency)
         self._in_flight = 0
 
@@ -60,8 +71,8 @@ class Collector:
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
         while True:
-            await self._wait_for_room()
-            prompts = (await self.data.prompts(self.settings.batch_size, consumer=COLLECTORS)).prompts
+            room = await self._wait_for_room()
+            prompts = (await self.data.prompts(room, consumer=COLLECTORS)).prompts
             for prompt in prompts:
                 if prompt.epoch >= self.settings.num_epochs:
                     return
@@ -79,12 +90,22 @@ class Collector:
             self._in_flight -= 1
             self._places.release()
 
-    async def _wait_for_room(self) -> None:
-        most = self.settings.batch_size * (self.settings.max_staleness + 1)
+    async def _wait_for_room(self) -> int:
+        """How many prompts may be taken, at least 1 and at most a batch.
+
+        The learner trains a batch a version and publishes a version a batch. A group that is begun with less than
+        MAX_STALENESS batches ahead of it is therefore fresh enough when its turn comes, whatever the learner does just
+        then (the bound of AReaL, arXiv:2505.24298, counted from the learner's side). Without staleness, the next batch
+        is begun when the last is trained on.
+        """
+        batch = self.settings.batch_size
         while True:
-            ahead = (await self.replay.stats()).waiting + self._in_flight
-            if ahead + self.settings.batch_size <= most:
-                return
+            stats = await self.replay.stats()
+            free = max(batch * self.settings.max_staleness - stats.waiting, batch - stats.waiting - stats.leased)
+            share, rest = divmod(max(free, 0), self.collectors)
+            room = share + (self.number < rest) - self._in_flight
+            if room > 0:
+                return min(room, batch)
             await asyncio.sleep(FULL_QUEUE_POLL_SECONDS)
 
 
@@ -104,7 +125,8 @@ async def collect(settings: TrainerSettings) -> None:
         ) as rollouts,
     ):
         await asyncio.gather(*(service.wait_healthy(deadline) for service in (data, rewards, replay)))
-        await Collector(settings, data, GroupMaker(settings, rollouts, rewards), replay).run()
+        maker = GroupMaker(settings, rollouts, rewards)
+        await Collector(settings, data, maker, replay, endpoints.node_rank(), endpoints.num_nodes()).run()
 
 
 def main() -> None:

@@ -34,9 +34,17 @@ SETTINGS = {
 
 
 class System:
-    """A run of jobgroup.yaml by the local runner, with its run directory below ``shared_dir``."""
+    """A run of a job group by the local runner, with its run directory below ``shared_dir``."""
 
-    def __init__(self, shared_dir: Path, model: Path, *arguments: str, run_id: str = "", **settings: str) -> None:
+    def __init__(
+        self,
+        shared_dir: Path,
+        model: Path,
+        *arguments: str,
+        run_id: str = "",
+        job_group: str = "jobgroup.yaml",
+        **settings: str,
+    ) -> None:
         run_id = run_id or f"run-{uuid.uuid4().hex[:12]}"
         self.run_dir = shared_dir / "runs" / run_id
         variables = SETTINGS | {"MODEL_NAME": str(model)} | settings
@@ -45,7 +53,7 @@ class System:
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [
-                    *[sys.executable, "-m", "scripts.run_local", "jobgroup.yaml", "--plain"],
+                    *[sys.executable, "-m", "scripts.run_local", job_group, "--plain"],
                     *["--run-id", run_id, "--shared-dir", str(shared_dir), *options, *arguments],
                 ],
                 cwd=ROOT,

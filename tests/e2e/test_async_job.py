@@ -1,0 +1,71 @@
+"""The asynchronous job, whole: jobgroup-async.yaml's tasks as real processes, with several collectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+
+from tests.e2e.system import ROOT, System
+
+# The limit is for a hang; a run takes about a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS, COLLECTORS, MAX_STALENESS, BATCH = 12, 6, 2, 8
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
+    """A run with six collectors, in which every group trained on is among the samples."""
+    nodes = {"collector": COLLECTORS, "rollout-server": 1, "ppo-trainer": 1}
+    system = System(
+        tmp_path_factory.mktemp("volume"),
+        tiny_model,
+        *(option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")),
+        job_group="jobgroup-async.yaml",
+        BATCH_SIZE=str(BATCH),
+        MAX_STEPS=str(STEPS),
+        MAX_STALENESS=str(MAX_STALENESS),
+        LOGGED_GROUPS="1000",
+        REPLAY_GROUPS="0",
+    )
+    assert system.wait() == 0, system.text
+    return system
+
+
+def test_it_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
+    assert finished.summary()["status"] == "succeeded"
+    assert [record["step"] for record in finished.metrics()] == list(range(1, STEPS + 1))
+    assert finished.processes() == []
+
+
+def test_no_group_is_older_than_allowed_and_some_are_not_of_the_newest_policy(finished: System) -> None:
+    staleness = [record["staleness_max"] for record in finished.metrics()]
+    assert max(staleness) <= MAX_STALENESS
+    assert max(staleness) > 0, "nothing was generated while the trainer trained"
+
+
+def test_every_group_is_trained_on_once(finished: System) -> None:
+    samples = [orjson.loads(line) for line in (finished.run_dir / "samples.jsonl").read_bytes().splitlines()]
+    trained = {(sample["step"], sample["group_id"]) for sample in samples}
+    assert len(trained) == STEPS * BATCH
+    assert len({group for _, group in trained}) == STEPS * BATCH
+
+
+def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(finished: System) -> None:
+    # Six collectors that each kept a whole queue in flight would waste most of what they make.
+    assert sum(record["groups_dropped_stale"] for record in finished.metrics()) <= BATCH
+
+
+def test_the_other_tasks_are_those_of_the_synchronous_job_group() -> None:
+    plain, asynchronous = (
+        {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}
+        for name in ("jobgroup.yaml", "jobgroup-async.yaml")
+    )
+    collector = asynchronous.pop("collector")
+    assert collector["run"].endswith("exec python -m trainer.collector\n")
+    added = {"MODE": "async", "COLLECTOR_IN_PROCESS": "false"}
+    plain["ppo-trainer"]["envs"] |= added
+    assert asynchronous == plain

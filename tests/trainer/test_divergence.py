@@ -1,0 +1,74 @@
+"""Updates that are not finite are skipped; too many in a row end the run, with the batch kept for inspection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.trainer.rank_jobs import make_learner, run_state, weights_of
+from tests.trainer.tiny import FAMILIES, random_groups, save_model
+from trainer.distributed import Ranks, join_ranks
+from trainer.loop import TrainingDivergedError, TrainingLoop
+from trainer.packing import TrainingGroup
+
+GOOD = random_groups(seed=1)
+BOUND = 2
+
+
+def broken(groups: list[TrainingGroup]) -> list[TrainingGroup]:
+    first, *others = groups
+    sequences = [replace(s, behaviour_logprobs=[math.nan] * len(s.completion_ids)) for s in first.sequences]
+    return [replace(first, sequences=sequences), *others]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Any]:
+    """A training loop of which only the update is used."""
+    model = save_model(tmp_path / "model", FAMILIES["qwen2"])
+    with join_ranks() as ranks:
+        yield make_loop(ranks, model, tmp_path)
+
+
+def make_loop(ranks: Ranks, model: Path, directory: Path) -> TrainingLoop:
+    learner = make_learner(ranks, model, shared_dir=directory, run_id="r", max_skipped_steps=BOUND)
+    learner.settings.run_dir.mkdir(parents=True)
+    unused: Any = None
+    return TrainingLoop(
+        settings=learner.settings,
+        ranks=ranks,
+        policy=learner.policy,
+        learner=learner,
+        publisher=unused,
+        checkpoints=unused,
+        state=run_state(learner, 4),
+        main=None,
+        should_stop=lambda: False,
+    )
+
+
+def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> None:
+    before = weights_of(loop.policy)
+    for _ in range(3):
+        for _ in range(BOUND):
+            assert loop.update(broken(GOOD)).skipped == 1
+        assert loop.update(GOOD).skipped == 0
+    after = weights_of(loop.policy)
+    assert any((after[name] != before[name]).any() for name in before)
+
+
+def test_too_many_in_a_row_end_it_with_the_batch_in_a_file(loop: TrainingLoop) -> None:
+    for _ in range(BOUND):
+        loop.update(broken(GOOD))
+    with pytest.raises(TrainingDivergedError, match=r"3 updates in a row .*MAX_SKIPPED_STEPS is 2.*LEARNING_RATE"):
+        loop.update(broken(GOOD))
+    [file] = loop.settings.run_dir.glob("diverged-*.json")
+    assert file.name == "diverged-step-000005.json"
+    groups = orjson.loads(file.read_bytes())
+    assert [g["group_id"] for g in groups] == [g.group_id for g in GOOD]
+    assert groups[1]["sequences"][0]["behaviour_logprobs"] == GOOD[1].sequences[0].behaviour_logprobs
