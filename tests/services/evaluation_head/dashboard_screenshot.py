@@ -22,14 +22,16 @@ from tests.services.conftest import free_port
 from tests.services.evaluation_head.policies import publish_lean, publish_wobbles
 from tests.services.run_page.serving import served
 
-PLAYING_SECONDS = 60
+PLAYING_SECONDS = 45
 WINDOW = {"width": 1280, "height": 1480}
 
 
 def main(target: Path) -> None:
-    """Plays for a minute, then writes the picture."""
+    """Plays for a while, then writes the picture."""
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # The page shows where policies lie: below a directory of no particular name.
+        stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
+        directory = Path("policies")
         publish_wobbles(directory / "cartpole", version=3)
         publish_lean(directory / "careful", version=12)
         port = free_port()
@@ -55,4 +57,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]).resolve())
