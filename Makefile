@@ -50,8 +50,10 @@ coverage: $(VENV)/.test  ## what share of the code the tests of `make test` run,
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m scripts.benchmark_services
 
-docs: $(VENV)/.test  ## write docs/configuration.md, docs/grafana.json and the figures of docs/scaling.md
+docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, grafana.json and the figures of docs/scaling.md
 	$(RUN) -m scripts.configuration_reference
+	$(RUN) -m scripts.metrics_reference
+	$(RUN) -m scripts.dashboard
 	$(RUN) -m scripts.scaling docs
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt

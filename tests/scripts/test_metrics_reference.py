@@ -1,0 +1,113 @@
+"""docs/metrics.md and docs/grafana.json say what the components export, by Prometheus' conventions."""
+
+import json
+import re
+
+import promql_parser
+import pytest
+
+from scripts import dashboard, metrics_reference
+from trainer import exported
+
+# Of prometheus_client itself, wherever there is /proc.
+PROCESS = {"process_resident_memory_bytes": "gauge"}
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+@pytest.fixture(scope="module")
+def metrics():
+    return metrics_reference.exported()
+
+
+def test_the_pages_are_what_the_code_says():
+    assert metrics_reference.main(["--check"]) == 0
+    assert dashboard.main(["--check"]) == 0
+
+
+def test_check_tells_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
+    for module in (metrics_reference, dashboard):
+        monkeypatch.setattr(module, "TARGET", tmp_path / "file")
+        assert module.main([]) == 0
+        assert module.main(["--check"]) == 0
+        module.TARGET.write_text(module.TARGET.read_text().replace("trainer_loss", "trainer_gain"))
+        assert module.main(["--check"]) == 1
+        assert f"python -m {module.__name__}" in capsys.readouterr().err
+
+
+def test_every_metric_is_in_one_table(metrics):
+    prefixes = [prefix for _, its in metrics_reference.TABLES for prefix in its]
+    for name in metrics:
+        assert sum(name.startswith(prefix) for prefix in prefixes) == 1, name
+
+
+def test_names_follow_the_conventions(metrics):
+    for name, metric in metrics.items():
+        # SGLang's own names have a colon.
+        assert re.fullmatch(r"(sglang:)?[a-z][a-z0-9]*(_[a-z0-9]+)+", name), name
+        assert name.endswith("_total") == (metric.kind == "counter"), name
+        assert not name.endswith(SUFFIXES), name
+        assert metric.help.endswith("."), name
+        assert metric.kind in {"counter", "gauge", "histogram"}, name
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mib|percent)(_|$)", name), name
+
+
+def test_columns_of_a_step_reach_their_metrics(metrics):
+    for measure in exported.MEASURES:
+        assert exported.is_known(measure.column)
+        assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
+    assert metrics[exported.AT_K.name].labels == ("measure", "k")
+    assert exported.is_known("pass_at_16")
+    assert not exported.is_known("lovely_metric")
+
+
+def selectors(node, inside=None):
+    """The names that an expression selects, each with the function that it is the direct argument of."""
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node.name, inside
+    elif isinstance(node, promql_parser.MatrixSelector):
+        yield from selectors(node.vector_selector, inside)
+    elif isinstance(node, promql_parser.Call):
+        for argument in node.args:
+            yield from selectors(argument, node.func.name)
+    elif isinstance(node, promql_parser.AggregateExpr):
+        yield from selectors(node.expr, inside)
+    elif isinstance(node, promql_parser.BinaryExpr):
+        yield from selectors(node.lhs, inside)
+        yield from selectors(node.rhs, inside)
+    elif isinstance(node, promql_parser.ParenExpr):
+        yield from selectors(node.expr, inside)
+    else:
+        assert isinstance(node, promql_parser.NumberLiteral), node
+
+
+def targets():
+    panels = json.loads(dashboard.TARGET.read_text())["panels"]
+    return [(panel["title"], target) for panel in panels for target in panel.get("targets", [])]
+
+
+@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
+def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics, title, target):
+    kinds = {name: metric.kind for name, metric in metrics.items()} | PROCESS
+    kinds |= {name + suffix: "counter" for name, kind in kinds.items() if kind == "histogram" for suffix in SUFFIXES}
+    expression = target["expr"].replace("$__rate_interval", "1m")
+    found = list(selectors(promql_parser.parse(expression)))
+    assert found
+    for name, function in found:
+        assert name in kinds, f"{title}: {name} is not exported"
+        assert (function == "rate") == (kinds[name] == "counter"), f"{title}: {name} is a {kinds[name]}"
+    labels = {label for name, _ in found if name in metrics for label in metrics[name].labels}
+    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels | {"service", "instance", "job"}
+
+
+def test_panels_do_not_overlap():
+    taken = set()
+    for panel in dashboard.dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert place["x"] + place["w"] <= dashboard.COLUMNS
+        assert not taken & cells, panel["title"]
+        taken |= cells
