@@ -95,8 +95,8 @@ def dashboard() -> dict[str, Any]:
             line, left = divmod(place * WIDTH, COLUMNS)
             panels.append(_plot(panel, left, top + line * HEIGHT))
         top += -(-len(row) * WIDTH // COLUMNS) * HEIGHT
-    for number, panel in enumerate(panels, 1):
-        panel["id"] = number
+    for number, shown in enumerate(panels, 1):
+        shown["id"] = number
     variable = {"name": "source", "type": "datasource", "query": "prometheus", "label": "Data source"}
     return {
         "title": "GRPO",
