@@ -196,6 +196,8 @@ def _resume(
     fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
     found = checkpoints.newest(fresh.model_type, fresh.parameters) if settings.resume else None
     if found is None:
+        # An earlier life may have published without having come to its first checkpoint.
+        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
     path, state = found
     checkpoints.load(path, policy, learner.optimizer)
@@ -207,7 +209,7 @@ def _resume(
 
 
 def _next_version(settings: TrainerSettings, version: int) -> int:
-    """The version to publish a checkpoint's policy as, which was version ``version`` when it was saved."""
+    """The version to publish a state's policy as, which was version ``version`` when it was saved; 0 of a fresh one."""
     store = PolicyStore(settings.policy_dir)
     if settings.mode is Mode.SYNC:
         # What was published after the checkpoint will be made again, the same.

@@ -29,7 +29,7 @@ PREEMPTIONS = [
 
 
 def test_a_run_survives_the_loss_of_both_trainer_nodes(guarded, tiny_model, tmp_path):
-    # It publishes through the volume, the undisturbed one by broadcast: the same model is that of both transports, too.
+    # It publishes through the volume, the guarded run by broadcast, so both transports train the same model, too.
     assert guarded.outcome.exit_code == 0, guarded.cluster.told()
     assert_same_run(preempt(tiny_model, tmp_path, "ppo-trainer-0", "ppo-trainer-1"), guarded)
 
@@ -40,10 +40,21 @@ def test_a_run_survives_a_preemption(undisturbed, tiny_model, tmp_path, nodes):
     assert_same_run(preempt(tiny_model, tmp_path, *nodes), undisturbed)
 
 
-def preempt(model: Path, directory: Path, *nodes: str) -> Finished:
+@pytest.mark.slow
+def test_a_trainer_that_is_lost_before_its_first_checkpoint_starts_anew(tiny_model, tmp_path):
+    run = preempt(tiny_model, tmp_path, "ppo-trainer-0", CHECKPOINT_EVERY="0")
+    assert "resumed" not in run.cluster.log("ppo-trainer-0")
+    # Not the same run: no checkpoint says what the replay buffer held, so it replays groups of the lost steps too.
+    assert_whole_run(run)
+
+
+def preempt(model: Path, directory: Path, *nodes: str, **settings: str) -> Finished:
     """A run that publishes through the volume and in which nodes of one task are destroyed."""
-    with Cluster(directory, model, RUN) as cluster:
+    with Cluster(directory, model, RUN | settings) as cluster:
         cluster.wait_for_step(PREEMPTED_AFTER)
+        if "CHECKPOINT_EVERY" not in settings:
+            # It is written beside the training.
+            cluster.eventually(lambda: any(cluster.run_dir.glob("checkpoints/step-*")), "a checkpoint is in place")
         before = cluster.address(nodes[0])
         cluster.destroy(*nodes)
         outcome = cluster.wait()
@@ -54,6 +65,14 @@ def preempt(model: Path, directory: Path, *nodes: str) -> Finished:
 
 def assert_same_run(run: Finished, undisturbed: Finished) -> None:
     """Asserts that a run lost nothing, did nothing twice and learnt what the undisturbed one did."""
+    assert_whole_run(run)
+    rewards = [record["reward_mean"] for record in run.metrics()]
+    assert rewards == [record["reward_mean"] for record in undisturbed.metrics()], run.cluster.told()
+    assert run.model.read_bytes() == undisturbed.model.read_bytes(), "it learnt something else"
+
+
+def assert_whole_run(run: Finished) -> None:
+    """Asserts that a run came to its end, lost nothing and did nothing twice."""
     told = run.cluster.told()
     assert run.outcome.exit_code == 0, told
     assert run.cluster.summary()["status"] == "succeeded"
@@ -62,9 +81,6 @@ def assert_same_run(run: Finished, undisturbed: Finished) -> None:
     uses = uses_of_prompts(run)
     assert set(uses.values()) == {1}, f"prompts were used twice in an epoch: {uses.most_common(5)}"
     assert len(uses) == STEPS * BATCH, "a prompt was left out"
-    rewards = [record["reward_mean"] for record in run.metrics()]
-    assert rewards == [record["reward_mean"] for record in undisturbed.metrics()], told
-    assert run.model.read_bytes() == undisturbed.model.read_bytes(), "it learnt something else"
 
 
 def uses_of_prompts(run: Finished) -> Counter[str]:
