@@ -11,7 +11,7 @@ DEMO ?=
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot coverage bench-services docs constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot coverage bench bench-quick bench-services docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ coverage: $(VENV)/.test  ## what share of the code the tests of `make test` run,
 	rm -rf .cache/coverage
 	$(RUN) -m pytest -m "not slow and not gpu and not sglang" --cov --cov-report=term
 
+bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everything against the alternatives and write docs/benchmarks.md
+	$(RUN) -m scripts.bench
+
+bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same with few rounds
+	$(RUN) -m scripts.bench --quick
+
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m scripts.benchmark_services
 
@@ -81,6 +87,13 @@ $(VENV)/.test: $(VENV)/.demo
 $(VENV)/.sky: pyproject.toml | $(VENV)/bin/python
 	$(PYTHON) -m venv $(VENV)-sky
 	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet 'skypilot[kubernetes]==0.14.1'
+	@touch $@
+
+# TRL has its own pins.
+$(VENV)-trl/.trl: | $(VENV)/bin/python
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH)
+	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) trl==1.16.0
 	@touch $@
 
 $(MODEL)/config.json: | $(VENV)/.demo

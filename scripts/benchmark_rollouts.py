@@ -74,7 +74,7 @@ class Measurement:
         }
 
 
-def parse() -> argparse.Namespace:
+def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_rollouts", description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m"), help="model directory")
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout-ms", type=int, default=120_000, help="a request not answered by then has failed")
     parser.add_argument("--skip-baselines", action="store_true", help="measure the server alone")
     parser.add_argument("--save-dir", type=Path, default=Path("runs/benchmarks"), help=f"where {RESULTS} is written")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if arguments.batch_size % arguments.group_size:
         parser.error(f"--batch-size {arguments.batch_size} is no multiple of --group-size {arguments.group_size}")
     return arguments
@@ -355,9 +355,9 @@ class Machine:
         )
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns 1 when the server cannot be measured or a request failed."""
-    arguments = parse()
+    arguments = parse(given)
 
     def say(line: str) -> None:
         print(line, flush=True)

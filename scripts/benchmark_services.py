@@ -402,14 +402,14 @@ def measure(only: Sequence[str], *, quick: bool, model: str | None) -> list[Resu
     return results
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Prints a table; exits with 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller loads")
     parser.add_argument("--only", default="reward,data,replay", help="services, with commas")
     parser.add_argument("--model", help="tokenizer for the data-server: a hub name or a directory")
     parser.add_argument("--json", type=Path, help="write the results to this file too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     results = measure(arguments.only.split(","), quick=arguments.quick, model=arguments.model)
     for result in results:
         target = "" if result.target is None else f"{'>=' if result.at_least else '<='} {result.target:g}"

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +25,10 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
+from scripts.benchmarks.job import ROOT, TEMPLATE, run, run_job
 from scripts.local.environment import cores
 from services.data_server.arithmetic import questions
 
-ROOT = Path(__file__).resolve().parents[1]
-TEMPLATE = "{a} {op} {b} = ? Answer with just the number."
-ROUND_SECONDS = 3600.0
 MOST_STEPS = 20
 """Of a round that is to reach a reward."""
 
@@ -72,36 +69,18 @@ class Side:
 
 def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> tuple[list[float], list[float]]:
     """Seconds and rewards of the steps of the job group."""
-    with tempfile.TemporaryDirectory() as directory:
-        settings = {
-            "MODEL_NAME": work.model,
-            "DATASET": "arithmetic",
-            "ARITHMETIC_DIGITS": "1",
-            "ARITHMETIC_OPERATIONS": "+",
-            "ARITHMETIC_TEMPLATE": TEMPLATE,
-            "REWARD_FN": "first_line_number",
-            "BATCH_SIZE": str(work.prompts),
-            "GROUP_SIZE": str(work.group_size),
-            "MAX_NEW_TOKENS": str(work.completion_tokens),
-            "TEMPERATURE": "1",
-            "LEARNING_RATE": str(work.learning_rate),
-            "COMPUTE_TYPE": "bfloat16" if work.bf16 else "float32",
-            "NUM_EPOCHS": "1000",
-            "MAX_STEPS": str(work.steps),
-            "REPLAY_GROUPS": "0",
-            "EVAL_EVERY": "0",
-            "CHECKPOINT_EVERY": "0",
-            "SEED": str(work.seed),
-        }
-        command = [sys.executable, "-m", "scripts.run_local", "jobgroup.yaml"]
-        command += ["--shared-dir", directory, "--run-id", "ours"]
-        command += ["--num-nodes", f"rollout-server={rollout_nodes}", "--num-nodes", f"ppo-trainer={trainer_nodes}"]
-        for name, value in settings.items():
-            command += ["--env", f"{name}={value}"]
-        _run(command, cwd=ROOT)
-        lines = [orjson.loads(line) for line in (Path(directory) / "runs/ours/metrics.jsonl").read_bytes().splitlines()]
-    steps = [line for line in lines if line["step"] > 0]
-    return [line["seconds_step"] for line in steps], [line["reward_mean"] for line in steps]
+    settings = {
+        "MODEL_NAME": work.model,
+        "BATCH_SIZE": work.prompts,
+        "GROUP_SIZE": work.group_size,
+        "MAX_NEW_TOKENS": work.completion_tokens,
+        "LEARNING_RATE": work.learning_rate,
+        "COMPUTE_TYPE": "bfloat16" if work.bf16 else "float32",
+        "MAX_STEPS": work.steps,
+        "SEED": work.seed,
+    }
+    steps = run_job("jobgroup.yaml", settings, {"rollout-server": rollout_nodes, "ppo-trainer": trainer_nodes})
+    return [step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps]
 
 
 def trl(work: Work, python: str, threads: int) -> tuple[list[float], list[float]]:
@@ -114,21 +93,10 @@ def trl(work: Work, python: str, threads: int) -> tuple[list[float], list[float]
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
         given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": threads}
         program = str(ROOT / "scripts/benchmarks/trl_grpo.py")
-        output = _run([python, program, json.dumps(given)], OMP_NUM_THREADS=threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        output = run([python, program, json.dumps(given)], environment=environment)
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     return [step["seconds"] for step in steps], [step["reward"] for step in steps]
-
-
-def _run(command: list[str], cwd: Path | None = None, **environment: object) -> str:
-    """Standard output of a command; what it says is shown when it fails."""
-    values = {**os.environ, **{name: str(value) for name, value in environment.items()}}
-    done = subprocess.run(
-        command, cwd=cwd, env=values, capture_output=True, text=True, timeout=ROUND_SECONDS, check=False
-    )
-    if done.returncode:
-        said = (done.stdout + done.stderr)[-3000:]
-        raise SystemExit(f"{said}\nerror: {' '.join(command[:3])} ended with {done.returncode}")
-    return done.stdout
 
 
 def show(work: Work, sides: Sequence[Side], threads: int) -> Table:

@@ -1,0 +1,155 @@
+"""Runs the benchmarks one after the other and writes docs/benchmarks.md: ``python -m scripts.bench [--quick]``.
+
+Every benchmark is a program of its own (``python -m scripts.benchmark_...``) that measures ours and theirs in turn and
+prints a table. This runs them, keeps what each printed as docs/benchmarks/NAME.json with command, machine and date,
+and makes the page of what is kept there. ``--only`` measures some of them anew; ``--page-only`` none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from scripts.local.environment import cores
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/benchmarks.md"
+KEPT = ROOT / "docs/benchmarks"
+RECORD = KEPT / "record.md"
+TRL_PYTHON = ".venv-trl/bin/python"
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: what it shows, and its command in full and in short."""
+
+    name: str
+    title: str
+    module: str
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    """Added for a short run."""
+
+
+BENCHMARKS = (
+    Benchmark(
+        "step",
+        "One GRPO step against TRL",
+        "scripts.benchmark_step",
+        ("--trl-python", TRL_PYTHON),
+        ("--steps", "3", "--rounds", "1"),
+    ),
+    Benchmark("rollouts", "Rollouts", "scripts.benchmark_rollouts", ("--dtype", "float32"), ("--rounds", "1")),
+    Benchmark(
+        "trainer",
+        "The update alone, against a bare forward and backward pass",
+        "scripts.benchmark_trainer",
+        quick=("--rounds", "1"),
+    ),
+    Benchmark(
+        "async",
+        "Asynchronous against synchronous",
+        "scripts.benchmark_async",
+        quick=("--steps", "4", "--rounds", "1"),
+    ),
+    Benchmark("services", "Data, reward and replay services", "scripts.benchmark_services", quick=("--quick",)),
+    Benchmark(
+        "policy",
+        "The evaluation head against a model in every worker",
+        "scripts.benchmark_policy",
+        quick=("--total-battles", "8"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark printed, and where."""
+
+    command: str
+    date: str
+    machine: str
+    output: str
+
+
+def machine() -> str:
+    """The machine in a line."""
+    memory = psutil.virtual_memory().total / 2**30
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.system()} {platform.machine()}, {cores()} cores ({capability}), {memory:.0f} GiB{gpu}"
+
+
+def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
+    """Runs a benchmark.
+
+    Raises:
+        SystemExit: it failed; what it said was shown.
+    """
+    command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ())]
+    print(f"python {' '.join(command)}", file=sys.stderr)
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}\nerror: {benchmark.module} ended with {done.returncode}")
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    date = datetime.now(tz=UTC).date().isoformat()
+    return Measured("python " + " ".join(command), date, machine(), "\n".join(lines).strip("\n"))
+
+
+def page() -> str:
+    """docs/benchmarks.md, of what is kept."""
+    parts = [
+        "# Benchmarks",
+        "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in few\n"
+        "rounds. Each section is what its command printed; ours and theirs were measured in turn.",
+    ]
+    for benchmark in BENCHMARKS:
+        kept = KEPT / f"{benchmark.name}.json"
+        parts.append(f"## {benchmark.title}")
+        if not kept.exists():
+            parts.append(f"Not measured here; `python -m {benchmark.module}` does.")
+            continue
+        measured = Measured(**json.loads(kept.read_text()))
+        parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
+        parts.append(f"```text\n{measured.output}\n```")
+    parts.append(RECORD.read_text().strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, measures, and writes the page."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="what to measure")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
+    given = parser.parse_args(arguments)
+    for benchmark in BENCHMARKS:
+        if benchmark.name in given.only and not given.page_only:
+            measured = measure(benchmark, quick=given.quick)
+            (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
+            print(measured.output)
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
