@@ -173,6 +173,7 @@ def test_a_node_that_loses_the_shared_volume_ends_and_the_others_go_on(lost: Fak
     assert "is SHARED_DIR still mounted?" in lost.log(1).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_node_with_another_volume_than_the_trainers_ends(lost: FakeNodes, tmp_path: Path) -> None:
     lost.start(0)
     elsewhere = tmp_path / "elsewhere"
@@ -194,7 +195,7 @@ def test_a_node_with_another_volume_than_the_trainers_ends(lost: FakeNodes, tmp_
     assert "is SHARED_DIR the same volume" in lost.log(1).splitlines()[-1]
 
 
-@pytest.mark.parametrize("child", ["engine", "router"])
+@pytest.mark.parametrize("child", ["engine", pytest.param("router", marks=pytest.mark.slow)])
 def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes, child: str) -> None:
     lost.count = 1
     node = lost.start(0)
@@ -228,7 +229,7 @@ def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:
 def test_sigterm_ends_a_node_and_all_its_children(lost: FakeNodes) -> None:
     lost.start_all()
     processes = lost.all_processes()
-    assert len(processes) == 5
+    assert len(processes) == 6  # launchers, engines, router and door
     assert lost.stop() == [0, 0]
     assert not [process for process in processes if process.is_running()]
 
@@ -246,7 +247,7 @@ def test_the_token_is_in_no_command_line(lost: FakeNodes) -> None:
     lost.start_all()
     token = authorization()["Authorization"].split()[1]
     lines = [" ".join(process.cmdline()) for process in lost.all_processes()]
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert not [line for line in lines if token in line]
     assert token not in lost.logs()
     assert os.environ.get("JOBGROUP_TOKEN") != token
