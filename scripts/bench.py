@@ -119,8 +119,8 @@ def page() -> str:
     """docs/benchmarks.md, of what is kept."""
     parts = [
         "# Benchmarks",
-        "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in few\n"
-        "rounds. Each section is what its command printed; ours and theirs were measured in turn.",
+        "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in\n"
+        "few rounds. Each section is what its command printed; ours and theirs were measured in turn.",
     ]
     for benchmark in BENCHMARKS:
         kept = KEPT / f"{benchmark.name}.json"
