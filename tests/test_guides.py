@@ -21,7 +21,7 @@ def blocks(page: Path) -> list[tuple[str, bool, str]]:
 def test_a_guide_is_run(page, tiny_model, tmp_path):
     ran = 0
     environment = os.environ | {"MODEL": str(tiny_model), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    for name in ("jobgroup.yaml", "services", "trainer", "scripts"):
+    for name in ("jobgroup.yaml", "jobgroup-async.yaml", "services", "trainer", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     for language, cluster, text in blocks(page):
         if cluster:
@@ -41,5 +41,5 @@ def test_what_needs_a_cluster_is_a_launch_of_the_job_with_known_variables(page):
     known = set(re.findall(r"^\| `([A-Z_0-9]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
     for _, cluster, text in blocks(page):
         for command in text.splitlines() if cluster else []:
-            assert command.startswith("sky jobs launch jobgroup.yaml "), command
+            assert re.match(r"sky jobs launch jobgroup(-async)?\.yaml ", command), command
             assert set(re.findall(r"--env (\w+)=", command)) <= known, command

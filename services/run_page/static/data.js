@@ -70,11 +70,6 @@ export class RunData {
     return null;
   }
 
-  /** The oldest value of a column that is not null. */
-  first(name) {
-    return this.columns.get(name)?.find((value) => value !== null) ?? null;
-  }
-
   /** The mean of the newest ``count`` values of a column. */
   recent(name, count) {
     const values = (this.columns.get(name) ?? []).filter((value) => value !== null).slice(-count);

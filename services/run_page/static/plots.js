@@ -234,10 +234,9 @@ function columns(run, source) {
 /** The tiles above the plots of one run. */
 export function summarise(run, now) {
   const rewards = run.column("reward_mean");
-  const change = (first, last) => (first === null || first === undefined ? number(last) : `${number(first)} → ${number(last)}`);
   const tiles = [
     ["Reward", change(mean(rewards?.filter((r) => r !== null).slice(0, 3)), run.recent("reward_mean", 3)), "first to newest 3 steps"],
-    ["Accuracy", change(run.first("accuracy"), run.last("accuracy")), "held-out prompts, greedy"],
+    ["Accuracy", accuracy(run), "held-out prompts, greedy"],
     ["Step", duration(run.recent("seconds_step", 5)), "mean of the newest 5"],
     ["Generated", `${number(rate(run, "completion_tokens", "seconds_step"))}/s`, "tokens, over whole steps"],
     ["Policy version", number(now?.policy_version ?? run.last("policy_version"), 6), `staleness ${number(run.last("staleness_max"))}`],
@@ -250,6 +249,16 @@ export function summarise(run, now) {
       h("div", { class: "card" }, h("dt", null, name), h("dd", null, value, " ", h("span", { class: "muted" }, note))),
     ),
   );
+}
+
+/** From a first value, where there is one, to the newest. */
+function change(first, last) {
+  return first === null || first === undefined ? number(last) : `${number(first)} → ${number(last)}`;
+}
+
+/** Accuracy before training, which is known when the run has ended, and the newest. */
+function accuracy(run) {
+  return change(run.summary.accuracy_before, run.last("accuracy"));
 }
 
 function mean(values) {
@@ -284,7 +293,7 @@ export function compare(runs, changed) {
       run.status,
       number(run.last("step"), 6),
       `${number(mean(rewards.slice(0, 3)))} → ${number(mean(rewards.slice(-3)))}`,
-      `${number(run.first("accuracy"))} → ${number(run.last("accuracy"))}`,
+      accuracy(run),
       duration(summary.seconds),
       run.settings.model_name ?? summary.model ?? "–",
       summary.dataset ?? "–",
