@@ -13,6 +13,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file run in one process, for the sake of what they share; those of the cluster share runs, too."""
+    for item in items:
+        path = item.path.relative_to(ROOT)
+        item.add_marker(pytest.mark.xdist_group("cluster" if path.parts[1] == "cluster" else str(path)))
+
+
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
     """A directory with the tiny model, which is made anew only when what makes it has changed. Not to be written to."""
