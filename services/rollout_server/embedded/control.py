@@ -152,7 +152,7 @@ def _add_broadcast_update(app: FastAPI) -> None:
                 return await _change(served, weights, update.version, flush_cache=update.flush_cache)
 
         async with served.receiver_lock:
-            return await _told("weights updated by broadcast", end)
+            return await _told("broadcast update closed", end)
 
 
 async def _change(served: Served, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
