@@ -8,6 +8,8 @@ PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --constraint con
 TORCH ?= torch==2.13.0
 # More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
 DEMO ?=
+# Processes that run the tests; 0: this one alone, which disturbs tests that are bound to time the least.
+WORKERS ?= 2
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
@@ -26,7 +28,7 @@ demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: m
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
 	@$(MAKE) --no-print-directory check
-	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n 2 --dist loadgroup --durations=15
+	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --dist loadgroup --durations=15
 
 check: $(VENV)/.test  ## style and types
 	$(RUN) -m ruff check .
