@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # which comes before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Tests of a file run in one process, for the sake of what they share; those of the cluster share runs, too."""
     for item in items:
         path = item.path.relative_to(ROOT)
         item.add_marker(pytest.mark.xdist_group("cluster" if path.parts[1] == "cluster" else str(path)))
+    return (yield)
 
 
 @pytest.fixture(scope="session")
