@@ -28,7 +28,7 @@ demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: m
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
 	@$(MAKE) --no-print-directory check
-	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --dist loadgroup --durations=15
+	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --no-loadscope-reorder --durations=15
 
 check: $(VENV)/.test  ## style and types
 	$(RUN) -m ruff check .

@@ -1,26 +1,32 @@
 """What tests of several parts share."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.hookimpl(wrapper=True)  # which comes before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+class _ByFile(LoadFileScheduling):
     """Tests of a file run in one process, for the sake of what they share; those of the cluster share runs, too."""
-    for item in items:
-        path = item.path.relative_to(ROOT)
-        item.add_marker(pytest.mark.xdist_group("cluster" if path.parts[1] == "cluster" else str(path)))
-    return (yield)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
+    """Which process runs which tests."""
+    return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
