@@ -41,8 +41,10 @@ SGLANG_FLAGS = (
 )
 
 
-# Below those which systems give to outgoing connections: an engine may take minutes before it listens.
-PORTS = range(12_000, 32_000)
+# Below those which systems give to outgoing connections: an engine may take minutes before it listens. Tests that run
+# beside these have others.
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+PORTS = range(12_000 + 5_000 * _WORKER, 17_000 + 5_000 * _WORKER)
 
 
 def free_ports(count: int) -> list[int]:
