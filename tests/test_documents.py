@@ -1,12 +1,19 @@
-"""What the documents point to exists: links, paths, make's targets, the hooks of the pre-commit configuration."""
+"""What the documents point to exists: links, paths, functions, settings, make's targets, pre-commit's hooks; and the map of the
+folders is whole."""
 
+import importlib
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import yaml
+
+from trainer.config import ImportanceCorrection, Loss, TrainerSettings
+from trainer.grpo import AdvantageMethod, Aggregation, KLEstimator
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -28,6 +35,54 @@ def test_the_paths_that_it_names_exist(page):
     for quoted in re.findall(r"`([^`\n]+)`", page.read_text()):
         if PATH.fullmatch(quoted) and "<" not in quoted:
             assert (ROOT / quoted).exists(), quoted
+
+
+def mapped() -> set[str]:
+    """The paths in the tables of docs/architecture.md; those after the first of a cell lie in its folder."""
+    paths: set[str] = set()
+    for cell in re.findall(r"^\| (`[^|]*?) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE):
+        first, *others = re.findall(r"`([\w./*-]+)`", cell)
+        folder = Path(first).parent
+        paths |= {first, *(str(folder / other) for other in others)}
+    return {path.rstrip("/") for path in paths}
+
+
+def test_the_map_has_every_module_and_package_and_nothing_else():
+    paths = mapped()
+    there = {
+        str(child.relative_to(ROOT))
+        for folder in ("services", "trainer", "scripts")
+        for child in (ROOT / folder).iterdir()
+        if (child.suffix == ".py" and not child.name.startswith("__")) or (child / "__init__.py").exists()
+    }
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert {
+        path for path in there if not any(fnmatch(path, row) for row in paths) and f"`{path}/`" not in text
+    } == set()
+    assert {path for path in paths if not list(ROOT.glob(path))} == set()
+
+
+def test_the_algorithm_names_functions_and_settings_that_exist():
+    text = (ROOT / "docs/algorithm.md").read_text()
+    elsewhere = re.findall(r"`(\w[\w.]*)` in\s+`(trainer/\w+)\.py`", text)
+    assert len(elsewhere) > 8
+    for function, path in elsewhere:
+        assert callable(attrgetter(function)(importlib.import_module(path.replace("/", ".")))), function
+    own = set(re.findall(r"`([a-z]+_\w+)`|  ([a-z]+_\w+)$", text, re.MULTILINE))
+    names = {a or b for a, b in own} - {function for function, _ in elsewhere}
+    assert len(names) > 8
+    grpo = importlib.import_module("trainer.grpo")
+    assert {name for name in names if not callable(getattr(grpo, name, None))} == set()
+    settings = set(re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", text))
+    assert len(settings) > 15
+    assert {name for name in settings if name.lower() not in TrainerSettings.model_fields} == set()
+
+
+@pytest.mark.parametrize("choices", [AdvantageMethod, Aggregation, ImportanceCorrection, KLEstimator, Loss])
+def test_the_algorithm_has_a_formula_for_every_choice(choices):
+    formulas = re.findall(r"^    (.+)$", (ROOT / "docs/algorithm.md").read_text(), re.MULTILINE)
+    for choice in choices:
+        assert any(re.match(rf"([A-Z_]+=)?{choice.value}\s", formula) for formula in formulas), choice
 
 
 def test_contributing_names_the_targets_that_make_has():
