@@ -1,5 +1,4 @@
-"""What the documents point to exists: links, paths, functions, settings, make's targets, pre-commit's hooks; and the map of the
-folders is whole."""
+"""What the documents point to exists: links, paths, functions, settings, targets of make, hooks; the map is whole."""
 
 import importlib
 import re
