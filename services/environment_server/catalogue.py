@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import gymnasium
 
 from services import scaffold
-from services.environment_server.environments import Environment
+from services.environment_server.environments import Conversation, Environment
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 from services.environment_server.settings import EnvironmentSettings
@@ -54,12 +55,12 @@ class Catalogue:
             return lambda: QuestionWithCalculator(questions, turns)
         if environment_id not in self._known:
             await self._try(environment_id)
-        return lambda: GymnasiumEnvironment.make(environment_id)
+        return _maker(environment_id)
 
     @staticmethod
     def is_conversation(environment_id: str) -> bool:
         """Whether environments of that id are Conversations."""
-        return environment_id in (GSM8K, GUESSING)
+        return environment_id in (GSM8K, GUESSING) or conversation_class(environment_id) is not None
 
     def listed(self) -> list[str]:
         """Ids to offer: our own, the default, and what gymnasium has registered."""
@@ -89,7 +90,7 @@ class Catalogue:
                 f"environment {environment_id!r} would import a module; set ENVIRONMENT to it where the server starts"
             )
         try:
-            made = await scaffold.in_background(lambda: GymnasiumEnvironment.make(environment_id))
+            made = await scaffold.in_background(lambda: _maker(environment_id)())
         except (gymnasium.error.Error, ImportError, UnsupportedSpaceError) as error:
             raise UnknownEnvironmentError(f"environment {environment_id!r} cannot be had here: {error}") from error
         # Constructors are other people's code and may raise anything; the request is refused with it.
@@ -99,3 +100,20 @@ class Catalogue:
             ) from error
         made.close()
         self._known.add(environment_id)
+
+
+def conversation_class(environment_id: str) -> type[Conversation] | None:
+    """The Conversation that ``module:Class`` names, whose module is imported; None for an id of gymnasium.
+
+    Raises:
+        ImportError: there is no such module.
+    """
+    module, _, name = environment_id.partition(":")
+    if not name:
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    return found if isinstance(found, type) and issubclass(found, Conversation) else None
+
+
+def _maker(environment_id: str) -> MakeEnvironment:
+    return conversation_class(environment_id) or (lambda: GymnasiumEnvironment.make(environment_id))

@@ -25,7 +25,8 @@ class EnvironmentSettings(Settings):
         min_length=1,
         max_length=100,
         description="The environment of requests that name none: a gymnasium id, `module:Id` for one that a module of "
-        "yours registers, `gsm8k` (questions of DATASET, with a calculator) or `guessing` (a number to guess).",
+        "yours registers, `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a "
+        "calculator) or `guessing` (a number to guess).",
     )
     environment_server_name: str = Field(
         default_factory=lambda: default_name(),

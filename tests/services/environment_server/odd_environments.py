@@ -6,6 +6,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from services.environment_server.environments import Conversation, Transition
+
 RELEASE = threading.Event()
 """Set by a test to let hanging environments go."""
 
@@ -69,6 +71,16 @@ class Composed(Plain):
 
     def step(self, action):
         return {"a": int(action.sum()) % 3, "b": np.zeros(2, np.float32)}, float(action[1]), True, False, {}
+
+
+class Echo(Conversation):
+    """Says what was said, and ends."""
+
+    async def reset(self, seed):
+        return [{"role": "user", "content": f"seed {seed}"}]
+
+    async def step(self, action):
+        return Transition([{"role": "user", "content": action}], 1.0, terminated=True)
 
 
 for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed):

@@ -44,6 +44,19 @@ async def test_a_game_without_the_right_guess_is_truncated(serving: Any, app: An
         assert (last["status"], last["episode_return"]) == ("truncated", 0.0)
 
 
+async def test_a_conversation_of_ones_own_is_named_by_its_class(serving: Any, app: Any) -> None:
+    name = "tests.services.environment_server.odd_environments:Echo"
+    async with serving(app(environment=name)) as client:
+        reply = (await client.post("/reset", json={"seed": 7})).json()
+        assert reply["environment"]["state"]["kind"] == "messages"
+        [result] = await play(client, reply["episodes"][0], "seven")
+        assert (result["status"], result["state"][-1]["content"]) == ("terminated", "seven")
+    async with serving(app(environment="guessing")) as client:
+        refused = await client.post("/reset", json={"environment": name})
+        assert refused.status_code == 422
+        assert "would import a module" in refused.text
+
+
 async def test_a_conversation_takes_text_only(serving: Any, app: Any) -> None:
     async with serving(app(environment="guessing")) as client:
         episode = (await client.post("/reset", json={})).json()["episodes"][0]
