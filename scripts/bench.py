@@ -2,7 +2,8 @@
 
 Every benchmark is a program of its own (``python -m scripts.benchmark_...``) that measures ours and theirs in turn and
 prints a table. This runs them, keeps what each printed as docs/benchmarks/NAME.json with command, machine and date,
-and makes the page of what is kept there. ``--only`` measures some of them anew; ``--page-only`` none.
+and makes the page of what is kept there, and of remarks on it in NAME.md. ``--only`` measures some of them anew;
+``--page-only`` none.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,30 +42,42 @@ class Benchmark:
     options: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
     """Added for a short run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it needs, unless they are set."""
+    needs: str = ""
+    """A variable without which it is not run."""
 
+
+TRL = ("--trl-python", TRL_PYTHON)
+QUICK = ("--quick",)
+SGLANG_ON_CPU = (
+    "--device cpu --attention-backend torch_native --disable-overlap-schedule --max-total-tokens 16384 "
+    "--max-running-requests 64 --tp-size 1 --log-level warning"
+)
 
 BENCHMARKS = (
-    Benchmark(
-        "step",
-        "One GRPO step against TRL",
-        "scripts.benchmark_step",
-        ("--trl-python", TRL_PYTHON),
-        ("--steps", "3", "--rounds", "1"),
-    ),
+    Benchmark("step", "One GRPO step against TRL", "scripts.benchmark_step", TRL, QUICK),
+    Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "scripts.benchmark_reward", TRL, QUICK),
     Benchmark("rollouts", "Rollouts", "scripts.benchmark_rollouts", ("--dtype", "float32"), ("--rounds", "1")),
+    Benchmark(
+        "rollouts-sglang",
+        "Rollouts by the real SGLang on the same CPU",
+        "scripts.benchmark_rollouts",
+        ("--dtype", "float32", "--num-workers", "1"),
+        ("--rounds", "1"),
+        environment={"ROLLOUT_ENGINE": "sglang", "SGLANG_EXTRA_FLAGS": SGLANG_ON_CPU},
+        needs="SGLANG_PYTHON",
+    ),
     Benchmark(
         "trainer",
         "The update alone, against a bare forward and backward pass",
         "scripts.benchmark_trainer",
-        quick=("--rounds", "1"),
+        quick=QUICK,
     ),
-    Benchmark(
-        "async",
-        "Asynchronous against synchronous",
-        "scripts.benchmark_async",
-        quick=("--steps", "4", "--rounds", "1"),
-    ),
-    Benchmark("services", "Data, reward and replay services", "scripts.benchmark_services", quick=("--quick",)),
+    Benchmark("publishing", "Publishing weights", "scripts.benchmark_publishing", quick=QUICK),
+    Benchmark("async", "Asynchronous against synchronous", "scripts.benchmark_async", quick=QUICK),
+    Benchmark("services", "Data, reward and replay services", "scripts.benchmark_services", quick=QUICK),
+    Benchmark("recovery", "What a death costs", "scripts.benchmark_recovery", quick=QUICK),
     Benchmark(
         "policy",
         "The evaluation head against a model in every worker",
@@ -103,7 +116,7 @@ def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
+        env={**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -126,11 +139,16 @@ def page() -> str:
         kept = KEPT / f"{benchmark.name}.json"
         parts.append(f"## {benchmark.title}")
         if not kept.exists():
-            parts.append(f"Not measured here; `python -m {benchmark.module}` does.")
+            how = f"`python -m scripts.bench --only {benchmark.name}` does"
+            with_what = f", with {benchmark.needs} set" if benchmark.needs else ""
+            parts.append(f"Not measured here; {how}{with_what}.")
             continue
         measured = Measured(**json.loads(kept.read_text()))
         parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
         parts.append(f"```text\n{measured.output}\n```")
+        remark = KEPT / f"{benchmark.name}.md"
+        if remark.exists():
+            parts.append(remark.read_text().strip())
     parts.append(RECORD.read_text().strip())
     return "\n\n".join(parts) + "\n"
 
@@ -140,14 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser = argparse.ArgumentParser(prog="python -m scripts.bench")
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="what to measure")
+    parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
     given = parser.parse_args(arguments)
-    for benchmark in BENCHMARKS:
-        if benchmark.name in given.only and not given.page_only:
-            measured = measure(benchmark, quick=given.quick)
-            (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
-            print(measured.output)
+    for benchmark in [] if given.page_only else BENCHMARKS:
+        if given.only and benchmark.name not in given.only:
+            continue
+        if benchmark.needs and not os.environ.get(benchmark.needs):
+            if given.only:
+                parser.error(f"{benchmark.name} needs {benchmark.needs} to be set; see docs/rollouts.md")
+            print(f"{benchmark.name} is left out: {benchmark.needs} is not set", file=sys.stderr)
+            continue
+        measured = measure(benchmark, quick=given.quick)
+        (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
+        print(measured.output)
     PAGE.write_text(page())
 
 

@@ -1,10 +1,12 @@
 """Measures the asynchronous against the synchronous job group at equal numbers of groups, alternating, in one run.
 
-    python -m scripts.benchmark_async [--completion-tokens 24] [--steps 8] [--rounds 2] [--json FILE]
+    python -m scripts.benchmark_async [--slowdowns 1 4] [--staleness 1 2 4] [--steps 6] [--rounds 2] [--json FILE]
 
 Both have one rollout node, one trainer node and half of the machine's cores for each, so that what is measured is the
-overlap, not other shares. ``--completion-tokens`` makes generation as slow as wanted beside training. The time is that
-from the end of the first step to the end of the last.
+overlap, not other shares. ``--slowdowns`` makes the engine so many times as slow as it is, without computing more, as
+an engine on another machine would be; the last one is also measured with every bound of ``--staleness``, others with
+the middle one. Every group is computed in full, whatever its rewards, and the learning rate is next to nothing, so that
+all steps are alike. The time is that from the end of the first step to the end of the last.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.job import run_job
+from scripts.benchmarks.figures import spread
+from scripts.benchmarks.job import QUESTIONS, run_job
+from scripts.benchmarks.slow_rollouts import FACTOR, job_group_with_slow_rollouts
 from scripts.local.environment import cores
 
 
@@ -32,6 +37,8 @@ class Mode:
     name: str
     job_group: str
     nodes: dict[str, int]
+    slowdown: float = 1.0
+    max_staleness: int | None = None
     group_seconds: list[float] = field(default_factory=list)
     """Seconds a group, by round."""
     generate_seconds: list[float] = field(default_factory=list)
@@ -52,20 +59,41 @@ class Mode:
         self.staleness.append(statistics.fmean(step["staleness_mean"] for step in later))
         self.dropped.append(sum(step.get("groups_dropped_stale", 0.0) for step in later))
 
+    def run(self, settings: Mapping[str, object]) -> None:
+        """A round."""
+        own = {FACTOR: self.slowdown} | ({} if self.max_staleness is None else {"MAX_STALENESS": self.max_staleness})
+        with tempfile.TemporaryDirectory() as directory:
+            path = job_group_with_slow_rollouts(self.job_group, Path(directory))
+            self.add(run_job(str(path), {**settings, **own}, self.nodes))
+
+
+def modes_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[Mode]:
+    """Both modes at every slowdown, the synchronous one first."""
+    nodes = {"rollout-server": 1, "ppo-trainer": 1}
+    modes = []
+    for slowdown in slowdowns:
+        modes.append(Mode("synchronous", "jobgroup.yaml", nodes, slowdown))
+        bounds = staleness if slowdown == slowdowns[-1] else [sorted(staleness)[len(staleness) // 2]]
+        for bound in bounds:
+            name = f"asynchronous, staleness at most {bound}"
+            modes.append(Mode(name, "jobgroup-async.yaml", {**nodes, "collector": 1}, slowdown, bound))
+    return modes
+
 
 def show(modes: Sequence[Mode], title: str) -> Table:
-    """Medians of the rounds, and the ratio to the first mode."""
+    """Medians of the rounds, and the ratio to the synchronous mode at the same slowdown."""
     table = Table(title=title)
-    for name in ("", "s a group", "from", "to", "ratio", "waits s", "trains s", "staleness", "dropped"):
-        table.add_column(name, justify="right")
-    base = statistics.median(modes[0].group_seconds)
+    for name in ("rollouts", "", "s a group", "speed-up", "waits s", "trains s", "staleness", "dropped"):
+        table.add_column(name, justify="right" if name else "left")
+    base = 0.0
     for mode in modes:
         seconds = statistics.median(mode.group_seconds)
+        if mode.max_staleness is None:
+            base = seconds
         table.add_row(
+            f"{mode.slowdown:g} x slower" if mode.slowdown != 1 else "as they are",
             mode.name,
-            f"{seconds:.2f}",
-            f"{min(mode.group_seconds):.2f}",
-            f"{max(mode.group_seconds):.2f}",
+            spread(mode.group_seconds),
             f"{base / seconds:.2f}",
             f"{statistics.median(mode.generate_seconds):.1f}",
             f"{statistics.median(mode.train_seconds):.1f}",
@@ -79,32 +107,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line and measures."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_async")
     parser.add_argument("--model", default=".cache/models/smollm2-135m")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--completion-tokens", type=int, default=24)
-    parser.add_argument("--max-staleness", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8, help="steps of a round, the first of which warms up")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--completion-tokens", type=int, default=12)
+    parser.add_argument("--slowdowns", type=float, nargs="+", default=[1, 4], help="of rollouts")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4], help="bounds in policy versions")
+    parser.add_argument("--steps", type=int, default=6, help="steps of a round, the first of which warms up")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each")
+    parser.add_argument("--quick", action="store_true", help="one round of four steps, one slowdown and one bound")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    if given.quick:
+        given.rounds, given.steps, given.slowdowns, given.staleness = 1, 4, [4.0], [2]
     settings = {
+        **QUESTIONS,
         "MODEL_NAME": given.model,
         "BATCH_SIZE": given.prompts,
         "GROUP_SIZE": given.group_size,
         "MAX_NEW_TOKENS": given.completion_tokens,
-        "MAX_STALENESS": given.max_staleness,
         "MAX_STEPS": given.steps,
         "OMP_NUM_THREADS": max(1, cores() // 2),
+        # Has groups without reward variance computed as well.
+        "ENTROPY_COEF": "1e-12",
+        "LEARNING_RATE": "1e-9",
     }
-    nodes = {"rollout-server": 1, "ppo-trainer": 1}
-    modes = [
-        Mode("synchronous", "jobgroup.yaml", nodes),
-        Mode("asynchronous", "jobgroup-async.yaml", {**nodes, "collector": 1}),
-    ]
+    modes = modes_of(given.slowdowns, given.staleness)
     for number in range(given.rounds):
         for mode in modes:
-            mode.add(run_job(mode.job_group, settings, mode.nodes))
-            print(f"round {number + 1}, {mode.name}: {mode.group_seconds[-1]:.2f} s a group", file=sys.stderr)
+            mode.run(settings)
+            what = f"{mode.slowdown:g} x slower, {mode.name}"
+            print(f"round {number + 1}, {what}: {mode.group_seconds[-1]:.2f} s a group", file=sys.stderr, flush=True)
     title = f"{given.prompts} prompts of {given.group_size} completions of at most {given.completion_tokens} tokens"
     Console().print(show(modes, title))
     if given.json:

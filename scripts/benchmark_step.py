@@ -1,6 +1,6 @@
 """Measures whole GRPO steps of the job group on this machine against TRL's GRPOTrainer, alternating, in one run.
 
-    python -m scripts.benchmark_step --trl-python .venv-trl/bin/python [--to-reward 0.9] [--json FILE]
+    python -m scripts.benchmark_step --trl-python .venv-trl/bin/python [--quick] [--json FILE]
 
 Both train the model on the demo's questions with as many prompts, completions, tokens and threads, in float32 (or, with
 --bf16, in bfloat16), without replay. Ours is the whole job group: services, router, engine and trainer as processes,
@@ -12,40 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import orjson
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks.job import ROOT, TEMPLATE, run, run_job
+from scripts.benchmarks import trl
+from scripts.benchmarks.figures import spread
+from scripts.benchmarks.job import QUESTIONS, run_job
+from scripts.benchmarks.trl import Steps, Work
 from scripts.local.environment import cores
-from services.data_server.arithmetic import questions
 
-MOST_STEPS = 20
-"""Of a round that is to reach a reward."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What both train."""
-
-    model: str
-    prompts: int
-    group_size: int
-    completion_tokens: int
-    learning_rate: float
-    bf16: bool
-    steps: int
-    target: float | None
-    seed: int = 0
+TARGET = 0.2
+"""Of TRL's seconds."""
 
 
 @dataclass
@@ -54,22 +38,18 @@ class Side:
 
     name: str
     step_seconds: list[float] = field(default_factory=list)
-    seconds_to_target: list[float] = field(default_factory=list)
     rewards: list[list[float]] = field(default_factory=list)
 
-    def add(self, seconds: Sequence[float], rewards: Sequence[float], target: float | None) -> None:
-        """Adds a round."""
-        self.step_seconds += seconds[1:]
-        self.rewards.append(list(rewards))
-        if target is not None:
-            reached = [i for i in range(2, len(rewards)) if sum(rewards[i - 2 : i + 1]) / 3 >= target]
-            if reached:
-                self.seconds_to_target.append(sum(seconds[: reached[0] + 1]))
+    def add(self, steps: Steps) -> None:
+        """Adds a round, without its first step."""
+        self.step_seconds += steps.seconds[1:]
+        self.rewards.append(steps.rewards)
 
 
-def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> tuple[list[float], list[float]]:
-    """Seconds and rewards of the steps of the job group."""
+def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
+    """The steps of the job group."""
     settings = {
+        **QUESTIONS,
         "MODEL_NAME": work.model,
         "BATCH_SIZE": work.prompts,
         "GROUP_SIZE": work.group_size,
@@ -80,51 +60,23 @@ def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> tuple[list[float
         "SEED": work.seed,
     }
     steps = run_job("jobgroup.yaml", settings, {"rollout-server": rollout_nodes, "ppo-trainer": trainer_nodes})
-    return [step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps]
-
-
-def trl(work: Work, python: str, threads: int) -> tuple[list[float], list[float]]:
-    """The same of TRL."""
-    with tempfile.TemporaryDirectory() as directory:
-        rows, _ = questions(digits=[1], operations="+", template=TEMPLATE, seed=0)
-        file = Path(directory) / "questions.jsonl"
-        file.write_bytes(b"".join(orjson.dumps({"question": q.text, "answer": q.answer}) + b"\n" for q in rows))
-        # It looks for its model relative to its own working directory.
-        model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
-        given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": threads}
-        program = str(ROOT / "scripts/benchmarks/trl_grpo.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        output = run([python, program, json.dumps(given)], environment=environment)
-    steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
-    return [step["seconds"] for step in steps], [step["reward"] for step in steps]
+    return Steps([step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps])
 
 
 def show(work: Work, sides: Sequence[Side], threads: int) -> Table:
-    """Medians, spreads and ratios."""
+    """Medians, spreads and ratios to the last side, TRL."""
     kind = "bfloat16" if work.bf16 else "float32"
     table = Table(
         title=f"{work.prompts} prompts of {work.group_size} completions of at most {work.completion_tokens} tokens, "
-        f"{kind}, {threads} threads"
+        f"{kind}, {threads} threads; to reach: {TARGET:g} of TRL's"
     )
-    for name in ("", "step s", "from", "to", "ratio", "s to target", "ratio"):
-        table.add_column(name, justify="right")
-    base = sides[0]
+    for name in ("", "seconds a step", "of TRL's", "mean reward, last step"):
+        table.add_column(name, justify="right" if name else "left")
+    base = statistics.median(sides[-1].step_seconds)
     for side in sides:
-        step = statistics.median(side.step_seconds)
-        target = statistics.median(side.seconds_to_target) if side.seconds_to_target else None
-        ratio = step / statistics.median(base.step_seconds)
-        target_ratio = ""
-        if target is not None and base.seconds_to_target:
-            target_ratio = f"{target / statistics.median(base.seconds_to_target):.2f}"
-        table.add_row(
-            side.name,
-            f"{step:.1f}",
-            f"{min(side.step_seconds):.1f}",
-            f"{max(side.step_seconds):.1f}",
-            f"{ratio:.2f}",
-            "" if target is None else f"{target:.0f}",
-            target_ratio,
-        )
+        ratio = statistics.median(side.step_seconds) / base
+        reward = statistics.fmean(rewards[-1] for rewards in side.rewards)
+        table.add_row(side.name, spread(side.step_seconds, 1), f"{ratio:.2f}", f"{reward:.2f}")
     return table
 
 
@@ -140,31 +92,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which warms up")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each")
-    parser.add_argument("--to-reward", type=float, help="train until the mean reward of three steps is this")
     parser.add_argument("--rollout-nodes", type=int, default=1)
     parser.add_argument("--trainer-nodes", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="one round of three steps")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    if given.quick:
+        given.rounds, given.steps = 1, 3
     work = Work(
         model=given.model,
         prompts=given.prompts,
         group_size=given.group_size,
         completion_tokens=given.completion_tokens,
         learning_rate=given.learning_rate,
+        steps=given.steps,
         bf16=given.bf16,
-        steps=MOST_STEPS if given.to_reward else given.steps,
-        target=given.to_reward,
     )
     sides = [Side("ours"), Side("TRL")]
     for number in range(given.rounds):
         for side in sides:
             started = time.monotonic()
             if side is sides[0]:
-                seconds, rewards = ours(work, given.rollout_nodes, given.trainer_nodes)
+                side.add(ours(work, given.rollout_nodes, given.trainer_nodes))
             else:
-                seconds, rewards = trl(work, given.trl_python, cores())
-            side.add(seconds, rewards, work.target)
-            print(f"round {number + 1}, {side.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+                side.add(trl.train(work, given.trl_python, cores()))
+            print(f"round {number + 1}, {side.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     Console().print(show(work, sides, cores()))
     if given.json:
         result = {"work": asdict(work), "threads": cores(), "sides": [asdict(side) for side in sides]}

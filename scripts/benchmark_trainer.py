@@ -1,196 +1,125 @@
-"""Measures the trainer's update alone: seconds, tokens a second, memory, against a bare forward and backward pass.
+"""Measures the trainer's update alone: seconds, tokens a second and memory, against a bare forward and backward pass.
 
-    python -m scripts.benchmark_trainer --model .cache/models/smollm2-135m [--ranks 1 2] [--json FILE]
+    python -m scripts.benchmark_trainer --model .cache/models/smollm2-135m [--ranks 1 2] [--quick] [--json FILE]
 
-Each case runs in fresh processes, joined as torchrun would join them. The bare pass is the same model's own forward and
-backward over the same sequences, each with its own copy of the prompt, with the usual cross-entropy and no optimizer:
-what anyone must pay at least who does not share prompts. The trainer's settings are read from the environment as always
-(SHARD_PARAMETERS=false, LORA_RANK=8, ...).
+Each case runs in fresh processes, joined as torchrun would join them; all cases have the same number of threads in all.
+The bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the
+prompt, with the usual cross-entropy and no optimizer: what anyone must pay at least who does not share prompts. The
+second table is of memory that a round needs beyond weights and optimizer state, with small models of several
+vocabularies. The trainer's settings are read from the environment as always (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import resource
-import socket
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+from scripts.benchmarks import models
+from scripts.benchmarks.figures import spread
+from scripts.benchmarks.training import Reply, What, Work, run
 from scripts.local.environment import cores
-from trainer.config import TrainerSettings
-from trainer.distributed import Ranks, join_ranks
-from trainer.learner import Learner
-from trainer.packing import TrainingGroup, TrainingSequence
-from trainer.policy import Policy, load_policy
 
-RESULT_PREFIX = "result: "
-
-
-@dataclass(frozen=True)
-class Work:
-    """The update that is measured."""
-
-    model: str
-    prompts: int = 8
-    group_size: int = 8
-    prompt_tokens: int = 40
-    completion_tokens: int = 12
-    rounds: int = 5
-
-    @property
-    def trained_tokens(self) -> int:
-        """Tokens of all sequences, each with its own copy of the prompt: what a trainer is paid for."""
-        return self.prompts * self.group_size * (self.prompt_tokens + self.completion_tokens)
-
-    def groups(self, vocabulary: int, seed: int) -> list[TrainingGroup]:
-        """Groups of random tokens with advantages of both signs."""
-        rng = random.Random(seed)
-
-        def ids(count: int) -> list[int]:
-            return [rng.randrange(vocabulary) for _ in range(count)]
-
-        def sequence(index: int) -> TrainingSequence:
-            logprobs = [-rng.random() for _ in range(self.completion_tokens)]
-            return TrainingSequence(ids(self.completion_tokens), logprobs, 1.0 if index % 2 else -1.0)
-
-        return [
-            TrainingGroup(ids(self.prompt_tokens), [sequence(i) for i in range(self.group_size)], str(number))
-            for number in range(self.prompts)
-        ]
+TARGET = 0.8
+"""Of the bare pass's tokens a second."""
+SMALL = {"hidden_size": 256, "intermediate_size": 1024}
+MEMORY_WORK = Work("", prompts=2, group_size=4, prompt_tokens=256, rounds=1)
+MEMORY_CASES = ((32_768, 64), (32_768, 256), (32_768, 1024), (8_192, 256), (131_072, 256))
+"""Vocabulary and completion tokens."""
 
 
 @dataclass
 class Case:
-    """What was measured with one number of ranks."""
+    """One way of computing the same work, and what was measured of it."""
 
+    name: str
+    what: What
     ranks: int
-    threads: int
-    update_seconds: list[float] = field(default_factory=list)
-    bare_seconds: list[float] = field(default_factory=list)
-    """On one rank alone, with the threads of one rank."""
-    peak_memory_gb: list[float] = field(default_factory=list)
-    """By rank: the update's only, since each process runs one of the two."""
+    work: Work
+    replies: list[Reply]
+    """By rank."""
 
-    def row(self, work: Work) -> list[str]:
-        """Its line of the table."""
-        update = statistics.median(self.update_seconds)
-        bare = statistics.median(self.bare_seconds) if self.bare_seconds else None
-        return [
-            str(self.ranks),
-            str(self.threads),
-            f"{update:.2f} ({min(self.update_seconds):.2f} to {max(self.update_seconds):.2f})",
-            f"{work.trained_tokens / update:.0f}",
-            f"{bare:.2f}" if bare else "",
-            f"{bare / update:.2f}" if bare else "",
-            " + ".join(f"{used:.2f}" for used in self.peak_memory_gb),
-        ]
+    @classmethod
+    def measured(cls, name: str, what: What, ranks: int, work: Work) -> Case:
+        """Runs it, with an equal share of the cores for each rank."""
+        case = cls(name, what, ranks, work, run(work, what, ranks, max(cores() // ranks, 1)))
+        print(f"{name}: {statistics.median(case.seconds):.2f} s", file=sys.stderr, flush=True)
+        return case
+
+    @property
+    def seconds(self) -> list[float]:
+        """By round."""
+        return self.replies[0].seconds
 
 
-def measure(work: Work, ranks: int, *, bare: bool) -> Case:
-    """Runs one case in processes of its own."""
-    threads = max(cores() // ranks, 1)
-    case = Case(ranks, threads)
-    case.update_seconds, case.peak_memory_gb = _run(work, ranks, threads, "update")
-    if bare:
-        case.bare_seconds, _ = _run(work, 1, threads * ranks, "bare")
-    return case
+def cases_of(work: Work, ranks: Sequence[int], *, bare: bool) -> list[Case]:
+    """All cases; the bare pass first."""
+    cases = [Case.measured("bare forward and backward", "bare", 1, work)] if bare else []
+    for count in ranks:
+        for shares in (True, False):
+            how = "shared prompts" if shares else "each its prompt"
+            name = f"{count} rank{'s' if count > 1 else ''}, {how}"
+            cases.append(Case.measured(name, "update", count, replace(work, shares_prompts=shares)))
+    return cases
 
 
-def _run(work: Work, ranks: int, threads: int, what: str) -> tuple[list[float], list[float]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "scripts.benchmark_trainer", "--worker", what, "--work", json.dumps(asdict(work))],
-            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    replies = []
-    for rank, process in enumerate(processes):
-        output, _ = process.communicate()
-        lines = [line for line in output.splitlines() if line.startswith(RESULT_PREFIX)]
-        if process.returncode or not lines:
-            raise SystemExit(f"error: rank {rank} of {ranks} ended with {process.returncode}; its output is above")
-        replies.append(json.loads(lines[-1].removeprefix(RESULT_PREFIX)))
-    return replies[0]["seconds"], [reply["peak_memory_gb"] for reply in replies]
-
-
-def work_on_rank(work: Work, what: str) -> None:
-    """What one process of a case does; prints its measurement as the last line."""
-    settings = TrainerSettings.load()
-    with join_ranks() as ranks:
-        policy = load_policy(settings, ranks)
-        round_ = _update_round(settings, work, policy, ranks) if what == "update" else _bare_round(work)
-        seconds = []
-        for number in range(work.rounds + 1):
-            ranks.barrier()
-            started = time.perf_counter()
-            round_(number)
-            ranks.barrier()
-            seconds.append(time.perf_counter() - started)
-    # Kibibytes on Linux, bytes on macOS.
-    scale = 1 if sys.platform == "darwin" else 1024
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale / 1e9
-    # The first round warms up.
-    print(RESULT_PREFIX + json.dumps({"seconds": seconds[1:], "peak_memory_gb": memory}), flush=True)
-
-
-def _update_round(settings: TrainerSettings, work: Work, policy: Policy, ranks: Ranks) -> Callable[[int], Any]:
-    learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
-    vocabulary = policy.config.vocab_size
-    return lambda number: learner.update(work.groups(vocabulary, number), number)
-
-
-def _bare_round(work: Work) -> Callable[[int], None]:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32, attn_implementation="sdpa")
-
-    def forward_and_backward(number: int) -> None:
-        rows = [
-            group.prompt_ids + sequence.completion_ids
-            for group in work.groups(model.config.vocab_size, number)
-            for sequence in group.sequences
-        ]
-        ids = torch.tensor(rows)
-        logits = cast("Tensor", model(input_ids=ids, use_cache=False, logits_to_keep=work.completion_tokens + 1).logits)
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), ids[:, -work.completion_tokens :].flatten()
-        )
-        loss.backward()
-        model.zero_grad()
-
-    return forward_and_backward
-
-
-def show(work: Work, cases: Sequence[Case]) -> Table:
-    """The table of all cases."""
-    table = Table(title=f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
-                  f"{work.completion_tokens} each")  # fmt: skip
-    for name in ("ranks", "threads each", "update s", "tokens/s", "bare pass s", "bare / ours", "peak GB by rank"):
-        table.add_column(name, justify="right")
+def show_speed(cases: Sequence[Case]) -> Table:
+    """Seconds and tokens, and the ratio to the bare pass."""
+    work = cases[0].work
+    table = Table(
+        title=f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
+        f"{work.completion_tokens} each; {cores()} threads in all; to reach: {TARGET} of the bare pass"
+    )
+    for name in ("", "seconds", "tokens/s", "of the bare pass", "peak GB by rank"):
+        table.add_column(name, justify="right" if name else "left")
+    base = statistics.median(cases[0].seconds) if cases[0].what == "bare" else None
     for case in cases:
-        table.add_row(*case.row(work))
+        seconds = statistics.median(case.seconds)
+        table.add_row(
+            case.name,
+            spread(case.seconds),
+            f"{work.trained_tokens / seconds:.0f}",
+            f"{base / seconds:.2f}" if base else "",
+            " + ".join(f"{reply.peak_bytes / 1e9:.2f}" for reply in case.replies),
+        )
+    return table
+
+
+def memory_cases(cases: Sequence[tuple[int, int]]) -> list[list[Case]]:
+    """For each vocabulary and length: the bare pass and the update in its forms, of a small model."""
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for vocabulary, tokens in cases:
+            model = models.make_random(Path(name) / str(vocabulary), SMALL | {"vocab_size": vocabulary})
+            work = replace(MEMORY_WORK, model=str(model), completion_tokens=tokens)
+            print(f"memory: vocabulary {vocabulary}, {tokens} tokens", file=sys.stderr)
+            found.append(cases_of(work, [1, 2], bare=True))
+    return found
+
+
+def show_memory(rows: Sequence[Sequence[Case]]) -> Table:
+    """Megabytes of the rank that needs most."""
+    work = MEMORY_WORK
+    table = Table(
+        title=f"MB that a round needs beyond what rests (the rank that needs most): {work.prompts} prompts of "
+        f"{work.prompt_tokens} tokens, {work.group_size} completions each"
+    )
+    for name in ("vocabulary", "tokens of each", "all logits", *(case.name for case in rows[0])):
+        table.add_column(name, justify="right")
+    for row in rows:
+        vocabulary = int(Path(row[0].work.model).name)
+        logits = 4 * vocabulary * row[0].work.completion_positions
+        needed = [max(reply.needed_bytes for reply in case.replies) for case in row]
+        shown = [f"{number / 1e6:.0f}" for number in (logits, *needed)]
+        table.add_row(f"{vocabulary:,}", str(row[0].work.completion_tokens), *shown)
     return table
 
 
@@ -198,24 +127,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line and measures."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmark_trainer")
     defaults = Work("")
-    parser.add_argument("--model", default=".cache/models/smollm2-135m", help="model directory or name")
+    parser.add_argument("--model", default=str(models.PRETRAINED), help="model directory or name")
     for name in ("prompts", "group_size", "prompt_tokens", "completion_tokens", "rounds"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--no-bare", action="store_true", help="leave the bare pass out")
+    parser.add_argument("--no-memory", action="store_true", help="leave the table of memory out")
+    parser.add_argument("--quick", action="store_true", help="one round; memory of two cases")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    parser.add_argument("--worker", choices=("update", "bare"), help=argparse.SUPPRESS)
-    parser.add_argument("--work", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
-    if given.worker:
-        work_on_rank(Work(**json.loads(given.work)), given.worker)
-        return
     names = ("model", "prompts", "group_size", "prompt_tokens", "completion_tokens", "rounds")
     work = Work(**{name: getattr(given, name) for name in names})
-    cases = [measure(work, ranks, bare=not given.no_bare) for ranks in given.ranks]
-    Console().print(show(work, cases))
+    if given.quick:
+        work = replace(work, rounds=1)
+    speed = cases_of(work, given.ranks, bare=not given.no_bare)
+    Console().print(show_speed(speed))
+    memory = [] if given.no_memory else memory_cases(MEMORY_CASES[:2] if given.quick else MEMORY_CASES)
+    if memory:
+        Console().print(show_memory(memory))
     if given.json:
-        given.json.write_text(json.dumps({"work": asdict(work), "cases": [asdict(case) for case in cases]}, indent=2))
+        result = {"speed": [asdict(c) for c in speed], "memory": [[asdict(c) for c in row] for row in memory]}
+        given.json.write_text(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

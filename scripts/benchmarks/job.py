@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = "{a} {op} {b} = ? Answer with just the number."
 SECONDS = 3600.0
 """Longest that a command may take."""
+POLL_SECONDS = 0.5
 
 QUESTIONS = {
     "DATASET": "arithmetic",
@@ -32,17 +35,52 @@ QUESTIONS = {
 """What all benchmarks of whole steps train on; nothing is measured of replay, evaluation and checkpoints."""
 
 
-def run_job(job_group: str, settings: Mapping[str, object], num_nodes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run, from its first step."""
+Steps = list[dict[str, Any]]
+"""The lines of metrics.jsonl of a run, from its first step."""
+
+
+def run_job(
+    job_group: str,
+    settings: Mapping[str, object],
+    num_nodes: Mapping[str, int],
+    is_enough: Callable[[Steps], bool] = lambda _: False,
+) -> Steps:
+    """Runs a job group to its end, or until ``is_enough`` of its steps so far.
+
+    Raises:
+        SystemExit: it failed; the message is what it said.
+    """
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "scripts.run_local", job_group, "--shared-dir", directory, "--run-id", "ours"]
         for task, count in num_nodes.items():
             command += ["--num-nodes", f"{task}={count}"]
-        for name, value in {**QUESTIONS, **settings}.items():
+        for name, value in settings.items():
             command += ["--env", f"{name}={value}"]
-        run(command, cwd=ROOT)
-        lines = (Path(directory) / "runs/ours/metrics.jsonl").read_bytes().splitlines()
-    return [record for record in map(orjson.loads, lines) if record["step"] > 0]
+        metrics = Path(directory) / "runs/ours/metrics.jsonl"
+        said = Path(directory) / "said.txt"
+        end = time.monotonic() + SECONDS
+        stopped = False
+        with said.open("wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                if not stopped and is_enough(_steps(metrics)):
+                    process.send_signal(signal.SIGINT)
+                    stopped = True
+                time.sleep(POLL_SECONDS)
+        finally:
+            # Ends the job group; where it has ended there is nothing to end.
+            process.terminate()
+            process.wait()
+        if process.returncode and not stopped:
+            raise SystemExit(f"{said.read_text()[-3000:]}\nerror: {job_group} ended with {process.returncode}")
+        return _steps(metrics)
+
+
+def _steps(metrics: Path) -> Steps:
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+    # The last one may be half written.
+    return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def run(command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> str:

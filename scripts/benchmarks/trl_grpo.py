@@ -30,10 +30,11 @@ def first_line_number(completions: list[list[dict[str, str]]], answer: list[str]
 
 
 class Report(TrainerCallback):
-    """Prints every step; ends at a mean reward over three steps, when one is asked for."""
+    """Prints every step; ends at a mean reward over three steps, or a time, when one is asked for."""
 
-    def __init__(self, target: float | None) -> None:
+    def __init__(self, target: float | None, limit_seconds: float | None) -> None:
         self.target = target
+        self.end = None if limit_seconds is None else time.perf_counter() + limit_seconds
         self.rewards: list[float] = []
         self.started = time.perf_counter()
 
@@ -48,6 +49,8 @@ class Report(TrainerCallback):
         self.started = now
         last = self.rewards[-3:]
         if self.target is not None and len(last) == 3 and sum(last) / 3 >= self.target:
+            control.should_training_stop = True
+        if self.end is not None and now > self.end:
             control.should_training_stop = True
 
 
@@ -79,7 +82,7 @@ def main() -> None:
         reward_funcs=first_line_number,
         args=config,
         train_dataset=dataset,
-        callbacks=[Report(work["target"])],
+        callbacks=[Report(work["target"], work["limit_seconds"])],
     )
     trainer.train()
 
