@@ -13,12 +13,12 @@ from tests.e2e.system import ROOT, System
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STEPS, COLLECTORS, MAX_STALENESS, BATCH = 12, 6, 2, 8
+STEPS, COLLECTORS, MAX_STALENESS, BATCH = 8, 3, 2, 8
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
-    """A run with six collectors, in which every group trained on is among the samples."""
+    """A run with three collectors, in which every group trained on is among the samples."""
     nodes = {"collector": COLLECTORS, "rollout-server": 1, "ppo-trainer": 1}
     system = System(
         tmp_path_factory.mktemp("volume"),
@@ -55,8 +55,8 @@ def test_every_group_is_trained_on_once(finished: System) -> None:
 
 
 def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(finished: System) -> None:
-    # Six collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer
-    # than those begun after it may still come too late.
+    # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer than
+    # those begun after it may still come too late.
     assert sum(record["groups_dropped_stale"] for record in finished.metrics()) <= STEPS * BATCH / 4
 
 

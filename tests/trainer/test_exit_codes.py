@@ -63,8 +63,8 @@ def test_a_service_that_stays_away_is_recoverable(tiny_model, tmp_path, num_node
     ("settings", "said"),
     [
         ({"LEARNING_RATE": "-1"}, "LEARNING_RATE"),
-        ({"PUBLISH_TRANSPORT": "carrier-pigeon"}, "PUBLISH_TRANSPORT"),
-        ({"BATCH_SIZE": "2", "UPDATES_PER_BATCH": "3"}, "UPDATES_PER_BATCH"),
+        pytest.param({"PUBLISH_TRANSPORT": "carrier-pigeon"}, "PUBLISH_TRANSPORT", marks=pytest.mark.slow),
+        pytest.param({"BATCH_SIZE": "2", "UPDATES_PER_BATCH": "3"}, "UPDATES_PER_BATCH", marks=pytest.mark.slow),
         ({"MODEL_NAME": "no/such/directory"}, "no/such/directory"),
     ],
 )

@@ -131,7 +131,7 @@ def whole(model: Path) -> Trained:
         return rank_jobs.update(ranks, model, {"micro_batch_tokens": 10_000}, CUT)
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(model: Path, whole: Trained, n_ranks: int) -> None:
     cuts: list[dict[str, Any]] = [{"micro_batch_tokens": budget} for budget in budgets(CUT, n_ranks)]
     cases = cuts + [cuts[1] | way for way in WAYS]
