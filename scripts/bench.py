@@ -76,7 +76,7 @@ BENCHMARKS = (
     ),
     Benchmark("publishing", "Publishing weights", "scripts.benchmark_publishing", quick=QUICK),
     Benchmark("async", "Asynchronous against synchronous", "scripts.benchmark_async", quick=QUICK),
-    Benchmark("services", "Data, reward and replay services", "scripts.benchmark_services", quick=QUICK),
+    Benchmark("services", "Data, reward and replay services", "scripts.benchmark_services", ("--no-fail",), QUICK),
     Benchmark("recovery", "What a death costs", "scripts.benchmark_recovery", quick=QUICK),
     Benchmark(
         "policy",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -49,8 +50,8 @@ class Case:
 
     @classmethod
     def measured(cls, name: str, what: What, ranks: int, work: Work) -> Case:
-        """Runs it, with an equal share of the cores for each rank."""
-        case = cls(name, what, ranks, work, run(work, what, ranks, max(cores() // ranks, 1)))
+        """Runs it, with an equal share of the threads for each rank."""
+        case = cls(name, what, ranks, work, run(work, what, ranks, max(threads() // ranks, 1)))
         print(f"{name}: {statistics.median(case.seconds):.2f} s", file=sys.stderr, flush=True)
         return case
 
@@ -58,6 +59,11 @@ class Case:
     def seconds(self) -> list[float]:
         """By round."""
         return self.replies[0].seconds
+
+
+def threads() -> int:
+    """OMP_NUM_THREADS, or as many as there are cores: together, whatever the number of ranks."""
+    return int(os.environ.get("OMP_NUM_THREADS", cores()))
 
 
 def cases_of(work: Work, ranks: Sequence[int], *, bare: bool) -> list[Case]:
@@ -76,7 +82,7 @@ def show_speed(cases: Sequence[Case]) -> Table:
     work = cases[0].work
     table = Table(
         title=f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
-        f"{work.completion_tokens} each; {cores()} threads in all; to reach: {TARGET} of the bare pass"
+        f"{work.completion_tokens} each; {threads()} threads in all; to reach: {TARGET} of the bare pass"
     )
     for name in ("", "seconds", "tokens/s", "of the bare pass", "peak GB by rank"):
         table.add_column(name, justify="right" if name else "left")

@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 import torch
 
-from scripts.benchmark_services import running
 from scripts.benchmarks import policy_workers
 from scripts.benchmarks.policy_workers import Played, WorkerFailedError
+from scripts.benchmarks.serving import running
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,11 @@ def _main(work: Work, pipe: Connection) -> None:
         pipe.send("ready")
         pipe.recv()
         pipe.send(_play(work, environment, player))
-    # The parent is told whatever it is.
-    except Exception as error:  # noqa: BLE001
+    # The parent is told whatever it is, and this process ends of it, with its traceback on standard error.
+    except Exception as error:
         with suppress(BrokenPipeError):
             pipe.send(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _play(work: Work, environment: Any, decide: Decide) -> Played:
