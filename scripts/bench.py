@@ -30,6 +30,7 @@ KEPT = ROOT / "docs/benchmarks"
 RECORD = KEPT / "record.md"
 TRL_PYTHON = ".venv-trl/bin/python"
 WIDTH = 120
+BUSY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,12 @@ class Measured:
 
 
 def machine() -> str:
-    """The machine in a line."""
+    """The machine in a line, and how busy it is with other things before a benchmark begins."""
+    busy = psutil.cpu_percent(interval=BUSY_SECONDS)
     memory = psutil.virtual_memory().total / 2**30
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.system()} {platform.machine()}, {cores()} cores ({capability}), {memory:.0f} GiB{gpu}"
+    return f"{platform.system()} {platform.machine()}, {cores()} cores ({capability}), {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
 
 
 def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
@@ -113,6 +115,7 @@ def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
     """
     command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ())]
     print(f"python {' '.join(command)}", file=sys.stderr)
+    here = machine()
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -125,7 +128,7 @@ def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
         raise SystemExit(f"{done.stdout}\nerror: {benchmark.module} ended with {done.returncode}")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     date = datetime.now(tz=UTC).date().isoformat()
-    return Measured("python " + " ".join(command), date, machine(), "\n".join(lines).strip("\n"))
+    return Measured("python " + " ".join(command), date, here, "\n".join(lines).strip("\n"))
 
 
 def page() -> str:
