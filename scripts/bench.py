@@ -104,7 +104,8 @@ def machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.system()} {platform.machine()}, {cores()} cores ({capability}), {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
+    kind = f"{platform.system()} {platform.machine()}, {cores()} cores ({capability})"
+    return f"{kind}, {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
 
 
 def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
