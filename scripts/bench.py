@@ -3,7 +3,7 @@
 Every benchmark is a program of its own (``python -m scripts.benchmark_...``) that measures ours and theirs in turn and
 prints a table. This runs them, keeps what each printed as docs/benchmarks/NAME.json with command, machine and date,
 and makes the page of what is kept there, and of remarks on it in NAME.md. ``--only`` measures some of them anew;
-``--page-only`` none.
+``--page-only`` none. With one benchmark alone, options that are not known here are given to it.
 """
 
 from __future__ import annotations
@@ -108,13 +108,13 @@ def machine() -> str:
     return f"{kind}, {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
 
 
-def measure(benchmark: Benchmark, *, quick: bool) -> Measured:
+def measure(benchmark: Benchmark, *, quick: bool, more: Sequence[str] = ()) -> Measured:
     """Runs a benchmark.
 
     Raises:
         SystemExit: it failed; what it said was shown.
     """
-    command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ())]
+    command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ()), *more]
     print(f"python {' '.join(command)}", file=sys.stderr)
     here = machine()
     done = subprocess.run(
@@ -164,7 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
-    given = parser.parse_args(arguments)
+    given, more = parser.parse_known_args(arguments)
+    if more and len(given.only or ()) != 1:
+        parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
     for benchmark in [] if given.page_only else BENCHMARKS:
         if given.only and benchmark.name not in given.only:
             continue
@@ -173,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 parser.error(f"{benchmark.name} needs {benchmark.needs} to be set; see docs/rollouts.md")
             print(f"{benchmark.name} is left out: {benchmark.needs} is not set", file=sys.stderr)
             continue
-        measured = measure(benchmark, quick=given.quick)
+        measured = measure(benchmark, quick=given.quick, more=more)
         (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
         print(measured.output)
     PAGE.write_text(page())
