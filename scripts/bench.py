@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from scripts.benchmarks.ending import end_in_order
 from scripts.local.environment import cores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,17 +118,19 @@ def measure(benchmark: Benchmark, *, quick: bool, more: Sequence[str] = ()) -> M
     command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ()), *more]
     print(f"python {' '.join(command)}", file=sys.stderr)
     here = machine()
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env={**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{done.stdout}\nerror: {benchmark.module} ended with {done.returncode}")
-    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    environment = {**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        finally:
+            # Not killed: it ends what it has started.
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise SystemExit(f"{output}\nerror: {benchmark.module} ended with {process.returncode}")
+    lines = [line.rstrip() for line in output.splitlines()]
     date = datetime.now(tz=UTC).date().isoformat()
     return Measured("python " + " ".join(command), date, here, "\n".join(lines).strip("\n"))
 
@@ -165,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
     given, more = parser.parse_known_args(arguments)
+    end_in_order()
     if more and len(given.only or ()) != 1:
         parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
     for benchmark in [] if given.page_only else BENCHMARKS:

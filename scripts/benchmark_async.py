@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.job import QUESTIONS, run_job
 from scripts.benchmarks.slow_rollouts import FACTOR, job_group_with_slow_rollouts
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one round of four steps, one slowdown and one bound")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    end_in_order()
     if given.quick:
         given.rounds, given.steps, given.slowdowns, given.staleness = 1, 4, [4.0], [2]
     settings = {

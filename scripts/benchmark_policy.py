@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks.ending import end_in_order
 from services.errors import EXIT_CONFIGURATION, ConfigurationError
 
 
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from scripts.benchmarks.policy_workers import WorkerFailedError
 
     options = _parse(arguments)
+    end_in_order()
     try:
         policy = policy_checks.preflight(options)
         found = policy_arms.measure(options, policy)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks import models
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.nodes import output_of, started
 from scripts.local.environment import cores
@@ -185,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    end_in_order()
     if given.trainer:
         print(json.dumps(publish_rounds(given.rounds, given.workers)), flush=True)
         # The library threads of a broadcast group are not to hold up the end.

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks import models
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.job import ROOT
 from scripts.local.directory import read_nodes
@@ -247,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    end_in_order()
     deaths = kinds()
     for number in range(1 if given.quick else given.rounds):
         with tempfile.TemporaryDirectory() as name:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks import trl
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.job import ROOT, run_job
 from scripts.benchmarks.trl import Steps, Work
 from scripts.local import spec
@@ -119,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="to a reward of 0.3, one minute at most")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    end_in_order()
     target, limit = (0.3, 60.0) if given.quick else (given.reward, 60 * given.minutes)
     work = replace(work_of_the_demo(), target=target, limit_seconds=limit)
     sides = [Side("ours", ours(target, limit), target)]

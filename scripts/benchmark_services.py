@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.service_data import bench_data
 from scripts.benchmarks.service_replay import bench_replay
 from scripts.benchmarks.service_reward import bench_reward
@@ -43,6 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the results to this file too")
     parser.add_argument("--no-fail", action="store_true", help="end with 0 where a target is missed, too")
     arguments = parser.parse_args(given)
+    end_in_order()
     results = measure(arguments.only.split(","), quick=arguments.quick, model=arguments.model)
     for result in results:
         target = "" if result.target is None else f"{'>=' if result.at_least else '<='} {result.target:g}"

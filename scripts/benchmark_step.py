@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks import trl
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.job import QUESTIONS, run_job
 from scripts.benchmarks.trl import Steps, Work
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one round of three steps")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    end_in_order()
     if given.quick:
         given.rounds, given.steps = 1, 3
     work = Work(

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks import models
+from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.training import Reply, What, Work, run
 from scripts.local.environment import cores
@@ -142,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="one round; memory of two cases")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
+    end_in_order()
     names = ("model", "prompts", "group_size", "prompt_tokens", "completion_tokens", "rounds")
     work = Work(**{name: getattr(given, name) for name in names})
     if given.quick:

@@ -83,16 +83,19 @@ def _steps(metrics: Path) -> Steps:
     return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-def run(command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
+def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Standard output of a command.
 
     Raises:
-        SystemExit: it failed; the message is what it said.
+        SystemExit: it failed; what it said on standard error was shown.
     """
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    if done.returncode:
-        said = (done.stdout + done.stderr)[-3000:]
-        raise SystemExit(f"{said}\nerror: {' '.join(command[:3])} ended with {done.returncode}")
-    return done.stdout
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            output, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"error: {' '.join(command[:3])} took longer than {SECONDS:g} s") from None
+        finally:
+            process.kill()
+    if process.returncode:
+        raise SystemExit(f"error: {' '.join(command[:2])} ended with {process.returncode}")
+    return output
