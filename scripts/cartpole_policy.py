@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from services.evaluation_head.checkpoint import publish_policy
-from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 STATE = StateSpec(kind=StateKind.NUMBERS, shape=[4])
 ACTION = ActionSpec(kind=ActionKind.INDEX, count=2)

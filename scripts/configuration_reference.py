@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import sys
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from scripts.generated import ROOT, write_or_check
 from services.settings import Settings
 
-TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
+TARGET = ROOT / "docs" / "configuration.md"
 
 # Heading, module and class of each table, in the order of the page.
 TABLES = (
@@ -76,14 +76,7 @@ def _text(description: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """Writes the page, or with --check says whether it is up to date."""
-    text = page()
-    if "--check" not in arguments:
-        TARGET.write_text(text)
-        return 0
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    sys.stderr.write("docs/configuration.md is out of date; run: python -m scripts.configuration_reference\n")
-    return 1
+    return write_or_check(TARGET, page(), "scripts.configuration_reference", arguments)
 
 
 if __name__ == "__main__":

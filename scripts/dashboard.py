@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).parent.parent / "docs" / "grafana.json"
+from scripts.generated import ROOT, write_or_check
+
+TARGET = ROOT / "docs" / "grafana.json"
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT, COLUMNS = 8, 7, 24
 WINDOW = "[$__rate_interval]"
@@ -127,14 +128,7 @@ def _plot(panel: Panel, left: int, top: int) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> int:
     """Writes the file, or with --check says whether it is up to date."""
-    text = json.dumps(dashboard(), indent=1) + "\n"
-    if "--check" not in arguments:
-        TARGET.write_text(text)
-        return 0
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    sys.stderr.write("docs/grafana.json is out of date; run: python -m scripts.dashboard\n")
-    return 1
+    return write_or_check(TARGET, json.dumps(dashboard(), indent=1) + "\n", "scripts.dashboard", arguments)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from prometheus_client import REGISTRY
 
-TARGET = Path(__file__).parent.parent / "docs" / "metrics.md"
+from scripts.generated import ROOT, write_or_check
+
+TARGET = ROOT / "docs" / "metrics.md"
 
 # What registers metrics on import, through what it imports in turn.
 MODULES = (
@@ -114,14 +115,7 @@ def _code(names: tuple[str, ...]) -> str:
 
 def main(arguments: list[str]) -> int:
     """Writes the page, or with --check says whether it is up to date."""
-    text = page()
-    if "--check" not in arguments:
-        TARGET.write_text(text)
-        return 0
-    if TARGET.exists() and TARGET.read_text() == text:
-        return 0
-    sys.stderr.write("docs/metrics.md is out of date; run: python -m scripts.metrics_reference\n")
-    return 1
+    return write_or_check(TARGET, page(), "scripts.metrics_reference", arguments)
 
 
 if __name__ == "__main__":

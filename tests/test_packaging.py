@@ -121,9 +121,8 @@ def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
     for path in (ROOT / "services").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         assert not {name for name in imports(module) if name.split(".")[0] == "trainer"}, module
-    packages = {path.parent.name for path in (ROOT / "services").glob("*/__init__.py")}
-    # The page over a run directory is no service: the trainer shows it live, scripts.view afterwards.
-    packages -= {"run_page"}
+    # What cannot be started is no service, such as the page over a run directory, which the trainer shows.
+    packages = {path.parent.name for path in (ROOT / "services").glob("*/__main__.py")}
     for path in (ROOT / "trainer").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         reaching = {name for name in imports(module) if name.startswith("services.") and name.split(".")[1] in packages}

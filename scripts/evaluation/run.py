@@ -28,6 +28,7 @@ from services.clients import RewardClient
 from services.data_server.settings import DataSettings
 from services.errors import ConfigurationError
 from services.reward_server.settings import RewardSettings
+from services.together import run_together
 
 RESULTS_MARK = "results.json: "
 """Begins the line by which a job tells its results; skypilot.py reads it."""
@@ -196,12 +197,12 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *
             _pool(plan, checkpoint, servers) as pool,
             RewardClient(servers.reward, settings.token, deadline=settings.eval_prompt_seconds) as rewards,
         ):
-            await schedulers.first(pool.wait_ready(settings.eval_start_seconds), servers.watch())
+            await run_together(pool.wait_ready(settings.eval_start_seconds), servers.watch())
             scorer = Scorer(rewards, settings.eval_lost_seconds)
             workflow = _workflow(plan, checkpoint, scorer)
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer.score, store)
             with View(console, checkpoint.name, pool, live=live) as view:
-                await schedulers.first(evaluation.run(view.show), servers.watch())
+                await run_together(evaluation.run(view.show), servers.watch())
             for reason, detail in evaluation.progress.examples.items():
                 say(f"left out ({reason}), for example {detail}")
             return report.results_of(

@@ -25,6 +25,7 @@ from services.endpoints import Endpoint, Task
 from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.rollout_control import RouterControl
 from services.settings import Settings
+from services.together import run_together
 
 LOCAL_START_SECONDS = 1800.0
 """For a model to be fetched and loaded."""
@@ -89,7 +90,7 @@ async def local(
             try:
                 reward = _endpoint(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
                 router = _endpoint(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)) if model else None
-                await first(_ready(reward, router), watch())
+                await run_together(_ready(reward, router), watch())
                 yield Servers([router.url] if router else [], reward, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
@@ -142,20 +143,6 @@ def local_run(run_dir: Path) -> Discover:
         return [f"http://{router}"] if router else []
 
     return discover
-
-
-async def first(*parts: Awaitable[None]) -> None:
-    """Runs all until one ends, cancels the others, and raises what any raised."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
 
 
 async def _ready(reward: Endpoint, router: Endpoint | None) -> None:

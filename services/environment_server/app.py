@@ -21,7 +21,10 @@ from services.environment_server.episodes import MAX_STUCK, EpisodeTable, FullEr
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.errors import ConfigurationError
-from services.evaluation_protocol import (
+from services.logs import get_logger
+from services.problems import ProblemError
+from services.protocol import Health
+from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,
     EnvironmentServerHealth,
@@ -30,9 +33,6 @@ from services.evaluation_protocol import (
     StepReply,
     StepRequest,
 )
-from services.logs import get_logger
-from services.problems import ProblemError
-from services.protocol import Health
 
 log = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from services import scaffold
-from services.evaluation_protocol import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
+from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 T = TypeVar("T")
 

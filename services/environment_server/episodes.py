@@ -25,7 +25,8 @@ from services.environment_server.environments import (
     Transition,
 )
 from services.environment_server.settings import EnvironmentSettings
-from services.evaluation_protocol import (
+from services.logs import get_logger
+from services.protocol.evaluation import (
     EnvironmentInfo,
     EpisodeStart,
     State,
@@ -33,7 +34,6 @@ from services.evaluation_protocol import (
     StepResult,
     StepStatus,
 )
-from services.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -6,7 +6,7 @@ import random
 import re
 
 from services.environment_server.environments import ActionRefusedError, Conversation, Transition
-from services.evaluation_protocol import Action, State
+from services.protocol.evaluation import Action, State
 
 LARGEST = 100
 RULES = (

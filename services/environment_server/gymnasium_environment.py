@@ -9,7 +9,7 @@ import gymnasium
 
 from services.environment_server import spaces
 from services.environment_server.environments import BlockingEnvironment, EnvironmentBrokenError, Transition
-from services.evaluation_protocol import Action, State
+from services.protocol.evaluation import Action, State
 
 
 class GymnasiumEnvironment(BlockingEnvironment):

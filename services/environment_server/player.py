@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter
@@ -15,17 +14,17 @@ from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.episodes import EpisodeTable, FullError, StuckError
 from services.environment_server.settings import EnvironmentSettings
 from services.errors import DependencyLostError
-from services.evaluation_protocol import (
+from services.http_client import HttpClient, RequestRefusedError
+from services.logs import get_logger
+from services.play import Play
+from services.protocol.evaluation import (
     EpisodePosition,
     EvaluateReply,
     EvaluateRequest,
     FinishedEpisode,
-    State,
     StepItem,
     StepStatus,
 )
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -34,17 +33,6 @@ FAILED = Counter("environment_push_failed", "Requests to the evaluation head tha
 REQUEST_SECONDS = 60.0
 """For one request with its retries; then the episodes' idle times are renewed and it is sent again."""
 REFUSED_PAUSE_SECONDS = 2.0
-
-
-@dataclass
-class Play:
-    """An episode under way: its state, which an action is to follow."""
-
-    episode: str
-    seed: int
-    state: State
-    steps: int = 0
-    episode_return: float = 0.0
 
 
 class Player:

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium import spaces
 
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError
-from services.evaluation_protocol import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
+from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 
 class UnsupportedSpaceError(ValueError):

@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from services.evaluation_protocol import EpisodePosition, EvaluateRequest, FinishedEpisode, ServerMode, ServerState
+from services.protocol.evaluation import EpisodePosition, EvaluateRequest, FinishedEpisode, ServerMode, ServerState
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
 LOST = Counter("head_episodes_lost", "Episodes that nothing is heard of any more, or that broke.")

@@ -13,7 +13,7 @@ from services.evaluation_head import dashboard
 from services.evaluation_head.discovery import Source
 from services.evaluation_head.head import SERVICE, Head
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_protocol import DiscoveryReply, EvaluateReply, EvaluateRequest
+from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
 
 MAX_BODY_BYTES = 16 * 2**20
 

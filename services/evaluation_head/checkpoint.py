@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch.export import Dim
 
-from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
 from services.policy_store import PolicyStore
+from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 FILE_NAME = "policy.pt2"
 _SPEC = "policy.json"

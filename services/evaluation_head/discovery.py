@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from prometheus_client import Counter
 
 from services import scaffold
-from services.evaluation_protocol import DiscoveredServer, DiscoveryReply
 from services.logs import get_logger
+from services.protocol.evaluation import DiscoveredServer, DiscoveryReply
 
 log = get_logger(__name__)
 

@@ -12,7 +12,6 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -21,7 +20,10 @@ from services.evaluation_head.accounts import Accounts, Server, TooManyServersEr
 from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import Meter
-from services.evaluation_protocol import (
+from services.http_client import HttpClient, RequestRefusedError
+from services.logs import get_logger
+from services.play import Play
+from services.protocol.evaluation import (
     Action,
     CloseReply,
     CloseRequest,
@@ -40,8 +42,6 @@ from services.evaluation_protocol import (
     StepResult,
     StepStatus,
 )
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
 
 log = get_logger(__name__)
 
@@ -52,17 +52,6 @@ REQUEST_SECONDS = 60.0
 
 class ServerMisbehavedError(Exception):
     """The server answered something else than it was asked."""
-
-
-@dataclass
-class Play:
-    """An episode on a server, and the state that an action is to follow."""
-
-    episode: str
-    seed: int
-    state: State
-    steps: int = 0
-    episode_return: float = 0.0
 
 
 class Link:

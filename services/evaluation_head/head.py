@@ -19,10 +19,10 @@ from services.evaluation_head.language_policy import LanguagePolicy
 from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import History, Meter
-from services.evaluation_protocol import EvaluateReply, EvaluateRequest
 from services.logs import get_logger
 from services.problems import ProblemError
 from services.protocol import Health
+from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 
 log = get_logger(__name__)
 

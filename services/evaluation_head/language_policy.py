@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from services.errors import DependencyLostError
 from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_protocol import ActionKind, EnvironmentInfo, State, StateKind
 from services.http_client import HttpClient, RequestRefusedError
+from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
 
 MAX_CHARACTERS = 1_000_000
 

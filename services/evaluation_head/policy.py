@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from services.evaluation_protocol import Action, EnvironmentInfo, State
+from services.protocol.evaluation import Action, EnvironmentInfo, State
 
 
 class StatesRefusedError(ValueError):

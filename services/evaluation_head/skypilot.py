@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from services.evaluation_head.discovery import DiscoveryError
-from services.evaluation_protocol import DiscoveredServer
+from services.protocol.evaluation import DiscoveredServer
 
 NO_SERVICES = "no live services"
 

@@ -19,8 +19,8 @@ from services.evaluation_head import checkpoint
 from services.evaluation_head.batcher import Batcher
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_protocol import EnvironmentInfo, State
 from services.logs import get_logger
+from services.protocol.evaluation import EnvironmentInfo, State
 
 log = get_logger(__name__)
 

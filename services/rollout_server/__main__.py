@@ -27,8 +27,9 @@ from services.rollout_server.engines import (
 )
 from services.rollout_server.keeper import WorkerKeeper
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervision import Supervised, run_together
+from services.rollout_server.supervision import Supervised
 from services.scaffold import exit_code_of
+from services.together import run_together
 
 log = logs.get_logger(__name__)
 

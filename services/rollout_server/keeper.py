@@ -20,8 +20,9 @@ from services.policy_store import PolicyStore, PublishedPolicy
 from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from services.rollout_server.engines import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervision import Supervised, run_together
+from services.rollout_server.supervision import Supervised
 from services.scaffold import in_background
+from services.together import run_together
 
 log = get_logger(__name__)
 

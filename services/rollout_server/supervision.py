@@ -8,8 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from services.errors import EXIT_CONFIGURATION, ConfigurationError, DependencyLostError
 from services.logs import get_logger
@@ -128,23 +127,6 @@ class Supervised:
                 f"{len(self._restarts)}. time within {RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is "
                 f"{self._max_restarts}; its own messages are above"
             )
-
-
-async def run_together(*parts: Coroutine[Any, Any, None]) -> None:
-    """Runs all of them until one ends; then cancels the others, waits for them, and raises the first error of any.
-
-    Unlike asyncio.TaskGroup it ends with the first that ends, and its error is not wrapped in a group.
-    """
-    tasks = [asyncio.create_task(part) for part in parts]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
 
 
 def describe_exit(code: int) -> str:

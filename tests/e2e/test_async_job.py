@@ -55,8 +55,8 @@ def test_every_group_is_trained_on_once(finished: System) -> None:
 
 
 def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(finished: System) -> None:
-    # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer than
-    # those begun after it may still come too late.
+    # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer
+    # than those begun after it may still come too late.
     assert sum(record["groups_dropped_stale"] for record in finished.metrics()) <= STEPS * BATCH / 4
 
 

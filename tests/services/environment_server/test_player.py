@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
 from services.environment_server import player
-from services.evaluation_protocol import EvaluateReply, EvaluateRequest
+from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served
 from tests.services.waiting import eventually, stats_show

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from services.evaluation_head.checkpoint import publish_policy
-from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 
 PAIR = StateSpec(kind=StateKind.NUMBERS, shape=[2])
 NUMBERS = ActionSpec(kind=ActionKind.NUMBERS, shape=[2])

@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.checkpoint import publish_policy
-from services.evaluation_protocol import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 from tests.services.environment_server.conftest import ODD
 from tests.services.evaluation_head.policies import Times
 from tests.services.run_page.serving import served

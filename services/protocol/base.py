@@ -1,0 +1,51 @@
+"""What the types of all services are made of, and what every service answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+# A policy version, an epoch, a position, a number of tokens: bounded so that every store and array can hold it.
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# Bounded so that no exponent within bounds makes it infinite.
+Priority = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+
+MAX_GROUP_SIZE = 1024
+MAX_TOKENS = 1_048_576
+
+
+class WireModel(BaseModel):
+    """A record that crosses the wire. NaN and infinity are refused wherever a number is expected."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True)
+
+
+class StrictModel(WireModel):
+    """A request in which an unknown field is an error, since a misspelt option must not be ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Health(BaseModel):
+    """Reply of GET /health; HTTP 503 while ``status`` is not ``healthy``."""
+
+    model_config = ConfigDict(extra="allow")
+
+    status: Literal["healthy", "starting", "draining", "unhealthy"]
+    service: str
+
+
+class Problem(BaseModel):
+    """An RFC 9457 problem document: what, where, and what to do."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None

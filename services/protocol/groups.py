@@ -1,0 +1,132 @@
+"""Completions, experiences and groups: what is generated, scored, stored and trained on."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from services.protocol.base import MAX_GROUP_SIZE, MAX_TOKENS, Count, Finite, TokenId, WireModel
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended: an end token, the length limit, or an abort from outside (its tokens are partial)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class VersionSpan(WireModel):
+    """Completion tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled from policy ``version``."""
+
+    version: Count
+    start: Count
+    end: Count
+
+
+class Completion(WireModel):
+    """One completion as the engine gave it.
+
+    ``completion_ids`` and ``logprobs`` have one entry a token, the end token included. Logprobs are those of the
+    behaviour policy: the temperature-scaled distribution before any top-p or top-k cut.
+    """
+
+    completion: str = ""
+    completion_ids: list[TokenId] = Field(max_length=MAX_TOKENS)
+    logprobs: list[Finite] = Field(max_length=MAX_TOKENS)
+    policy_versions: list[VersionSpan]
+    finish_reason: FinishReason
+
+    @field_validator("logprobs")
+    @classmethod
+    def _logprobs_are_not_positive(cls, logprobs: list[float]) -> list[float]:
+        # A few ulps above zero occur in bf16 engines; more is not a log-probability.
+        if logprobs and max(logprobs) > 1e-3:
+            raise ValueError(f"logprobs must be <= 0, got {max(logprobs)}")
+        return logprobs
+
+    @model_validator(mode="after")
+    def _one_entry_per_token(self) -> Self:
+        n = len(self.completion_ids)
+        if len(self.logprobs) != n:
+            raise ValueError(f"{n} completion_ids but {len(self.logprobs)} logprobs: one logprob a token is needed")
+        position = 0
+        for span in self.policy_versions:
+            if span.start != position or span.end < span.start:
+                raise ValueError(f"policy_versions must cover the completion without gaps, broken at token {position}")
+            position = span.end
+        if position != n:
+            raise ValueError(f"policy_versions cover {position} of {n} tokens")
+        return self
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token of this completion."""
+        return min(span.version for span in self.policy_versions)
+
+
+class RewardStatus(StrEnum):
+    """How scoring ended. Every status but ``scored`` leaves the reward None."""
+
+    SCORED = "scored"
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    ERROR = "error"
+    OVERLOADED = "overloaded"
+
+
+class RewardResult(WireModel):
+    """What the verifier said of one answer; ``reward`` is None exactly when ``status`` is not ``scored``.
+
+    ``components`` has the value of each reward function by name, ``extracted`` the answer that was read from the
+    response, ``reason`` why it could not be scored or how it was judged.
+    """
+
+    reward: Finite | None
+    status: RewardStatus = RewardStatus.SCORED
+    components: dict[str, Finite | None] = Field(default_factory=dict)
+    extracted: str | None = None
+    reason: str | None = None
+
+    @model_validator(mode="after")
+    def _reward_matches_status(self) -> Self:
+        if (self.reward is None) == (self.status is RewardStatus.SCORED):
+            raise ValueError(f"reward {self.reward} does not fit status {self.status.value}")
+        return self
+
+
+class Experience(Completion):
+    """A scored completion."""
+
+    result: RewardResult
+
+    @property
+    def reward(self) -> float | None:
+        """The reward, or None where the completion could not be scored."""
+        return self.result.reward
+
+
+class Group(WireModel):
+    """One prompt with its G scored completions."""
+
+    group_id: str = Field(min_length=1, max_length=200)
+    prompt_id: str = ""
+    prompt: str
+    ground_truth: str
+    prompt_ids: list[TokenId] = Field(min_length=1, max_length=MAX_TOKENS)
+    experiences: list[Experience] = Field(min_length=1, max_length=MAX_GROUP_SIZE)
+    epoch: Count = 0
+    position: Count = 0
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest policy version that sampled any token of the group; staleness is counted from it."""
+        return min(experience.oldest_version for experience in self.experiences)
+
+    @property
+    def rewards(self) -> list[float]:
+        """One reward a completion, NaN where it could not be scored."""
+        return [math.nan if e.reward is None else e.reward for e in self.experiences]
