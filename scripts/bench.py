@@ -65,7 +65,7 @@ BENCHMARKS = (
         "rollouts-sglang",
         "Rollouts by the real SGLang on the same CPU",
         "scripts.benchmark_rollouts",
-        ("--dtype", "float32", "--num-workers", "1"),
+        ("--dtype", "float32", "--skip-baselines"),
         ("--rounds", "1"),
         environment={"ROLLOUT_ENGINE": "sglang", "SGLANG_EXTRA_FLAGS": SGLANG_ON_CPU},
         needs="SGLANG_PYTHON",
