@@ -7,7 +7,9 @@ import time
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.browser import chromium
 from tests.e2e.system import System
+from tests.e2e.watching import Watch, watch
 from tests.scripts.local.runner import busy
 
 # The limits are for a hang; a run takes about a minute.
@@ -18,11 +20,35 @@ TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_model, tmp_path_factory) -> System:
-    """A run with two rollout and two trainer nodes that went to its end."""
-    system = System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="30", REPLAY_EVERY="2", MIN_WORKERS="2")
-    assert system.wait() == 0, system.text
-    return system
+def started(tiny_model, tmp_path_factory) -> System:
+    """A run with two rollout and two trainer nodes."""
+    return System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="30", REPLAY_EVERY="2", MIN_WORKERS="2")
+
+
+@pytest.fixture(scope="module")
+def watched(started) -> Watch | None:
+    """What its page showed while it ran; None where there is no browser."""
+    return watch(started) if chromium() else None
+
+
+@pytest.fixture(scope="module")
+def finished(started, watched) -> System:
+    """The run, gone to its end."""
+    assert started.wait() == 0, started.text
+    return started
+
+
+def test_the_run_page_moves_with_the_run(watched):
+    if watched is None:
+        pytest.skip("no Chromium here; install it or name it in CHROMIUM")
+    assert watched.problems == []
+    assert watched.later.step > watched.first.step
+    assert watched.later.plot != watched.first.plot
+    assert watched.later.picture != watched.first.picture
+    services = {"data-server", "reward-server", "replay-buffer", "router", "ppo-trainer"}
+    assert watched.healthy == services | {"rollout-server-0", "rollout-server-1"}
+    assert "step 2," in watched.cursor
+    assert not watched.phone_is_wide
 
 
 def test_a_run_says_what_it_did(finished):
