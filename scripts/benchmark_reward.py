@@ -20,10 +20,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks import trl
+from scripts.benchmarks import trl_side
 from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.job import ROOT, run_job
-from scripts.benchmarks.trl import Steps, Work
+from scripts.benchmarks.trl_side import Steps, Work
 from scripts.local import spec
 from scripts.local.environment import cores
 
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = replace(work_of_the_demo(), target=target, limit_seconds=limit)
     sides = [Side("ours", ours(target, limit), target)]
     print(f"ours: {sides[0].seconds:.0f} s", file=sys.stderr, flush=True)
-    sides.append(Side("TRL", trl.train(work, given.trl_python, cores()), target))
+    sides.append(Side("TRL", trl_side.train(work, given.trl_python, cores()), target))
     Console().print(show(sides))
     if given.json:
         result = {"work": asdict(work), "threads": cores(), "sides": [asdict(side) for side in sides]}

@@ -22,11 +22,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scripts.benchmarks import trl
+from scripts.benchmarks import trl_side
 from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
 from scripts.benchmarks.job import QUESTIONS, run_job
-from scripts.benchmarks.trl import Steps, Work
+from scripts.benchmarks.trl_side import Steps, Work
 from scripts.local.environment import cores
 
 TARGET = 0.2
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if side is sides[0]:
                 side.add(ours(work, given.rollout_nodes, given.trainer_nodes))
             else:
-                side.add(trl.train(work, given.trl_python, cores()))
+                side.add(trl_side.train(work, given.trl_python, cores()))
             print(f"round {number + 1}, {side.name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     Console().print(show(work, sides, cores()))
     if given.json:

@@ -14,7 +14,7 @@ from scripts.benchmarks.figures import spread
 from scripts.benchmarks.slow_engine import slowed
 from scripts.benchmarks.slow_rollouts import job_group_with_slow_rollouts
 from scripts.benchmarks.training import Work
-from scripts.benchmarks.trl import Steps
+from scripts.benchmarks.trl_side import Steps
 from scripts.local import spec
 
 
