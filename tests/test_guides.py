@@ -1,45 +1,242 @@
-"""The pages in docs/guides do what they say: the blocks of each are run in order, those for a cluster are not."""
+"""The pages in docs/guides do what they say: their commands run, in order, and print what the pages show.
 
+The word behind a block's language says what it is:
+
+    bash            commands, run one after the other
+    bash terminal   a service that runs on while the blocks below it are run
+    bash long       trains or evaluates: run by the slow tests; the others only check its commands
+    bash cluster    for SkyPilot: checked, not run
+    python          run; with a file's name (as other languages), written to that file
+    text            what the commands above printed: each line is in it, with ... for anything
+    yaml            a part of a file to edit; parsed
+"""
+
+from __future__ import annotations
+
+import json
 import os
 import re
+import signal
 import subprocess
-import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
+import psutil
 import pytest
+import yaml
+
+from tests import skypilot_options
+from tests.services.conftest import free_port
+from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs/guides").glob("*.md"))
-FENCE = re.compile(r"^```(\w+)( cluster)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))}
+FENCE = re.compile(r"^```(\w+)(?: ([\w. ]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DEMO_MODEL = ".cache/models/smollm2-135m"
+# Ports that the pages write out; each run of a page has free ones instead.
+PORT = re.compile(r"\b(?:30000|80[08][0-5])\b")
+SECONDS_UNTIL_UP = 120
 
 
-def blocks(page: Path) -> list[tuple[str, bool, str]]:
-    return [(language, bool(cluster), text) for language, cluster, text in FENCE.findall(page.read_text())]
+class Block(NamedTuple):
+    """A fenced block: its language, the words behind it, its text."""
+
+    language: str
+    words: set[str]
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that it is to be written to."""
+        return next((word for word in self.words if "." in word), None)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_guide_is_run(page, tiny_model, tmp_path):
-    ran = 0
-    environment = os.environ | {"MODEL": str(tiny_model), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    for name in ("jobgroup.yaml", "jobgroup-async.yaml", "services", "trainer", "scripts"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    for language, cluster, text in blocks(page):
-        if cluster:
-            continue
-        assert language in ("bash", "python"), language
-        command = ["bash", "-euc", text.replace(".venv/bin/python", sys.executable)]
-        if language == "python":
-            command = [sys.executable, "-c", text]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
-        ran += 1
-    assert ran, "nothing on this page is run"
+def blocks(page: str) -> list[Block]:
+    return [
+        Block(language, set(words.split()), text) for language, words, text in FENCE.findall(PAGES[page].read_text())
+    ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_needs_a_cluster_is_a_launch_of_the_job_with_known_variables(page):
-    known = set(re.findall(r"^\| `([A-Z_0-9]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
-    for _, cluster, text in blocks(page):
-        for command in text.splitlines() if cluster else []:
-            assert re.match(r"sky jobs launch jobgroup(-async)?\.yaml ", command), command
-            assert set(re.findall(r"--env (\w+)=", command)) <= known, command
+class Desk:
+    """A folder like a checkout after `make demo`, but with the tiny model for the demo's, where a page is tried."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self.printed = ""
+        self.ports: dict[str, str] = {}
+        for entry in ROOT.iterdir():
+            if not entry.name.startswith(".") and entry.name not in ("runs", "tests", "build"):
+                (folder / entry.name).symlink_to(entry)
+        (folder / ".venv").symlink_to(Path(os.environ.get("VIRTUAL_ENV", ROOT / ".venv")))
+        (folder / DEMO_MODEL).parent.mkdir(parents=True)
+        (folder / DEMO_MODEL).symlink_to(model)
+        # The template is what the tiny model can read.
+        self.environment = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+        }
+
+    def given(self, text: str) -> str:
+        """``text`` with ports that are free here."""
+        return PORT.sub(lambda found: self.ports.setdefault(found[0], str(free_port())), text)
+
+    def run(self, block: Block) -> None:
+        """Runs commands to their end; what they print is kept."""
+        command = ["bash", "-euo", "pipefail", "-c", self.given(block.text)]
+        if block.language == "python":
+            command = [".venv/bin/python", "-c", block.text]
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, f"{block.text}\n{done.stdout}"
+        self.printed += done.stdout + "\n"
+
+    @contextmanager
+    def running(self, block: Block) -> Iterator[None]:
+        """A service that runs within the context; it is waited for until it is healthy."""
+        [port] = PORT.findall(re.search(r"--port (\d+)", block.text)[0])
+        log = self.folder / f"terminal-{port}.txt"
+        command = ["bash", "-euo", "pipefail", "-c", self.given(block.text)]
+        with log.open("w") as output:
+            shell = subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment | {"ENGINE_LISTEN_PORT": str(free_port())},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            deadline = time.monotonic() + SECONDS_UNTIL_UP
+            while not is_healthy(f"http://127.0.0.1:{self.ports[port]}"):
+                assert shell.poll() is None, f"{block.text}\n{log.read_text()}"
+                assert time.monotonic() < deadline, f"not healthy:\n{block.text}\n{log.read_text()}"
+                time.sleep(0.1)
+            yield
+        finally:
+            end(shell)
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    return False
+
+
+def end(shell: subprocess.Popen[bytes]) -> None:
+    """Ends what a terminal runs, as closing it would."""
+    with suppress(psutil.NoSuchProcess):
+        processes = [*psutil.Process(shell.pid).children(recursive=True), psutil.Process(shell.pid)]
+        os.killpg(shell.pid, signal.SIGTERM)
+        for process in psutil.wait_procs(processes, 20)[1]:
+            process.kill()
+    shell.wait(10)
+
+
+def as_dry_run(text: str) -> list[str]:
+    """The commands of the local runner, to be shown what they would run."""
+    commands = (line.partition(" > ")[0] for line in text.splitlines() if "-m scripts.run_local" in line)
+    return [f"{command} --dry-run" for command in commands]
+
+
+def try_page(page: str, desk: Desk, *, long: bool) -> None:
+    """Runs the blocks of a page. What takes long is left out unless wanted, but for dry runs of its jobs."""
+    remaining = iter(blocks(page))
+    skipped = False
+
+    def rest() -> None:
+        nonlocal skipped
+        for block in remaining:
+            if "cluster" in block.words:
+                continue
+            if block.file is not None:
+                (desk.folder / block.file).write_text(block.text)
+            elif block.language == "yaml":
+                yaml.safe_load(block.text)
+            elif block.language == "text":
+                assert skipped or not missing(block.text, desk.printed), missing(block.text, desk.printed)
+            elif "long" in block.words and not long:
+                skipped = True
+                for command in as_dry_run(block.text):
+                    desk.run(Block("bash", set(), command))
+            elif "terminal" in block.words:
+                skipped = False
+                with desk.running(block):
+                    rest()
+            else:
+                assert block.language in ("bash", "python"), block.language
+                skipped = False
+                desk.run(block)
+
+    rest()
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """The lines that a page shows and nothing printed."""
+    patterns = {line: ".*".join(map(re.escape, line.split("..."))) for line in shown.splitlines()}
+    return [line for line, pattern in patterns.items() if not re.search(pattern, printed)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path, tiny_model: Path) -> Desk:
+    return Desk(tmp_path, tiny_model)
+
+
+QUICK = sorted(PAGES.keys() - {"evaluation"})  # of which all is long
+
+
+@pytest.mark.parametrize("page", QUICK)
+def test_a_guides_quick_commands_run_and_its_jobs_are_accepted(page: str, desk: Desk) -> None:
+    try_page(page, desk, long=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if any("long" in block.words for block in blocks(page))])
+def test_a_guide_is_run_whole(page: str, desk: Desk) -> None:
+    try_page(page, desk, long=True)
+    for metrics in desk.folder.glob("runs/*/metrics.jsonl"):
+        steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+        assert steps == list(range(1, len(steps) + 1))
+
+
+def test_what_a_page_shows_must_have_been_printed() -> None:
+    assert missing('{"reward":...,"status":"scored"\nstep 2/2\n', '{"reward":0.5,"status":"scored"}\n') == ["step 2/2"]
+
+
+def known_variables() -> set[str]:
+    return set(re.findall(r"^\| `([A-Z_0-9]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_variables_of_a_guide_are_settings(page: str) -> None:
+    text = PAGES[page].read_text()
+    named = set(re.findall(r"--env (\w+)=", text)) | set(re.findall(r"^([A-Z_]+)=", text, re.MULTILINE))
+    named |= set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)(?:=[^`]*)?`", text))
+    assert named - {"HF_TOKEN", "EPISODE", "ADD"} <= known_variables()
+
+
+def test_skypilot_takes_the_options_of_the_guides(tmp_path: Path) -> None:
+    all_blocks = [block for page in PAGES for block in blocks(page)]
+    commands = [line for block in all_blocks if "cluster" in block.words for line in block.text.splitlines()]
+    assert len(commands) > 8
+    known = skypilot_options.options(tmp_path)
+    for command in commands:
+        skypilot_options.check(command, known)
+
+
+def test_settings_of_the_larger_model_are_the_trainers() -> None:
+    rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", PAGES["larger-model"].read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    TrainerSettings.model_validate({name.lower(): value for name, value in rows})

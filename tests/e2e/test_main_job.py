@@ -3,6 +3,7 @@
 import signal
 import statistics
 import time
+from collections.abc import Iterator
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,9 +21,13 @@ TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
 
 @pytest.fixture(scope="module")
-def started(tiny_model, tmp_path_factory) -> System:
+def started(tiny_model, tmp_path_factory) -> Iterator[System]:
     """A run with two rollout and two trainer nodes."""
-    return System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="30", REPLAY_EVERY="2", MIN_WORKERS="2")
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="30", REPLAY_EVERY="2", MIN_WORKERS="2")
+    yield system
+    if system.process.poll() is None:  # what looked at it failed
+        system.process.terminate()
+        system.process.wait(60)
 
 
 @pytest.fixture(scope="module")

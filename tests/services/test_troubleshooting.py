@@ -1,0 +1,128 @@
+"""What docs/guides/operating.md says of symptoms: every message is one that the code has, every number one that it
+exports, and mistakes that can be made here end as the page says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.services.conftest import free_port
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/guides/operating.md").read_text()
+ANYTHING = "..."
+
+
+def rows(heading: str) -> list[str]:
+    """The first column of the tables below a heading, as far as it is in backticks."""
+    section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
+    [text] = [part for part in section if part.startswith(heading)]
+    return re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
+
+
+def strings() -> list[str]:
+    """Every string of the code; what an f-string fills in is ``...``."""
+    found = []
+    for folder in ("services", "trainer", "scripts"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = (v.value if isinstance(v, ast.Constant) else ANYTHING for v in node.values)
+                    found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def pattern(message: str) -> str:
+    return ".*".join(map(re.escape, message.split(ANYTHING)))
+
+
+MESSAGES = rows("By message")
+
+
+def test_every_message_is_one_of_the_code() -> None:
+    assert len(MESSAGES) > 20
+    code = "\n".join(strings())
+    assert [message for message in MESSAGES if not re.search(pattern(message), code)] == []
+
+
+def test_every_number_is_exported() -> None:
+    named = {name for cell in rows("By numbers") for name in re.findall(r"\w+", cell)}
+    known = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE))
+    assert len(named) > 8
+    assert named <= known
+
+
+def run(module: str, folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "SHARED_DIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        env=environment | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def plain_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A model without a chat template."""
+    directory = tmp_path / "plain-model"
+    shutil.copytree(tiny_model, directory)
+    (directory / "chat_template.jinja").unlink()
+    return directory
+
+
+DATA, REWARD, ROLLOUT, TRAINER = (
+    *("services.data_server", "services.reward_server", "services.rollout_server"),
+    "trainer",
+)
+MISTAKES = [
+    (DATA, {"DATASET": "no-such-file.jsonl"}, "... is not a file, seen from ..."),
+    (DATA, {"DATASET": "rows.jsonl", "PROMPT_COLUMN": "ask"}, "... is ..., which ... lacks; it has ..."),
+    (REWARD, {"REWARD_FN": "no_such_module:reward"}, "REWARD_FN ... cannot be loaded"),
+    (REWARD, {"REWARD_FN": "maths"}, "... is no reward; allowed are ..."),
+    (ROLLOUT, {"ROLLOUT_ENGINE": "sglang"}, "needs SGLang on this node"),
+    (TRAINER, {"MODEL_NAME": "no-such-model"}, "MODEL_NAME: the model ... cannot be loaded"),
+]
+
+
+@pytest.mark.parametrize(("module", "variables", "message"), MISTAKES, ids=[message for *_, message in MISTAKES])
+def test_a_mistake_ends_with_its_message(tmp_path: Path, module: str, variables: dict[str, str], message: str) -> None:
+    assert message in MESSAGES
+    (tmp_path / "rows.jsonl").write_text('{"question": "3+4=", "answer": "7"}\n' * 20)
+    port = () if module in (ROLLOUT, TRAINER) else ("--port", "0")
+    own = {"TRAINER_LISTEN_PORT": str(free_port())}
+    ended = run(module, tmp_path, *port, **own, **variables)
+    assert ended.returncode == 78, ended.stdout
+    assert re.search(pattern(message), ended.stdout), ended.stdout
+
+
+def test_a_model_without_turns_is_refused_and_few_shot_is_the_remedy(
+    tmp_path: Path, plain_model: Path, start_service
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"question": "{a}+{a}=", "answer": "{2 * a}"}}\n' for a in range(40))
+    )
+    settings = {"DATASET": str(tmp_path / "rows.jsonl"), "MODEL_NAME": str(plain_model)}
+    ended = run(DATA, tmp_path, "--port", "0", **settings)
+    assert ended.returncode == 78, ended.stdout
+    assert re.search(pattern("has no chat template; set PROMPT_STYLE=plain or few_shot"), ended.stdout), ended.stdout
+    start_service(DATA, **settings, PROMPT_STYLE="few_shot")
+
+
+def test_a_taken_port_is_named(tmp_path: Path, start_service) -> None:
+    first = start_service(REWARD)
+    ended = run(REWARD, tmp_path, "--host", "127.0.0.1", "--port", str(first.port))
+    assert ended.returncode == 78, ended.stdout
+    assert f"cannot listen on 127.0.0.1:{first.port}" in ended.stdout
