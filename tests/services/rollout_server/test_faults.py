@@ -41,8 +41,8 @@ def two(shared: FakeNodes) -> FakeNodes:
 
 @pytest.fixture
 def lost(tmp_path: Path) -> Iterator[FakeNodes]:
-    """Two nodes of which one is going to end; it waits for little."""
-    nodes = fake_nodes(tmp_path, 2, ROLLOUT_LOST_SECONDS="3", ROLLOUT_MAX_RESTARTS="1")
+    """Two nodes of which one is going to end."""
+    nodes = fake_nodes(tmp_path, 2, ROLLOUT_MAX_RESTARTS="1")
     try:
         yield nodes
     finally:
@@ -160,7 +160,11 @@ def test_requests_that_are_refused_do_not_close_the_workers_to_others(two: FakeN
 
 
 def test_a_node_that_loses_the_shared_volume_ends_and_the_others_go_on(lost: FakeNodes) -> None:
-    lost.start_all()
+    lost.start(0)
+    lost.wait_registered([0])
+    lost.environment["ROLLOUT_LOST_SECONDS"] = "10"
+    lost.start(1)
+    lost.wait_registered([0, 1])
     lost.publish(4)
     with Traffic(lost) as traffic:
         runs = lost.directory / "runs"
@@ -221,6 +225,7 @@ def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(los
 
 
 def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:
+    lost.environment["ROLLOUT_LOST_SECONDS"] = "1"
     node = lost.start(1)
     assert node.process.wait(60) == EXIT_RECOVERABLE
     assert "the router does not answer" in lost.log(1).splitlines()[-1]
