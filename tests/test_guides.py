@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,7 +72,7 @@ class Desk:
         for entry in ROOT.iterdir():
             if not entry.name.startswith(".") and entry.name not in ("runs", "tests", "build"):
                 (folder / entry.name).symlink_to(entry)
-        (folder / ".venv").symlink_to(Path(os.environ.get("VIRTUAL_ENV", ROOT / ".venv")))
+        (folder / ".venv").symlink_to(sys.prefix)
         (folder / DEMO_MODEL).parent.mkdir(parents=True)
         (folder / DEMO_MODEL).symlink_to(model)
         # The template is what the tiny model can read.
