@@ -40,10 +40,12 @@ def directory(size: str, new: Path) -> Path:
 
 def make_random(new: Path, shape: dict[str, Any]) -> Path:
     """Writes a Qwen2 with random weights and the tiny model's tokenizer; ``shape`` differs from the tiny model's."""
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = build_model().config
-    config.update({"max_position_embeddings": 32_768} | shape)
+    tiny = build_model().config.to_dict()
+    # Made from the others, one a layer.
+    del tiny["layer_types"]
+    config = Qwen2Config(**(tiny | {"max_position_embeddings": 32_768} | shape))
     new.mkdir(parents=True, exist_ok=True)
     Qwen2ForCausalLM(config).save_pretrained(new)
     build_tokenizer().save_pretrained(new)
