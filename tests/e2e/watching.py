@@ -1,0 +1,89 @@
+"""Looks at the run page of a run under way, on a desk and on a phone, until its numbers and plots have moved."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from playwright.sync_api import Page, expect
+
+from scripts.local.directory import read_nodes
+from tests.browser import DESKTOP, PHONE, browser, is_wider_than_window, problems_of, screenshot
+from tests.e2e.system import System
+
+SECONDS = 120
+PLOT = "#plot-reward"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the page showed at one moment: the step, the reward plot in words and as a picture, who is healthy."""
+
+    step: int
+    plot: str
+    picture: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What was seen of a page: two moments of it, the components, and what was wrong."""
+
+    first: Sight
+    later: Sight
+    healthy: set[str]
+    cursor: str
+    """Where the keyboard has put the cursor of the plots: Home, then one step on."""
+    phone_is_wide: bool
+    problems: list[str]
+
+
+def watch(system: System) -> Watch:
+    """Opens the page once the first step is done, and closes it when the page has moved on."""
+    system.wait_for_step(1)
+    nodes = read_nodes(system.run_dir)
+    assert nodes is not None
+    url = f"http://{nodes.endpoints['ppo-trainer-0:8004']}"
+    with browser() as chrome:
+        desk = chrome.new_page(viewport=DESKTOP)
+        phone = chrome.new_page(viewport=PHONE, has_touch=True, is_mobile=True)
+        problems = [problems_of(page) for page in (desk, phone)]
+        for page in (desk, phone):
+            page.set_default_timeout(1000 * SECONDS)
+            page.goto(url)
+        first = later = look(desk)
+        deadline = time.monotonic() + SECONDS
+        while later.step == first.step or later.plot == first.plot or later.picture == first.picture:
+            assert time.monotonic() < deadline, f"nothing moves: {later.step}, {later.plot}"
+            desk.wait_for_timeout(200)
+            later = look(desk)
+        screenshot(desk, system.run_dir.parent / "run-page.png")
+        look(phone)
+        screenshot(phone, system.run_dir.parent / "run-page-phone.png")
+        is_wide = is_wider_than_window(phone)
+        cursor = walk_by_keyboard(desk)
+        desk.get_by_role("link", name="Components").click()
+        expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * SECONDS)
+        healthy = desk.locator(".component:has(.pill.good) strong").all_inner_texts()
+        return Watch(first, later, set(healthy), cursor, is_wide, [one for page in problems for one in page])
+
+
+def look(page: Page) -> Sight:
+    """What ``page`` shows at this moment."""
+    expect(page.locator("#progress-text")).to_contain_text(re.compile(r"step \d+ of"), timeout=1000 * SECONDS)
+    step = re.search(r"step (\d+) of", page.locator("#progress-text").inner_text())
+    assert step is not None
+    plot = page.locator(f"{PLOT} canvas.top").get_attribute("aria-label") or ""
+    picture = page.locator(f"{PLOT} canvas").first.evaluate("canvas => canvas.toDataURL()")
+    return Sight(int(step[1]), plot, picture)
+
+
+def walk_by_keyboard(page: Page) -> str:
+    """Goes to the reward plot, to its first step and one further, by keys alone; returns what the page says of it."""
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"document.activeElement.closest('{PLOT}') !== null"):
+            break
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    return page.locator("#cursor").inner_text()
