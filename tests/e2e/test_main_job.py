@@ -130,7 +130,10 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tiny_model, tmp_p
 
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
-    [("MODEL_NAME", "no-such-model", "no-such-model"), ("DATASET", "no-such-file.jsonl", "no-such-file.jsonl")],
+    [
+        ("MODEL_NAME", "no-such-model", "no-such-model"),
+        pytest.param("DATASET", "no-such-file.jsonl", "no-such-file.jsonl", marks=pytest.mark.slow),
+    ],
 )
 def test_what_cannot_be_had_stops_the_run_before_training(tiny_model, tmp_path, setting, value, said):
     settings = {setting: value}

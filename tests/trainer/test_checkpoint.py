@@ -63,7 +63,7 @@ def test_a_resumed_run_ends_with_the_very_weights_of_the_undisturbed_one(
     assert greatest_difference(weights, undisturbed) == 0
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_may_change(
     model: Path, trained: tuple[Path, Arrays], tmp_path: Path, n_ranks: int
 ) -> None:

@@ -52,7 +52,7 @@ def run_trainer(directory: Path, num_nodes: int, settings: Mapping[str, str]) ->
         return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_service_that_stays_away_is_recoverable(tiny_model, tmp_path, num_nodes):
     ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model)})
     assert [code for code, _ in ended] == [EXIT_RECOVERABLE] * num_nodes, ended
@@ -65,7 +65,7 @@ def test_a_service_that_stays_away_is_recoverable(tiny_model, tmp_path, num_node
         ({"LEARNING_RATE": "-1"}, "LEARNING_RATE"),
         pytest.param({"PUBLISH_TRANSPORT": "carrier-pigeon"}, "PUBLISH_TRANSPORT", marks=pytest.mark.slow),
         pytest.param({"BATCH_SIZE": "2", "UPDATES_PER_BATCH": "3"}, "UPDATES_PER_BATCH", marks=pytest.mark.slow),
-        ({"MODEL_NAME": "no/such/directory"}, "no/such/directory"),
+        pytest.param({"MODEL_NAME": "no/such/directory"}, "no/such/directory", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_wrongly_configured_is_not(tiny_model, tmp_path, settings, said):
