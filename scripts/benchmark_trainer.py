@@ -67,15 +67,22 @@ def threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", cores()))
 
 
-def cases_of(work: Work, ranks: Sequence[int], *, bare: bool) -> list[Case]:
-    """All cases; the bare pass first."""
-    cases = [Case.measured("bare forward and backward", "bare", 1, work)] if bare else []
-    for count in ranks:
-        for shares in (True, False):
-            how = "shared prompts" if shares else "each its prompt"
-            name = f"{count} rank{'s' if count > 1 else ''}, {how}"
-            cases.append(Case.measured(name, "update", count, replace(work, shares_prompts=shares)))
-    return cases
+def bare(work: Work) -> Case:
+    """A bare pass over the work."""
+    return Case.measured("bare forward and backward", "bare", 1, work)
+
+
+def update(work: Work, ranks: int, *, shares_prompts: bool) -> Case:
+    """The trainer's update on it."""
+    how = "shared prompts" if shares_prompts else "each its prompt"
+    name = f"{ranks} rank{'s' if ranks > 1 else ''}, {how}"
+    return Case.measured(name, "update", ranks, replace(work, shares_prompts=shares_prompts))
+
+
+def speed_cases(work: Work, ranks: Sequence[int], *, with_bare: bool) -> list[Case]:
+    """Both forms of the update on every number of ranks; the bare pass first."""
+    cases = [bare(work)] if with_bare else []
+    return cases + [update(work, count, shares_prompts=shares) for count in ranks for shares in (True, False)]
 
 
 def show_speed(cases: Sequence[Case]) -> Table:
@@ -108,7 +115,8 @@ def memory_cases(cases: Sequence[tuple[int, int]]) -> list[list[Case]]:
             model = models.make_random(Path(name) / str(vocabulary), SMALL | {"vocab_size": vocabulary})
             work = replace(MEMORY_WORK, model=str(model), completion_tokens=tokens)
             print(f"memory: vocabulary {vocabulary}, {tokens} tokens", file=sys.stderr)
-            found.append(cases_of(work, [1, 2], bare=True))
+            shared = [update(work, ranks, shares_prompts=True) for ranks in (1, 2)]
+            found.append([bare(work), *shared, update(work, 1, shares_prompts=False)])
     return found
 
 
@@ -139,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--no-bare", action="store_true", help="leave the bare pass out")
-    parser.add_argument("--no-memory", action="store_true", help="leave the table of memory out")
+    parser.add_argument("--tables", nargs="+", choices=("speed", "memory"), default=("speed", "memory"))
     parser.add_argument("--quick", action="store_true", help="one round; memory of two cases")
     parser.add_argument("--json", type=Path, help="also write the measurements to this file")
     given = parser.parse_args(arguments)
@@ -148,10 +156,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = Work(**{name: getattr(given, name) for name in names})
     if given.quick:
         work = replace(work, rounds=1)
-    speed = cases_of(work, given.ranks, bare=not given.no_bare)
-    Console().print(show_speed(speed))
-    memory = [] if given.no_memory else memory_cases(MEMORY_CASES[:2] if given.quick else MEMORY_CASES)
-    if memory:
+    speed, memory = [], []
+    if "speed" in given.tables:
+        speed = speed_cases(work, given.ranks, with_bare=not given.no_bare)
+        Console().print(show_speed(speed))
+    if "memory" in given.tables:
+        memory = memory_cases(MEMORY_CASES[:2] if given.quick else MEMORY_CASES)
         Console().print(show_memory(memory))
     if given.json:
         result = {"speed": [asdict(c) for c in speed], "memory": [[asdict(c) for c in row] for row in memory]}
