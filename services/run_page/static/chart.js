@@ -189,7 +189,8 @@ export class Chart {
     this.paintAxes(context, color("--line"), color("--muted"));
     context.save();
     context.beginPath();
-    context.rect(MARGIN.left, MARGIN.top - 2, this.plotWidth, this.plotHeight + 4);
+    // Points on the edge are drawn whole.
+    context.rect(MARGIN.left - 4, MARGIN.top - 4, this.plotWidth + 8, this.plotHeight + 8);
     context.clip();
     for (const line of this.drawn) {
       if (this.spec.stacked) this.paintArea(context, line);
