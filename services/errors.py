@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+EXIT_FAILED = 1
+"""An error that nobody foresaw, or what a component needs never came up. Not listed, so restarts are bounded by
+``max_restarts_on_errors``."""
+
 EXIT_RECOVERABLE = 33
-"""A dependency was lost; a restart may cure it. Listed in ``recover_on_exit_codes`` of every task."""
+"""A dependency that was there is lost; a restart may cure it. Listed in ``recover_on_exit_codes`` of every task, so
+restarts are not bounded: an error that comes back each time must not end with it."""
+
+EXIT_PEER_LOST = 34
+"""Another rank of the trainer went away; it has the reason, which may come back each time, so this code is not listed
+either. SkyPilot recovers from the loss of a node whatever the codes are."""
 
 EXIT_CONFIGURATION = 78
 """A setting, dataset or model cannot be had; a restart would fail alike. sysexits.h calls it EX_CONFIG."""
@@ -15,3 +24,7 @@ class ConfigurationError(Exception):
 
 class DependencyLostError(Exception):
     """A service did not answer within its deadline, retries included. The message names it and the last error."""
+
+
+class NeverReadyError(Exception):
+    """What a component needs was not there when it started, and did not come up within the deadline of the start."""

@@ -31,7 +31,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_met
 from pydantic import BaseModel
 
 from services import endpoints, gate, logs, problems
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from services.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    EXIT_RECOVERABLE,
+    ConfigurationError,
+    DependencyLostError,
+    NeverReadyError,
+)
 from services.protocol import Health, Problem
 from services.settings import Settings
 
@@ -395,4 +402,7 @@ def exit_code_of(main: Callable[[], None]) -> int:
     except DependencyLostError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_RECOVERABLE
+    except NeverReadyError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
     return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -75,9 +75,14 @@ class CheckpointStore:
         self.directory = directory
         self.kept = kept
         self.ranks = ranks
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint that this process has begun to write, or has loaded."""
+        self._removed_snapshots: list[str] = []
         self._pending: _Pending | None = None
         # Its collectives run in a thread beside the training's, so it has a process group of its own.
         self._group = dist.new_group(backend="gloo")
+        # Checksums mean reading the whole checkpoint back: for a 7B model 84 GB, which training does not wait for.
+        self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -99,7 +104,11 @@ class CheckpointStore:
         future = async_save(
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=hidden, process_group=self._group
         )
-        self._pending = _Pending(cast("Future[Any]", future), hidden, self._path(state.step), state)
+        written = cast("Future[Any]", future)
+        # Rank 0's is done when every rank has written its part.
+        sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
+        self._pending = _Pending(sealed, hidden, self._path(state.step), state)
+        self.saved_step = state.step
         if wait:
             self.finish()
 
@@ -118,16 +127,23 @@ class CheckpointStore:
         pending.future.result()
         self.ranks.barrier()
         if self.ranks.is_main:
-            (pending.hidden / "state.json").write_bytes(orjson.dumps(pending.state.model_dump(mode="json")))
-            _write_manifest(pending.hidden)
-            shutil.rmtree(pending.final, ignore_errors=True)
-            pending.hidden.rename(pending.final)
-            best = None if pending.state.best_step is None else self._path(pending.state.best_step)
-            for old in self._complete()[: -self.kept]:
-                if old != best:
-                    shutil.rmtree(old)
+            _replace(pending.final, pending.hidden)
+            self._remove_old(pending.state.best_step)
         self.ranks.barrier()
         return pending.state
+
+    def take_removed_snapshots(self) -> list[str]:
+        """The replay buffer's snapshots of checkpoints that were removed, each told once; on rank 0."""
+        taken, self._removed_snapshots = self._removed_snapshots, []
+        return taken
+
+    def _remove_old(self, best_step: int | None) -> None:
+        best = None if best_step is None else self._path(best_step)
+        for old in self._complete()[: -self.kept]:
+            if old != best:
+                if (snapshot := _snapshot_of(old)) is not None:
+                    self._removed_snapshots.append(snapshot)
+                shutil.rmtree(old)
 
     def newest(self, model_type: str, parameters: int) -> tuple[Path, RunState] | None:
         """The newest undamaged checkpoint of this model, the same on every rank; None where there is none.
@@ -151,6 +167,7 @@ class CheckpointStore:
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         load(state, checkpoint_id=path)
         set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
@@ -170,9 +187,34 @@ class CheckpointStore:
             log.warning("checkpoint not used", path=str(path), reason=damage)
             complaint = complaint or (
                 f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {damage}. "
-                "Give another RUN_ID, or set RESUME=false to start anew."
+                "Give another RUN_ID to start anew."
             )
         return None, complaint
+
+
+def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
+    """Puts state and manifest beside the tensors as soon as these are written."""
+    written.result()
+    (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
+    _write_manifest(directory)
+
+
+def _replace(final: Path, new: Path) -> None:
+    """Puts ``new`` in the place of ``final``, without a moment as long as a removal in which there is neither."""
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    new.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _snapshot_of(directory: Path) -> str | None:
+    """The replay buffer's snapshot that belongs to a checkpoint; None where it has none or cannot be read."""
+    try:
+        return RunState.model_validate_json((directory / "state.json").read_bytes()).replay_snapshot
+    except (OSError, ValidationError):
+        return None
 
 
 def _write_manifest(directory: Path) -> None:

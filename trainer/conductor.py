@@ -6,10 +6,10 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from services.clients import DataClient, ReplayClient, RewardClient
-from services.errors import DependencyLostError
+from services.errors import DependencyLostError, NeverReadyError
 from services.http_client import RequestRefusedError
 from services.logs import get_logger
-from services.protocol import Cursor, SampledGroup
+from services.protocol import Cursor, DataStats, SampledGroup
 from services.rollout_client import RolloutClient
 from services.rollout_control import RouterControl
 from trainer.collector import Collector
@@ -25,7 +25,10 @@ WORKER_POLL_SECONDS = 0.2
 
 
 class Conductor:
-    """The services of a run. An async context manager; entering it waits until all of them are healthy."""
+    """The services of a run.
+
+    An async context manager. Entering it waits until all of them are healthy; NeverReadyError if they do not become so.
+    """
 
     def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
         token, deadline = settings.token, settings.service_deadline_seconds
@@ -49,11 +52,14 @@ class Conductor:
     async def __aenter__(self) -> Conductor:
         for client in (self.data, self.rewards, self.replay, self.router, self.rollouts):
             await self._stack.enter_async_context(client)
-        deadline = self.settings.service_deadline_seconds
-        await asyncio.gather(
-            self.data.wait_healthy(deadline), self.rewards.wait_healthy(deadline), self.replay.wait_healthy(deadline)
-        )
-        await self._wait_for_workers(deadline)
+        deadline = self.settings.start_deadline_seconds
+        try:
+            await asyncio.gather(
+                *(service.wait_healthy(deadline) for service in (self.data, self.rewards, self.replay)),
+                self._wait_for_workers(deadline),
+            )
+        except DependencyLostError as error:
+            raise NeverReadyError(str(error)) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -61,9 +67,9 @@ class Conductor:
             self.collector.cancel()
         await self._stack.aclose()
 
-    async def train_prompts(self) -> int:
-        """How many training prompts an epoch has."""
-        return (await self.data.stats()).train_prompts
+    async def describe_data(self) -> DataStats:
+        """What there is to train on."""
+        return await self.data.stats()
 
     async def start_source(self, cursor: Cursor) -> None:
         """Starts the source of groups; in asynchronous mode with a collector beside the trainer, unless it is
@@ -104,6 +110,10 @@ class Conductor:
                 raise
             return False
         return True
+
+    async def forget_replay(self, label: str) -> None:
+        """Lets the replay buffer forget a checkpoint's contents."""
+        await self.replay.drop_snapshot(label)
 
     async def _wait_for_workers(self, deadline_seconds: float) -> None:
         workers: list[str] = []

@@ -229,7 +229,6 @@ class TrainerSettings(Settings):
     target_accuracy: float | None = Field(default=None, gt=0, le=1, description="Stop early at this greedy pass@1.")
     checkpoint_every: int = Field(default=25, ge=0, description="Checkpoint every so many steps; 0: at the end only.")
     checkpoints_kept: int = Field(default=2, ge=1, description="Newest checkpoints that are kept, beside the best one.")
-    resume: bool = Field(default=True, description="Go on from the run directory's newest checkpoint.")
 
     # Services, logs
     trainer_listen_host: str | None = Field(default=None, description="Address that the status page listens on.")
@@ -238,6 +237,13 @@ class TrainerSettings(Settings):
     )
     service_deadline_seconds: float = Field(
         default=300, gt=0, description="How long a service may be unreachable before the run ends as recoverable."
+    )
+    engine_start_seconds: float = Field(
+        default=1800,
+        gt=0,
+        le=2700,
+        description="How long an engine may take to start. When the trainer starts, it waits for services and workers "
+        "for SERVICE_DEADLINE_SECONDS more than this.",
     )
     logged_groups: int = Field(default=4, ge=0, description="Groups a step written to samples.jsonl.")
     wandb_api_key: SecretStr | None = Field(default=None, description="When set, metrics also go to Weights & Biases.")
@@ -257,6 +263,11 @@ class TrainerSettings(Settings):
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
             )
         return self
+
+    @property
+    def start_deadline_seconds(self) -> float:
+        """How long services and workers may take to come up when the trainer starts: shorter than a collective."""
+        return self.engine_start_seconds + self.service_deadline_seconds
 
     @property
     def checkpoint_dir(self) -> Path:

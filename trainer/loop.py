@@ -16,7 +16,7 @@ import orjson
 import torch
 
 from services import memory
-from services.errors import ConfigurationError, DependencyLostError
+from services.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.logs import get_logger
 from services.protocol import Cursor, SampledGroup
 from trainer.checkpoint import CheckpointStore, RunState
@@ -37,7 +37,7 @@ from trainer.status import RunStatus
 
 log = get_logger(__name__)
 
-EXPECTED_ERRORS = (ConfigurationError, DependencyLostError, InterruptedCallError)
+EXPECTED_ERRORS = (ConfigurationError, DependencyLostError, NeverReadyError, InterruptedCallError)
 """What rank 0 meets in its dealings with the services, and tells the other ranks."""
 
 GRACE_SECONDS = 60.0
@@ -94,7 +94,10 @@ class TrainingLoop:
                 if not self.step():
                     break
         except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
-            self.save_checkpoint(wait=True)
+            if self.checkpoints.saved_step == self.state.step:
+                self.checkpoints.finish()
+            else:
+                self.save_checkpoint(wait=True)
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
@@ -109,21 +112,39 @@ class TrainingLoop:
         groups = self.fetch_generate_score_store()  # 1 to 4
         if not groups:
             return False
+        # Asked for before the weights change: a service that is lost up to here leaves the step undone.
+        replayed = self.sample_replay()
         update = self.update(groups)  # 5 and 6
-        replay = self.replay_update()  # 7
-        self.state.step += 1
-        self.state.policy_version += 1
+        replay = self.replay_update(replayed)  # 7
+        self.complete_step()
         metrics = self.describe(update, replay)
-        metrics |= self.publish()
-        self.record_cursor()
-        metrics["seconds_step"] = time.perf_counter() - started
-        if self.is_due(self.settings.eval_every) or self.state.step == self.learner.total_steps:
-            self.evaluate(metrics)
+        try:
+            self.tell_replay_buffer(replay)
+            metrics |= self.publish()
+            metrics["seconds_step"] = time.perf_counter() - started
+            if self.is_due(self.settings.eval_every) or self.state.step == self.learner.total_steps:
+                self.evaluate(metrics)
+        except EXPECTED_ERRORS:
+            self.record(metrics)
+            raise
         self.record(metrics)
         if self.is_due(self.settings.checkpoint_every) or self.state.best_step == self.state.step:
             self.save_checkpoint()
         self.checkpoints.poll()
+        self.forget_replay()
         return True
+
+    def complete_step(self) -> None:
+        """The weights are those of the next step: so is the state from here on, whatever service is lost."""
+        self.state.step += 1
+        self.state.policy_version += 1
+
+        def cursor() -> Any:
+            source = self._main().conductor.source
+            assert source is not None
+            return source.cursor().model_dump()
+
+        self.state.cursor = Cursor.model_validate(self.ranks.on_main(cursor))
 
     def is_due(self, every: int) -> bool:
         """True after every so many steps; never for 0."""
@@ -135,9 +156,10 @@ class TrainingLoop:
         def work() -> list[Any]:
             main = self._main()
             main.status.phase = "generate"
-            deadline = 2 * self.settings.generation_deadline_seconds + self.settings.fresh_wait_seconds + GRACE_SECONDS
+            rounds = self.settings.dynamic_sampling_tries + 1
+            deadline = rounds * 2 * self.settings.generation_deadline_seconds + self.settings.fresh_wait_seconds
             main.batch = main.thread.call(
-                main.conductor.next_batch(self.state.policy_version), deadline, interruptible=True
+                main.conductor.next_batch(self.state.policy_version), deadline + GRACE_SECONDS, interruptible=True
             )
             return _to_json([training_group(g, self.settings) for g in main.batch.groups])
 
@@ -153,6 +175,11 @@ class TrainingLoop:
         result = self.learner.update(
             groups, self.state.step, n_steps=self.settings.updates_per_batch, should_stop=self.should_stop
         )
+        self._count_skipped(result, groups)
+        return result
+
+    def _count_skipped(self, result: UpdateResult, groups: Sequence[TrainingGroup]) -> None:
+        """Counts updates in a row that were not finite."""
         self.skipped_in_a_row = self.skipped_in_a_row + result.skipped if result.skipped else 0
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
@@ -165,10 +192,11 @@ class TrainingLoop:
                 f"(MAX_SKIPPED_STEPS is {self.settings.max_skipped_steps}); the last batch is in {path}. "
                 "Lower LEARNING_RATE, or look for broken logprobs in that file."
             )
-        return result
 
-    def replay_update(self) -> UpdateResult:
-        """Step 7: an additional update on groups from the replay buffer, corrected for being off-policy."""
+    def sample_replay(self) -> list[TrainingGroup]:
+        """Groups from the replay buffer for step 7, on every rank."""
+        if not self.settings.replay_groups:
+            return []
 
         def work() -> list[Any]:
             main = self._main()
@@ -176,20 +204,32 @@ class TrainingLoop:
             main.replayed = main.thread.call(sampling, self.settings.service_deadline_seconds + GRACE_SECONDS)
             return _to_json([training_group(s.group, self.settings, s.weight) for s in main.replayed])
 
-        result = UpdateResult()
-        if self.settings.replay_groups:
-            groups = _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
-            if groups:
-                result = self.learner.update(groups, self.state.step, off_policy=True)
+        return _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
 
-        def finish() -> None:
-            main = self._main()
-            priorities = updated_priorities([s.group for s in main.replayed], result.signal)
-            deadline = self.settings.service_deadline_seconds + GRACE_SECONDS
-            main.thread.call(main.conductor.finish_step(priorities), deadline)
+    def replay_update(self, groups: list[TrainingGroup]) -> UpdateResult:
+        """Step 7: an additional update on groups from the replay buffer, corrected for being off-policy.
 
-        self.ranks.on_main(finish, *EXPECTED_ERRORS)
+        Raises:
+            TrainingDivergedError: it was not finite, as were those before.
+        """
+        if not groups:
+            return UpdateResult()
+        result = self.learner.update(groups, self.state.step, off_policy=True)
+        if result.skipped:
+            self._count_skipped(result, groups)
         return result
+
+    def tell_replay_buffer(self, replay: UpdateResult) -> None:
+        """Says which groups were trained on, and what the replayed ones were worth."""
+
+        def work() -> None:
+            main = self._main()
+            # What a skipped update saw is not finite.
+            seen = [] if replay.skipped else [s.group for s in main.replayed]
+            deadline = self.settings.service_deadline_seconds + GRACE_SECONDS
+            main.thread.call(main.conductor.finish_step(updated_priorities(seen, replay.signal)), deadline)
+
+        self.ranks.on_main(work, *EXPECTED_ERRORS)
 
     def publish(self) -> dict[str, float]:
         """Gives the rollout workers the policy."""
@@ -273,6 +313,17 @@ class TrainingLoop:
         self.checkpoints.save(self.policy, self.learner.optimizer, self.state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=self.state.step, directory=str(self.settings.checkpoint_dir))
 
+    def forget_replay(self) -> None:
+        """Lets the replay buffer forget what it kept for checkpoints that are gone."""
+        if self.main is None:
+            return
+        for label in self.checkpoints.take_removed_snapshots():
+            try:
+                deadline = self.settings.service_deadline_seconds + GRACE_SECONDS
+                self.main.thread.call(self.main.conductor.forget_replay(label), deadline)
+            except DependencyLostError as error:
+                log.warning("a snapshot of the replay buffer stays", snapshot=label, reason=str(error))
+
     def describe(self, update: UpdateResult, replay: UpdateResult) -> dict[str, float]:
         """The metrics of a step, on rank 0."""
         if self.main is None:
@@ -290,16 +341,6 @@ class TrainingLoop:
         metrics["policy_version"] = float(self.state.policy_version)
         metrics["peak_memory_bytes"] = float(peak_memory_bytes())
         return metrics
-
-    def record_cursor(self) -> None:
-        """Keeps where the run stands in its prompts, on every rank."""
-
-        def work() -> Any:
-            source = self._main().conductor.source
-            assert source is not None
-            return source.cursor().model_dump()
-
-        self.state.cursor = Cursor.model_validate(self.ranks.on_main(work, *EXPECTED_ERRORS))
 
     def record(self, metrics: dict[str, float]) -> None:
         """Writes a step's metrics and samples, and its line in the log."""

@@ -3,7 +3,6 @@ ended."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
@@ -17,10 +16,10 @@ import transformers
 
 from services import logs
 from services.endpoints import Task
-from services.errors import EXIT_RECOVERABLE, ConfigurationError
+from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.logs import get_logger
 from services.policy_store import PolicyStore
-from services.protocol import Cursor
+from services.protocol import Cursor, DataStats
 from services.scaffold import exit_code_of
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
@@ -36,8 +35,6 @@ from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
 
 log = get_logger(__name__)
-
-EXIT_FAILED = 1
 
 
 class StopSignal:
@@ -87,7 +84,7 @@ def run_rank() -> int:
         return EXIT_FAILED
     except PeerLostError as error:
         sys.stderr.write(f"error: {error}\n")
-        return EXIT_RECOVERABLE
+        return EXIT_PEER_LOST
     return 128 + (stop.number or signal.SIGTERM) if interrupted else code
 
 
@@ -97,6 +94,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     Raises:
         ConfigurationError: a setting, model or dataset that cannot be had.
         DependencyLostError: a service was lost.
+        NeverReadyError: a service did not come up at the start.
         InterruptedCallError: a signal came; the last completed step is in a checkpoint.
         TrainingDivergedError: updates were not finite.
     """
@@ -112,12 +110,14 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         conductor = _connect(settings, ranks, policy, thread, stack)
 
-        def prompts() -> int:
+        def describe_data() -> dict[str, Any]:
             assert thread is not None
             assert conductor is not None
-            return thread.call(conductor.train_prompts(), settings.service_deadline_seconds + GRACE_SECONDS)
+            described = thread.call(conductor.describe_data(), settings.service_deadline_seconds + GRACE_SECONDS)
+            return described.model_dump()
 
-        total_steps = _total_steps(settings, ranks.on_main(prompts, *EXPECTED_ERRORS))
+        data = DataStats.model_validate(ranks.on_main(describe_data, *EXPECTED_ERRORS))
+        total_steps = _total_steps(settings, data.train_prompts)
         status.total_steps = total_steps
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
@@ -148,11 +148,11 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             final = loop.run()
         except Exception as error:
             if main is not None:
-                main.files.write_summary(_summary(settings, ranks, state, _status_of(error)))
+                main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
             raise
         save_pretrained(policy, settings, ranks, settings.run_dir / "model", published_dtype(settings))
         if main is not None:
-            main.files.write_summary(_summary(settings, ranks, final, "succeeded"))
+            main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
             status.phase = "finished"
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
 
@@ -171,7 +171,7 @@ def _connect(
     def work() -> None:
         assert thread is not None
         assert conductor is not None
-        deadline = 2 * settings.service_deadline_seconds + GRACE_SECONDS
+        deadline = settings.start_deadline_seconds + GRACE_SECONDS
         thread.call(conductor.__aenter__(), deadline, interruptible=True)
         stack.callback(lambda: thread.call(conductor.__aexit__(), GRACE_SECONDS))
 
@@ -194,7 +194,7 @@ def _resume(
 ) -> RunState:
     """The state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one."""
     fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
-    found = checkpoints.newest(fresh.model_type, fresh.parameters) if settings.resume else None
+    found = checkpoints.newest(fresh.model_type, fresh.parameters)
     if found is None:
         # An earlier life may have published without having come to its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
@@ -222,18 +222,32 @@ def _next_version(settings: TrainerSettings, version: int) -> int:
 
 def _start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
     """Takes the replay buffer back to the checkpoint and starts the source of groups."""
-    if settings.mode is Mode.SYNC and state.replay_snapshot:
-        restoring = conductor.restore_replay(state.replay_snapshot)
-        if not thread.call(restoring, settings.service_deadline_seconds + GRACE_SECONDS):
-            log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
+    if settings.mode is Mode.SYNC:
+        _restore_replay(settings, thread, conductor, state)
     thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
+
+
+def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
+    """Gives the replay buffer the contents that the state's training has seen, and no others.
+
+    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
+    before its first checkpoint, would be newer than the policy.
+    """
+    deadline = settings.service_deadline_seconds + GRACE_SECONDS
+    start = f"{settings.run_id}-start"
+    if thread.call(conductor.restore_replay(state.replay_snapshot or start), deadline):
+        return
+    if state.replay_snapshot is None:
+        thread.call(conductor.save_replay(start), deadline)
+    else:
+        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
 
 
 def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, status: str) -> dict[str, Any]:
+def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: str, status: str) -> dict[str, Any]:
     return {
         "status": status,
         "steps": state.step,
@@ -243,7 +257,7 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, status: s
         "accuracy_before": state.accuracy_before,
         "accuracy_after": state.last_accuracy if state.step else None,
         "model": settings.model_name,
-        "dataset": os.environ.get("DATASET") or "gsm8k",
+        "dataset": dataset,
         "device": ranks.device.type,
         "compute_type": str(compute_type(settings, ranks.device)).removeprefix("torch."),
         "ranks": ranks.world_size,

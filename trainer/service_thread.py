@@ -11,6 +11,8 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from services.errors import DependencyLostError
+
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
@@ -52,7 +54,7 @@ class ServiceThread:
             interruptible: give up as soon as the run is asked to stop.
 
         Raises:
-            TimeoutError: it took longer than the deadline.
+            DependencyLostError: it took longer than the deadline.
             InterruptedCallError: the run was asked to stop.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -68,7 +70,9 @@ class ServiceThread:
                 raise InterruptedCallError
             if time.monotonic() > end:
                 future.cancel()
-                raise TimeoutError(f"{work!r} took longer than {deadline_seconds:g} s")
+                raise DependencyLostError(
+                    f"{getattr(work, '__qualname__', work)} took longer than {deadline_seconds:g} s"
+                )
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Starts ``work``, which runs until it ends or the thread does."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
+from trainer import checkpoint
 from trainer.checkpoint import CheckpointStore
 from trainer.distributed import Ranks, join_ranks
 
@@ -144,9 +146,9 @@ def test_the_resumed_run_is_the_same_from_the_one_before_it_too(
 def test_nothing_starts_anew_over_checkpoints_that_are_all_damaged(
     alone: Ranks, model: Path, checkpoints: Path
 ) -> None:
-    for checkpoint in checkpoints.glob("step-*"):
-        cut_short(checkpoint)
-    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* can be used.*RUN_ID.*RESUME"):
+    for damaged in checkpoints.glob("step-*"):
+        cut_short(damaged)
+    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* can be used.*RUN_ID"):
         resume_and_train(alone, model, checkpoints, GROUPS, LAST)
 
 
@@ -154,7 +156,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_ways_out(
     alone: Ranks, checkpoints: Path, tmp_path: Path
 ) -> None:
     other = save_model(tmp_path / "other", FAMILIES["llama"])
-    with pytest.raises(ConfigurationError, match=r"of another model \(qwen2, \d+ parameters\).*RUN_ID.*RESUME"):
+    with pytest.raises(ConfigurationError, match=r"of another model \(qwen2, \d+ parameters\).*RUN_ID"):
         resume_and_train(alone, other, checkpoints, GROUPS, LAST)
 
 
@@ -185,3 +187,27 @@ def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, 
     assert state.step == 1
     _, weights = resume_and_train(alone, model, tmp_path, GROUPS, 1)
     assert greatest_difference(weights, before) == 0
+
+
+def test_no_checksum_is_computed_while_training_waits(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 1, alone)
+    reached, may_go_on, threads = threading.Event(), threading.Event(), set()
+    checksum = checkpoint._checksum
+
+    def slow_checksum(file: Path) -> str:
+        threads.add(threading.current_thread())
+        reached.set()
+        assert may_go_on.wait(60)
+        return checksum(file)
+
+    monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
+    store.save(learner.policy, learner.optimizer, run_state(learner, 1))
+    assert reached.wait(60)
+    assert store.poll() is None, "the checkpoint is not in place before its checksums are"
+    learner.update(GROUPS, 0)
+    may_go_on.set()
+    assert store.finish() is not None
+    assert threading.current_thread() not in threads

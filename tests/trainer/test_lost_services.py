@@ -1,0 +1,150 @@
+"""A service that is lost in mid-step leaves a checkpoint in which weights, prompts and records are of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import orjson
+import pytest
+
+from services.errors import DependencyLostError
+from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from tests.trainer.rank_jobs import make_learner, run_state, weights_of
+from tests.trainer.tiny import FAMILIES, save_model
+from trainer.checkpoint import CheckpointStore
+from trainer.conductor import Conductor
+from trainer.distributed import Ranks, join_ranks
+from trainer.experience import training_group
+from trainer.loop import Main, TrainingLoop
+from trainer.run_files import RunFiles
+from trainer.service_thread import ServiceThread
+from trainer.sources import Batch
+from trainer.status import RunStatus
+
+LAST = 2
+"""The step in which a service is lost."""
+
+
+class Outside:
+    """All that is outside the trainer: hands out groups, and loses a service in one call of step LAST."""
+
+    def __init__(self, lost: str) -> None:
+        self.lost = lost
+        self.steps = 0
+        self.forgotten: list[str] = []
+        self.source = self
+
+    def cursor(self) -> Cursor:
+        return Cursor(epoch=0, position=self.steps)
+
+    async def next_batch(self, policy_version: int) -> Batch:
+        self._reach("next_batch", self.steps + 1)
+        self.steps += 1
+        return Batch([group(f"g{self.steps}", policy_version)])
+
+    async def sample_replay(self, *_: Any) -> list[Any]:
+        self._reach("sample_replay", self.steps)
+        return []
+
+    async def finish_step(self, _: dict[str, float]) -> None:
+        self._reach("finish_step", self.steps)
+
+    async def save_replay(self, label: str) -> None:
+        pass
+
+    async def forget_replay(self, label: str) -> None:
+        self.forgotten.append(label)
+
+    def publish(self, version: int) -> dict[str, float]:
+        if version:
+            self._reach("publish", self.steps)
+        return {}
+
+    def _reach(self, call: str, step: int) -> None:
+        if call == self.lost and step == LAST:
+            raise DependencyLostError(f"{call} found nobody")
+
+
+def group(name: str, version: int) -> Group:
+    experiences = [
+        Experience(
+            completion="x",
+            completion_ids=[5 + number, 6],
+            logprobs=[-2.0, -2.0],
+            policy_versions=[VersionSpan(version=version, start=0, end=2)],
+            finish_reason=FinishReason.STOP,
+            result=RewardResult(reward=float(number), status=RewardStatus.SCORED),
+        )
+        for number in range(2)
+    ]
+    return Group(
+        group_id=name, prompt_id=name, prompt="1+1=", ground_truth="2", prompt_ids=[2, 3], experiences=experiences
+    )
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with join_ranks() as ranks:
+        yield ranks
+
+
+def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> TrainingLoop:
+    """Trains until a service is lost, or to the end."""
+    model = save_model(directory / "model", FAMILIES["qwen2"])
+    options: dict[str, Any] = {"eval_prompts": 0, "checkpoint_every": 1, "checkpoints_kept": 1} | settings
+    learner = make_learner(ranks, model, 4, shared_dir=directory, run_id="r", **options)
+    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
+    state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
+    files = RunFiles(learner.settings, 0)
+    with ServiceThread() as thread:
+        loop = TrainingLoop(
+            settings=learner.settings,
+            ranks=ranks,
+            policy=learner.policy,
+            learner=learner,
+            publisher=cast(Any, outside),
+            checkpoints=checkpoints,
+            state=state,
+            main=Main(thread, cast(Conductor, outside), files, RunStatus()),
+            should_stop=lambda: False,
+        )
+        try:
+            loop.run()
+        except DependencyLostError:
+            assert outside.lost
+        files.close()
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("lost", "completed"), [("next_batch", 1), ("sample_replay", 1), ("finish_step", 2), ("publish", 2)]
+)
+@pytest.mark.parametrize("checkpoint_every", [0, 1])
+def test_weights_prompts_and_records_are_of_one_step(
+    alone: Ranks, tmp_path: Path, lost: str, completed: int, checkpoint_every: int
+) -> None:
+    broken = train(alone, tmp_path / "broken", Outside(lost), checkpoint_every=checkpoint_every)
+    undisturbed = train(alone, tmp_path / "undisturbed", Outside(""))
+    found = broken.checkpoints.newest(broken.state.model_type, broken.state.parameters)
+    assert found is not None
+    path, state = found
+    assert (state.step, state.cursor.position, len(state.rewards)) == (completed, completed, completed)
+    metrics = (broken.settings.run_dir / "metrics.jsonl").read_bytes().splitlines()
+    assert [orjson.loads(line)["step"] for line in metrics] == list(range(1, completed + 1))
+
+    learner = make_learner(alone, tmp_path / "broken" / "model", 4)
+    broken.checkpoints.load(path, learner.policy, learner.optimizer)
+    for step in range(completed + 1, 5):
+        learner.update([training_group(group(f"g{step}", step - 1), broken.settings)], step - 1)
+    expected = weights_of(undisturbed.policy)
+    assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
+
+
+def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("")
+    train(alone, tmp_path, outside)
+    assert outside.forgotten[:2] == ["r-step-000001", "r-step-000002"]
+    assert "r-step-000004" not in outside.forgotten, "that of the newest checkpoint"
