@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import datasets
@@ -108,6 +110,12 @@ class Data:
         ).model_dump()
 
 
+def _state_directory(settings: DataSettings, identity: str) -> Path:
+    """Where the state is kept: each dataset and order that a run was ever given has its own."""
+    digest = hashlib.blake2b(identity.encode(), digest_size=6).hexdigest()
+    return settings.data_state_dir or settings.run_dir / "data" / digest
+
+
 def load(settings: DataSettings, *, own_process: bool = False) -> Data:
     """Loads the dataset and the tokenizer; ConfigurationError where one cannot be had."""
     _quieten_libraries()
@@ -138,7 +146,7 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Data:
                 f"{settings.dataset!r} is longer; allow more"
             )
     identity = f"{settings.dataset} ({len(train)} prompts, DATA_SEED {settings.data_seed}, {settings.curriculum.value})"
-    state = ServerState(settings.data_state_dir, identity)
+    state = ServerState(_state_directory(settings, identity) if own_process else settings.data_state_dir, identity)
     orders = {
         Split.TRAIN: EpochOrder(
             len(train),

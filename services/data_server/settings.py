@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from services.settings import Settings
 
@@ -114,13 +113,13 @@ class DataSettings(Settings):
     )
     data_state_dir: Path | None = Field(
         default=None,
-        description="Where the server's own cursors and success rates survive a restart; unset: in memory only. "
-        "Clients that pass a cursor do not need it.",
+        description="Where the server's own cursors and success rates survive a restart; default `data` in the run "
+        "directory. Clients that pass a cursor do not need it.",
     )
     curriculum: Curriculum = Field(
         default=Curriculum.OFF,
         description="Order within an epoch by recorded success rates: `balanced` has prompts near one half earlier, "
-        "`easy_first` and `hard_first` say it themselves. Each prompt still comes once an epoch. Needs DATA_STATE_DIR.",
+        "`easy_first` and `hard_first` say it themselves. Each prompt still comes once an epoch.",
     )
 
     arithmetic_digits: str = Field(
@@ -147,8 +146,3 @@ class DataSettings(Settings):
             raise ValueError("must have the fields {a} and {b}")
         return template
 
-    @model_validator(mode="after")
-    def _curriculum_is_kept(self) -> Self:
-        if self.curriculum is not Curriculum.OFF and self.data_state_dir is None:
-            raise ValueError("CURRICULUM needs DATA_STATE_DIR, so that a restarted server keeps its order")
-        return self

@@ -154,3 +154,13 @@ def test_services_and_clients_import_neither_torch_nor_transformers() -> None:
     light = "services.clients, services.reward_server.app, services.replay_buffer.app, services.rollout_client"
     check = f"import sys, {light}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sympy')))"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_where_consumers_stand_survives_the_data_server(start_service: Any, tmp_path: Path) -> None:
+    positions = []
+    for _ in range(2):
+        service = start_service("services.data_server", DATASET="arithmetic", SHARED_DIR=str(tmp_path), RUN_ID="r")
+        reply = httpx.get(f"{service.url}/prompts", params={"batch_size": 3, "consumer": "c"}, trust_env=False).json()
+        positions += [prompt["position"] for prompt in reply["prompts"]]
+        service.kill()
+    assert positions == list(range(6))

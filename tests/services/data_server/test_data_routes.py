@@ -171,7 +171,7 @@ def test_settings_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value, part in (
         ("PROMPT_STYLE", "poem", "'chat', 'plain' or 'few_shot'"),
         ("ARITHMETIC_TEMPLATE", "What is {x}?", "allowed are the fields {a}, {op} and {b}"),
-        ("CURRICULUM", "balanced", "needs DATA_STATE_DIR"),
+        ("CURRICULUM", "hardest", "'off', 'balanced'"),
     ):
         monkeypatch.setenv(name, value)
         with pytest.raises(ConfigurationError, match=part.replace("{", r"\{")):
