@@ -194,7 +194,12 @@ def desk(tmp_path: Path, tiny_model: Path) -> Desk:
     return Desk(tmp_path, tiny_model)
 
 
-QUICK = sorted(PAGES.keys() - {"evaluation"})  # of which all is long
+# Half a minute each: a small training, a model that is made and served.
+NOT_SO_QUICK = {"operating", "reward-model"}
+QUICK = [
+    pytest.param(page, marks=[pytest.mark.slow] if page in NOT_SO_QUICK else [])
+    for page in sorted(PAGES.keys() - {"evaluation"})  # of which all is long
+]
 
 
 @pytest.mark.parametrize("page", QUICK)

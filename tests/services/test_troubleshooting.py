@@ -93,11 +93,14 @@ MISTAKES = [
     (REWARD, {"REWARD_FN": "no_such_module:reward"}, "REWARD_FN ... cannot be loaded"),
     (REWARD, {"REWARD_FN": "maths"}, "... is no reward; allowed are ..."),
     (ROLLOUT, {"ROLLOUT_ENGINE": "sglang"}, "needs SGLang on this node"),
-    (TRAINER, {"MODEL_NAME": "no-such-model"}, "MODEL_NAME: the model ... cannot be loaded"),
+    pytest.param(
+        *(TRAINER, {"MODEL_NAME": "no-such-model"}, "MODEL_NAME: the model ... cannot be loaded"),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
-@pytest.mark.parametrize(("module", "variables", "message"), MISTAKES, ids=[message for *_, message in MISTAKES])
+@pytest.mark.parametrize(("module", "variables", "message"), MISTAKES)
 def test_a_mistake_ends_with_its_message(tmp_path: Path, module: str, variables: dict[str, str], message: str) -> None:
     assert message in MESSAGES
     (tmp_path / "rows.jsonl").write_text('{"question": "3+4=", "answer": "7"}\n' * 20)
@@ -108,6 +111,7 @@ def test_a_mistake_ends_with_its_message(tmp_path: Path, module: str, variables:
     assert re.search(pattern(message), ended.stdout), ended.stdout
 
 
+@pytest.mark.slow
 def test_a_model_without_turns_is_refused_and_few_shot_is_the_remedy(
     tmp_path: Path, plain_model: Path, start_service
 ) -> None:
