@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Collection
 from datetime import timedelta
 
 from services.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
+from services.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, ConfigurationError
 from services.scaffold import exit_code_of
 from trainer.config import TrainerSettings
 
 RENDEZVOUS_DEADLINE = timedelta(minutes=15)
-EXIT_FAILED = 1
+PEER_LOST_SECONDS = 15.0
+"""A rank that lost its peers ends that much later: whoever failed by itself, here or on another node, is to end first,
+since launcher and SkyPilot kill the others then and the first one's code decides what happens next."""
 
 
 def main() -> int:
@@ -24,7 +28,10 @@ def main() -> int:
     if "RANK" in os.environ or num_nodes() * ranks_per_node() == 1:
         from trainer.run import run_rank
 
-        return run_rank()
+        code = run_rank()
+        if code == EXIT_PEER_LOST:
+            time.sleep(PEER_LOST_SECONDS)
+        return code
     # Settings are checked before any process is started: a mistake costs one line, not a traceback a rank.
     return exit_code_of(check_settings) or launch_ranks()
 
@@ -45,7 +52,7 @@ def ranks_per_node() -> int:
 
 
 def launch_ranks() -> int:
-    """Runs torch's launcher for this node's ranks; its exit code is the worst of theirs that says something."""
+    """Runs torch's launcher for this node's ranks; returns what ``node_code`` makes of their exit codes."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -66,13 +73,24 @@ def launch_ranks() -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "trainer")
     except ChildFailedError as error:
-        codes = {failure.exitcode for failure in error.failures.values()}
-        return next(
-            (code for code in (EXIT_CONFIGURATION, EXIT_RECOVERABLE) if code in codes), max(*codes, EXIT_FAILED)
-        )
+        return node_code({failure.exitcode for failure in error.failures.values()})
     except SignalException as signal_error:
         return 128 + signal_error.sigval
     return 0
+
+
+def node_code(rank_codes: Collection[int]) -> int:
+    """The exit code of a node whose ranks failed with ``rank_codes``, as Popen has them: -n for signal n.
+
+    SkyPilot restarts without end on EXIT_RECOVERABLE, so a rank that failed by itself wins over those to which a
+    service was lost, and all of them win over those that lost their peers.
+    """
+    if EXIT_CONFIGURATION in rank_codes:
+        return EXIT_CONFIGURATION
+    own = [128 - code if code < 0 else code for code in rank_codes if code not in (EXIT_RECOVERABLE, EXIT_PEER_LOST)]
+    if own:
+        return max(own)
+    return EXIT_RECOVERABLE if EXIT_RECOVERABLE in rank_codes else EXIT_PEER_LOST
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Runs a rollout node: ``python -m services.rollout_server``. Its engine, and on node 0 the router, are its children.
 
 Engine and router are started again when they end, a bounded number of times; beyond that, and when the shared volume
-or the router stays away, the launcher ends with exit code 33. It leaves no process behind, whatever it ends of.
+or the router stays away, the launcher ends with exit code 33; with 78 if they never came up, which a restart would
+hardly change. It leaves no process behind, whatever it ends of.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 
 from services import endpoints, logs
 from services.endpoints import Endpoint, Task
-from services.errors import DependencyLostError
+from services.errors import ConfigurationError
 from services.rollout_control import RouterControl, WorkerControl
 from services.rollout_server.engines import (
     Binds,
@@ -27,7 +28,7 @@ from services.rollout_server.engines import (
 )
 from services.rollout_server.keeper import WorkerKeeper
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervision import Supervised
+from services.rollout_server.supervision import LONGEST_PAUSE_SECONDS, Supervised
 from services.scaffold import exit_code_of
 from services.together import run_together
 
@@ -65,7 +66,7 @@ class Launcher:
 
         Raises:
             DependencyLostError: see the module.
-            ConfigurationError: the engine cannot run with these settings.
+            ConfigurationError: the engine cannot run with these settings, or engine or router never came up.
         """
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,7 +91,9 @@ class Launcher:
         await run_together(*parts)
 
     async def _wait_for_a_worker(self) -> None:
-        end = time.monotonic() + self.settings.engine_start_seconds * (1 + self.settings.rollout_max_restarts)
+        # This node's own engine is given up before, with its reason.
+        longest_start = self.settings.engine_start_seconds + LONGEST_PAUSE_SECONDS
+        end = time.monotonic() + longest_start * (1 + self.settings.rollout_max_restarts)
         nodes = range(endpoints.num_nodes())
         async with contextlib.AsyncExitStack() as stack:
             workers = [
@@ -99,7 +102,7 @@ class Launcher:
             ]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):
                 if time.monotonic() > end:
-                    raise DependencyLostError(f"none of {len(nodes)} rollout workers answers; see their nodes' logs")
+                    raise ConfigurationError(f"none of {len(nodes)} rollout workers came up; see their nodes' logs")
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _watch_router(self) -> None:
@@ -107,7 +110,10 @@ class Launcher:
         answered, start = time.monotonic(), 0
         async with RouterControl(self.router_endpoint, self.settings.token) as router:
             while True:
-                if start != self.router.starts or await router.is_healthy():
+                is_healthy = await router.is_healthy()
+                if is_healthy:
+                    self._router_was_healthy()
+                if is_healthy or start != self.router.starts:
                     answered, start = time.monotonic(), self.router.starts
                 elif time.monotonic() - answered > self.settings.engine_hang_seconds:
                     log.error("router hangs: killed", seconds=self.settings.engine_hang_seconds)
@@ -115,6 +121,12 @@ class Launcher:
                     if self.door is not None:
                         self.door.kill()
                 await asyncio.sleep(WATCH_SECONDS)
+
+    def _router_was_healthy(self) -> None:
+        """It answered, through the door where there is one."""
+        self.router.was_healthy = True
+        if self.door is not None:
+            self.door.was_healthy = True
 
     def _worker(self, rank: int) -> Endpoint:
         """Where the other nodes reach the worker of node ``rank``."""

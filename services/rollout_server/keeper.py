@@ -104,6 +104,7 @@ class WorkerKeeper:
         end = time.monotonic() + self.settings.engine_start_seconds
         while self._runs(start):
             if await worker.is_healthy():
+                self._engine().was_healthy = True
                 return True
             if time.monotonic() > end:
                 log.error("engine does not answer: killed", seconds=self.settings.engine_start_seconds)

@@ -94,7 +94,11 @@ class RolloutSettings(Settings):
         default=None, ge=1, description="Processor threads of the embedded engine; default all cores."
     )
     engine_start_seconds: float = Field(
-        default=1800.0, gt=0, description="An engine that does not answer that long after its start has failed."
+        default=1800.0,
+        gt=0,
+        le=2700,
+        description="An engine that does not answer that long after its start has failed. At its start the trainer "
+        "waits for services and workers for SERVICE_DEADLINE_SECONDS more than this.",
     )
     engine_hang_seconds: float = Field(
         default=60.0, gt=0, description="An engine whose /health does not answer for that long is killed and restarted."
@@ -115,7 +119,7 @@ class RolloutSettings(Settings):
         default=3,
         ge=0,
         description="How often within ten minutes the launcher restarts an engine or router that ended; then it exits "
-        "with 33.",
+        "with 33. One that never answered is restarted as often in all; then it exits with 78.",
     )
 
     sglang_python: str | None = Field(

@@ -35,12 +35,14 @@ class Supervised:
 
         Args:
             command: what to run.
-            max_restarts: allowed within RESTART_WINDOW_SECONDS.
+            max_restarts: allowed within RESTART_WINDOW_SECONDS, and in all before it is healthy for the first time.
             before_restart: awaited between an end and the next start.
         """
         self.command = command
         self.starts = 0
         """How often the child was started: tells one incarnation from the next."""
+        self.was_healthy = False
+        """Whether it has ever answered; set by those who ask it."""
         self._max_restarts = max_restarts
         self._before_restart = before_restart
         self._restarts: deque[float] = deque()
@@ -62,7 +64,7 @@ class Supervised:
 
         Raises:
             DependencyLostError: it ended once more than allowed.
-            ConfigurationError: it says that it cannot run with these settings.
+            ConfigurationError: it says that it cannot run with these settings, or was never healthy.
         """
         try:
             while True:
@@ -117,6 +119,11 @@ class Supervised:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _count_restart(self, code: int) -> None:
+        if not self.was_healthy and self.starts > self._max_restarts:
+            raise ConfigurationError(
+                f"the {self.command.name} ({self.command.module}) never answered in {self.starts} starts and "
+                f"{describe_exit(code)}; see its own messages above, and its settings"
+            )
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts[0] < now - RESTART_WINDOW_SECONDS:

@@ -1,18 +1,26 @@
-"""What the trainer's exit code tells SkyPilot: 33 for what a restart may cure, 78 for what would fail alike."""
+"""What the trainer's exit code tells SkyPilot: restarts after 33 are free, those after any other code are counted, and
+78 says that they would fail alike."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+import trainer.run
 from scripts.local import spec
 from scripts.local.nodes import allocate
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from services.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE
+from trainer import __main__ as program
+from trainer.distributed import PeerLostError
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
@@ -20,12 +28,23 @@ SECONDS = 200
 
 def run_trainer(directory: Path, num_nodes: int, settings: Mapping[str, str]) -> list[tuple[int, str]]:
     """Exit code and output of every node of a trainer whose services are nowhere."""
+    with start_trainer(directory, num_nodes, settings) as nodes:
+        outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+@contextmanager
+def start_trainer(
+    directory: Path, num_nodes: int, settings: Mapping[str, str]
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """The nodes' processes."""
     group = spec.load(ROOT / "jobgroup.yaml", spec.Overrides(num_nodes={"ppo-trainer": num_nodes}))
     with allocate(group) as addresses:
         environment = os.environ | {
             "SHARED_DIR": str(directory),
             "RUN_ID": "test",
             "SERVICE_DEADLINE_SECONDS": "1",
+            "ENGINE_START_SECONDS": "1",
             "JOBGROUP_ENDPOINTS": addresses.variable,
             "SKYPILOT_NODE_IPS": "\n".join(addresses.hosts["ppo-trainer"]),
             "SKYPILOT_NUM_NODES": str(num_nodes),
@@ -45,18 +64,18 @@ def run_trainer(directory: Path, num_nodes: int, settings: Mapping[str, str]) ->
             for rank in range(num_nodes)
         ]
         try:
-            outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+            yield nodes
         finally:
             for node in nodes:
                 node.kill()
-        return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_service_that_stays_away_is_recoverable(tiny_model, tmp_path, num_nodes):
+def test_a_service_that_never_comes_up_uses_up_restarts(tiny_model, tmp_path, num_nodes):
     ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model)})
-    assert [code for code, _ in ended] == [EXIT_RECOVERABLE] * num_nodes, ended
-    assert "is not healthy after 1 s" in ended[0][1]
+    assert [code for code, _ in ended] == [EXIT_FAILED] * num_nodes, ended
+    assert any(line.startswith("error: ") and "after 2 s" in line for line in ended[0][1].splitlines()), ended
+    assert "Traceback" not in ended[0][1]
 
 
 @pytest.mark.parametrize(
@@ -74,3 +93,50 @@ def test_what_is_wrongly_configured_is_not(tiny_model, tmp_path, settings, said)
     ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model), "HF_HUB_OFFLINE": "1"} | settings)
     assert [code for code, _ in ended] == [EXIT_CONFIGURATION] * num_nodes, ended
     assert any(line.startswith("error: ") and said in line for line in ended[0][1].splitlines()), ended
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node"),
+    [
+        ({EXIT_PEER_LOST}, EXIT_PEER_LOST),
+        ({EXIT_RECOVERABLE}, EXIT_RECOVERABLE),
+        ({EXIT_RECOVERABLE, EXIT_PEER_LOST}, EXIT_RECOVERABLE),
+        # What one rank met by itself may come back after every restart, whatever its end did to the others.
+        ({EXIT_FAILED, EXIT_PEER_LOST}, EXIT_FAILED),
+        ({EXIT_FAILED, EXIT_RECOVERABLE}, EXIT_FAILED),
+        ({-9, EXIT_PEER_LOST}, 137),
+        ({-9, EXIT_FAILED}, 137),
+        ({EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, 137}, EXIT_CONFIGURATION),
+    ],
+)
+def test_a_nodes_code_is_that_of_the_rank_that_failed_by_itself(ranks, node):
+    assert program.node_code(ranks) == node
+
+
+def test_a_rank_that_lost_its_peers_lets_them_end_first(monkeypatch):
+    pauses: list[float] = []
+
+    def lose(*_: Any) -> None:
+        raise PeerLostError("rank 1 of 2 lost the others")
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(trainer.run, "join_ranks", lose)
+    monkeypatch.setattr(program.time, "sleep", pauses.append)
+    assert program.main() == EXIT_PEER_LOST
+    assert pauses == [program.PEER_LOST_SECONDS]
+
+
+@pytest.mark.slow
+def test_the_other_node_of_a_killed_rank_is_not_recoverable_for_free(tiny_model, tmp_path):
+    settings = {"MODEL_NAME": str(tiny_model), "ENGINE_START_SECONDS": "600"}
+    with start_trainer(tmp_path, 2, settings) as (first, second):
+        assert first.stdout is not None
+        assert any("policy loaded" in line for line in first.stdout)
+        [rank] = psutil.Process(first.pid).children()
+        rank.kill()
+        killed = time.monotonic()
+        assert first.wait(SECONDS) == 137
+        assert second.wait(SECONDS) == EXIT_PEER_LOST
+        assert time.monotonic() - killed >= program.PEER_LOST_SECONDS
+        assert second.stdout is not None
+        assert "error: rank 1 of 2 lost the others" in second.stdout.read()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.rollout_control import WorkerControl
+from services.rollout_server import supervision
+from services.rollout_server.engines import Command
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization, eventually
 
@@ -222,6 +225,35 @@ def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(los
     node = lost.start(0)
     assert node.process.wait(30) == EXIT_CONFIGURATION
     assert lost.log(0).splitlines()[-1].startswith("error: the engine cannot run with these settings")
+
+
+@pytest.mark.parametrize(
+    ("fault", "how"),
+    [
+        ({"FAKE_ENGINE_EXIT": "1"}, "exited with 1"),
+        ({"FAKE_ENGINE_HANGS": "1", "ENGINE_START_SECONDS": "1"}, "was ended by SIGKILL"),
+    ],
+    ids=["exits", "hangs"],
+)
+def test_an_engine_that_never_comes_up_is_not_recoverable(lost: FakeNodes, fault: dict[str, str], how: str) -> None:
+    # A tensor parallel size that does not divide the model's heads ends so, and would after every restart of the node.
+    lost.count = 1
+    lost.environment |= fault
+    node = lost.start(0)
+    assert node.process.wait(60) == EXIT_CONFIGURATION
+    last = lost.log(0).splitlines()[-1]
+    assert last.startswith(f"error: the engine (sglang.launch_server) never answered in 2 starts and {how}")
+
+
+async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # An engine that hangs at its start takes longer to end than the window.
+    monkeypatch.setattr(supervision, "RESTART_WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
+    child = supervision.Supervised(Command("engine", sys.executable, "this", []), max_restarts=2)
+    with pytest.raises(ConfigurationError, match="never answered in 3 starts and exited with 0"):
+        await child.run()
 
 
 def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:

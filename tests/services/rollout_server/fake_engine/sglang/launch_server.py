@@ -223,6 +223,8 @@ def main() -> None:
     given, _ = parser.parse_known_args()
     if code := os.environ.get("FAKE_ENGINE_EXIT"):
         sys.exit(int(code))
+    if os.environ.get("FAKE_ENGINE_HANGS"):
+        time.sleep(3600)
     engine = Engine(given.model_path, given.weight_version)
     Server((given.host, given.port), handler(engine, given.api_key)).serve_forever()
 
