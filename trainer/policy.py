@@ -221,16 +221,15 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
 
 
 def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks) -> None:
-    state = policy.state_dict() if ranks.is_main else {}
-    buffers = dict(policy.named_buffers()) if ranks.is_main else {}
+    # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
+    is_source = ranks.is_main and ranks.world_size > 1
+    state = policy.state_dict() if is_source else {}
     precision = MixedPrecisionPolicy(param_dtype=compute_type(settings, ranks.device), reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": precision,
         "reshard_after_forward": settings.shard_parameters,
     }
-    if ranks.is_main:
-        policy.to(ranks.device)
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(policy, **{**options, "reshard_after_forward": False})
@@ -239,9 +238,8 @@ def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, r
     if not ranks.is_main:
         policy.to_empty(device=ranks.device)
     set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in policy.named_buffers():
-        if ranks.is_main:
-            buffer.copy_(buffers[name])
+    # Rotary frequencies are no part of a state dict.
+    for buffer in policy.buffers():
         dist.broadcast(buffer, src=0)
     cast("FSDPModule", policy).set_requires_gradient_sync(True)
 
