@@ -62,22 +62,27 @@ def shared_prompt_attention(
             "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = query.shape[1] != key.shape[1]
 
     prompt_q, prompt_k, prompt_v = (x[layout.prompt_rows].transpose(1, 2) for x in (q, k, v))
-    prompts = scaled_dot_product_attention(
-        prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, enable_gqa=grouped
-    )
+    prompts = _attend(prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling)
 
     own_q, own_k, own_v = (x[layout.completion_rows].transpose(1, 2) for x in (q, k, v))
     seen_k = torch.cat([prompt_k[layout.piece_of_completion], own_k], dim=2)
     seen_v = torch.cat([prompt_v[layout.piece_of_completion], own_v], dim=2)
-    completions = scaled_dot_product_attention(
-        own_q, seen_k, seen_v, attn_mask=layout.mask, scale=scaling, enable_gqa=grouped
-    )
+    completions = _attend(own_q, seen_k, seen_v, attn_mask=layout.mask, scale=scaling)
 
     rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (prompts, completions)])
     return rows[layout.unpack][None], None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Scaled dot-product attention of H query heads to H_kv key heads, where the kernels allow without a copy."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1 and query.is_cuda:
+        # With a mask, or in float32, enable_gqa leaves only the kernel that keeps every score for the backward pass.
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        repeats = 1
+    return scaled_dot_product_attention(query, key, value, enable_gqa=repeats > 1, **options)
 
 
 AttentionInterface.register(SHARED_PROMPT_ATTENTION, shared_prompt_attention)

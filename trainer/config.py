@@ -5,6 +5,7 @@ docs/configuration.md is generated from the descriptions below.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -99,7 +100,13 @@ class TrainerSettings(Settings):
     )
     generation_concurrency: int = Field(default=64, ge=1, description="Prompts in flight at once.")
     generation_deadline_seconds: float = Field(
-        default=600, gt=0, description="Longest wait for one prompt's completions, retries included."
+        default=600,
+        gt=0,
+        description="Longest wait for one prompt's completions once it is in flight, retries included.",
+    )
+    engine_deterministic: bool = Field(
+        default=False,
+        description="As rollout-server's: completions are then asked for one by one, each with a seed of its own.",
     )
     dynamic_sampling_tries: int = Field(
         default=0,
@@ -182,7 +189,9 @@ class TrainerSettings(Settings):
         description="`bfloat16`, `float32`, or `auto`: bfloat16 on GPUs and on CPUs with bfloat16 instructions.",
     )
     micro_batch_tokens: int = Field(
-        default=16_384, ge=1, description="Tokens in one forward and backward pass of a rank."
+        default=16_384,
+        ge=1,
+        description="Tokens in one forward and backward pass of a rank, which also bound the padding inside attention.",
     )
     logit_chunk_tokens: int = Field(
         default=256, ge=1, description="Completion tokens whose logits exist at the same time."
@@ -213,7 +222,9 @@ class TrainerSettings(Settings):
         description="Weights sent in one go by `broadcast`: memory that a worker needs beside its own weights.",
     )
     publish_deadline_seconds: float = Field(default=600, gt=0, description="Longest wait for a worker to take weights.")
-    published_versions_kept: int = Field(default=2, ge=1, description="Versions kept on the shared volume.")
+    published_versions_kept: int = Field(
+        default=2, ge=1, description="Versions kept on the shared volume, beside what a worker is loading."
+    )
     publish_probe: bool = Field(
         default=False, description="After publishing, compare each worker's logprobs of a probe with the trainer's."
     )
@@ -268,6 +279,10 @@ class TrainerSettings(Settings):
     def start_deadline_seconds(self) -> float:
         """How long services and workers may take to come up when the trainer starts: shorter than a collective."""
         return self.engine_start_seconds + self.service_deadline_seconds
+
+    def longest_generation(self, prompts: int) -> float:
+        """Seconds after which so many prompts are generated or given up, GENERATION_CONCURRENCY of them at once."""
+        return math.ceil(prompts / self.generation_concurrency) * self.generation_deadline_seconds
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -50,7 +50,8 @@ class UpdateResult:
 class _Part:
     """The groups of one optimizer step, as this rank sees them."""
 
-    own: list[MicroBatch]
+    own: list[list[TrainingGroup]]
+    """This rank's micro-batches; each is packed when its turn comes, so that one at a time lies on the device."""
     size: StepSize
     tokens: int
 
@@ -126,7 +127,7 @@ class Learner:
     @torch.no_grad()
     def logprobs(self, group: TrainingGroup, temperature: float = 1.0) -> list[list[float]]:
         """The policy's log-probabilities of one group: ``result[completion][token]``, on every rank."""
-        values, _ = self.policy(pack([group]).to(self.ranks.device), temperature)
+        values, _ = self.policy(self._packed([group]), temperature)
         return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
 
     def _knows(self, group: TrainingGroup) -> bool:
@@ -146,7 +147,7 @@ class Learner:
         trainable = [g for g in groups if needs_all or any(s.advantage for s in g.sequences)]
         shares = share_out(trainable, self.ranks.world_size, self.settings.micro_batch_tokens)
         return _Part(
-            own=[pack(pieces).to(self.ranks.device) for pieces in shares[self.ranks.rank]],
+            own=shares[self.ranks.rank],
             size=StepSize(
                 tokens=sum(len(s.completion_ids) for g in groups for s in g.sequences),
                 sequences=sum(len(g.sequences) for g in groups),
@@ -156,7 +157,10 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, part: _Part) -> list[Tensor]:
-        return [self.policy(batch)[0] for batch in part.own]
+        return [self.policy(self._packed(pieces))[0] for pieces in part.own]
+
+    def _packed(self, pieces: Sequence[TrainingGroup]) -> MicroBatch:
+        return pack(pieces).to(self.ranks.device)
 
     def _optimizer_step(
         self,
@@ -167,7 +171,7 @@ class Learner:
         should_stop: Callable[[], bool] | None,
     ) -> tuple[dict[str, float], dict[str, float]]:
         diagnostics = Diagnostics()
-        for index, batch in enumerate(part.own):
+        for index, pieces in enumerate(part.own):
             if should_stop is not None and self.ranks.any(should_stop()):
                 self.optimizer.zero_grad()
                 raise StopRequestedError
@@ -176,7 +180,8 @@ class Learner:
             is_last = index == len(part.own) - 1
             policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
             policy.set_is_last_backward(is_last)
-            diagnostics.add(self._backward(batch, part.size, proximal[index] if proximal else None, off_policy))
+            before = proximal[index] if proximal else None
+            diagnostics.add(self._backward(self._packed(pieces), part.size, before, off_policy))
         total, maximum = self.ranks.total, self.ranks.maximum
         diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima), total(diagnostics.signal))
         metrics = diagnostics.metrics()

@@ -74,13 +74,24 @@ class AttentionLayout:
     piece_of_completion: Tensor
     """[S] int64: which prompt a completion follows."""
     mask: Tensor
-    """[S, 1, C, P + C] bool: what a completion token sees of its prompt and of its completion."""
+    """[S, 1, C, P + C] bool: what a completion token sees of its prompt and of its completion; or what is added to
+    its scores, 0 and -inf."""
     unpack: Tensor
     """[T] int64: where a packed token stands in cat(prompt_rows.flatten(), completion_rows.flatten())."""
 
     def to(self, device: torch.device) -> AttentionLayout:
         """The same on another device."""
         return replace(self, **_moved(self, device))
+
+    def with_additive_mask(self, dtype: torch.dtype) -> AttentionLayout:
+        """The same with a mask of numbers, its rows aligned as CUDA's kernels want them.
+
+        Of a bool mask they make such a one in every layer, and keep each for the backward pass.
+        """
+        *shape, keys = self.mask.shape
+        padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=self.mask.device)
+        mask = padded[..., :keys]
+        return replace(self, mask=mask.masked_fill_(~self.mask, -torch.inf))
 
 
 @dataclass(frozen=True)
@@ -120,11 +131,44 @@ def _moved(record: AttentionLayout | MicroBatch, device: torch.device) -> dict[s
     return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
 
 
+KEYS_PER_TOKEN = 4
+"""Attention pads a micro-batch's completions to the longest and gives each a copy of its prompt's keys and values; of
+these it may hold so many for each token of the budget."""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """What pieces take up together."""
+
+    tokens: int = 0
+    completions: int = 0
+    longest_prompt: int = 0
+    longest_completion: int = 0
+
+    @classmethod
+    def of(cls, group: TrainingGroup) -> _Size:
+        lengths = [len(sequence.completion_ids) for sequence in group.sequences]
+        return cls(group.tokens, len(lengths), len(group.prompt_ids), max(lengths, default=0))
+
+    def __add__(self, other: _Size) -> _Size:
+        return _Size(
+            self.tokens + other.tokens,
+            self.completions + other.completions,
+            max(self.longest_prompt, other.longest_prompt),
+            max(self.longest_completion, other.longest_completion),
+        )
+
+    def fits(self, max_tokens: int) -> bool:
+        keys = self.completions * (self.longest_prompt + self.longest_completion)
+        return self.tokens <= max_tokens and keys <= KEYS_PER_TOKEN * max_tokens
+
+
 def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
     """Shares pieces out over ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
 
-    Every rank gets the same number of micro-batches (some may be empty), and every piece of at most ``max_tokens``
-    tokens fits its micro-batch; a single completion that is longer has one of its own. Deterministic.
+    Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and,
+    padding included, ``KEYS_PER_TOKEN`` times as many keys in attention; a single completion that has more has one of
+    its own. Deterministic.
 
     Args:
         groups: what to train on.
@@ -151,16 +195,22 @@ def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) ->
 
 
 def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
-    """Cuts a group that exceeds the budget; each part repeats the prompt."""
+    """Cuts a group that exceeds the budget; each part repeats the prompt, and has completions of like length."""
+    if not group.sequences:
+        return []
+    if _Size.of(group).fits(max_tokens):
+        return [group]
     pieces: list[list[TrainingSequence]] = []
-    room = 0
-    for sequence in group.sequences:
+    size = _Size()
+    for sequence in sorted(group.sequences, key=lambda sequence: len(sequence.completion_ids), reverse=True):
         length = len(sequence.completion_ids)
-        if not pieces or length > room:
+        grown = size + _Size(length, 1, 0, length)
+        if not pieces or not grown.fits(max_tokens):
             pieces.append([])
-            room = max_tokens - len(group.prompt_ids)
+            prompt = len(group.prompt_ids)
+            grown = _Size(prompt + length, 1, prompt, length)
         pieces[-1].append(sequence)
-        room -= length
+        size = grown
     return [replace(group, sequences=sequences) for sequences in pieces]
 
 
@@ -176,18 +226,19 @@ def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGro
 
 
 def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
-    """First fit, longest first: pieces of like length come together, which keeps padding inside attention small."""
+    """First fit, longest completions first: those of like length come together, which keeps padding small."""
     batches: list[list[TrainingGroup]] = []
-    used: list[int] = []
-    for piece in pieces:
-        for i, tokens in enumerate(used):
-            if tokens + piece.tokens <= max_tokens:
+    sizes: list[_Size] = []
+    measured = [(piece, _Size.of(piece)) for piece in pieces]
+    for piece, size in sorted(measured, key=lambda pair: pair[1].longest_completion, reverse=True):
+        for i, used in enumerate(sizes):
+            if (used + size).fits(max_tokens):
                 batches[i].append(piece)
-                used[i] += piece.tokens
+                sizes[i] = used + size
                 break
         else:
             batches.append([piece])
-            used.append(piece.tokens)
+            sizes.append(size)
     return batches
 
 

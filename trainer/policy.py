@@ -58,15 +58,18 @@ class Policy(nn.Module):
         model = self._causal_lm()
         decoder = model.base_model
         output_embeddings = cast("nn.Linear", model.get_output_embeddings())
+        weight, layout = output_embeddings.weight, batch.layout
+        if weight.is_cuda:
+            layout = layout.with_additive_mask(weight.dtype)
         hidden = decoder(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            layout=batch.layout,
+            layout=layout,
         ).last_hidden_state[0]
         return token_logprobs(
             hidden[batch.predict_rows],
-            output_embeddings.weight,
+            weight,
             batch.targets,
             self.temperature if temperature is None else temperature,
             self.logit_chunk_tokens,

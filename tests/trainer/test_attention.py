@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path)
     expected, _ = policy(pack([alone]))
     logprobs, _ = policy(pack([*others, alone]))
     torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
+
+
+def test_an_additive_mask_gives_the_same(directory: Path) -> None:
+    policy, batch = packed_policy(directory), pack(random_groups(1, longest=20))
+    expected, _ = policy(batch)
+    logprobs, _ = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32)))
+    torch.testing.assert_close(logprobs, expected, **CLOSE)
 
 
 def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:

@@ -20,7 +20,7 @@ from tests.trainer.tiny import FAMILIES, VOCABULARY, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks, join_ranks
 from trainer.learner import StopRequestedError, learning_rate
-from trainer.packing import TrainingGroup, TrainingSequence, share_out
+from trainer.packing import MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,20 @@ def test_bfloat16_computes_the_same_to_its_precision_over_float32_master_weights
     assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
     learner = make_learner(alone, model, compute_type="bfloat16")
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+
+
+def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, packed = make_learner(alone, model, micro_batch_tokens=40), []
+    trained = count_passes(learner)
+
+    def remember(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+        assert len(trained) == len(packed), "the one before it has been computed"
+        packed.append(pieces)
+        return pack(pieces)
+
+    monkeypatch.setattr("trainer.learner.pack", remember)
+    assert learner.update(random_groups(9), 0).steps == 1
+    assert len(packed) > 2
 
 
 # --- no wasted work --------------------------------------------------------------------------------------------------

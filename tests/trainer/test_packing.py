@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.packing import MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
+from trainer.packing import KEYS_PER_TOKEN, MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
 
 fast = settings(max_examples=100, deadline=None, derandomize=True)
 
@@ -60,7 +60,12 @@ def test_a_micro_batch_exceeds_its_budget_only_for_a_single_completion(
         for pieces in batches:
             tokens = sum(piece.tokens for piece in pieces)
             with_tokens = [s for piece in pieces for s in piece.sequences if s.completion_ids]
-            assert tokens <= max_tokens or (len(pieces) == 1 and len(with_tokens) <= 1)
+            is_single = len(pieces) == 1 and len(with_tokens) <= 1
+            assert tokens <= max_tokens or is_single
+            longest = max((len(g.prompt_ids) for g in pieces), default=0)
+            longest += max((len(s.completion_ids) for s in with_tokens), default=0)
+            keys = longest * sum(len(piece.sequences) for piece in pieces)
+            assert keys <= KEYS_PER_TOKEN * max_tokens or is_single
 
 
 @fast
@@ -91,6 +96,38 @@ def test_a_group_is_cut_where_ranks_would_be_idle_and_its_prompt_repeated() -> N
 def test_the_whole_group_shares_one_prompt_where_it_fits() -> None:
     group = TrainingGroup([1, 2], [TrainingSequence([3], [0.0], 1.0)] * 8, "only")
     assert share_out([group], 1, 10) == [[[group]]]
+
+
+def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
+    return TrainingGroup([1] * prompt, [TrainingSequence([2] * n, [0.0] * n, 1.0) for n in lengths])
+
+
+def padded_tokens(pieces: list[TrainingGroup]) -> int:
+    lengths = [len(s.completion_ids) for piece in pieces for s in piece.sequences]
+    return len(lengths) * max(lengths)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[group_of(150, [4096] + [100] * 120)], [group_of(150, [n] * 8) for n in [4096] + [100] * 15]],
+    ids=["in a group", "among groups"],
+)
+def test_one_long_completion_does_not_pad_many_short_ones(groups: list[TrainingGroup]) -> None:
+    assert share_out(groups, 1, 140_000) == [[groups]], "it fits a large budget"
+    (batches,) = share_out(groups, 1, 16_384)
+    assert sum(map(padded_tokens, batches)) < padded_tokens(groups) / 3
+
+
+def test_short_completions_of_a_long_prompt_do_not_multiply_it_without_bound() -> None:
+    (batches,) = share_out([group_of(4000, [12] * 1000)], 1, 16_384)
+    sizes = [len(piece.sequences) for pieces in batches for piece in pieces]
+    assert sum(sizes) == 1000
+    assert max(sizes) * 4012 <= KEYS_PER_TOKEN * 16_384
+
+
+def test_the_demo_trains_in_one_micro_batch() -> None:
+    groups = [group_of(40, [12] * 8) for _ in range(8)]
+    assert share_out(groups, 1, 16_384) == [[groups]]
 
 
 def test_nothing_to_train_on_is_no_micro_batch() -> None:
@@ -158,6 +195,17 @@ def test_what_attention_takes_apart_it_puts_back_in_place(groups: list[TrainingG
         [batch.input_ids[batch.layout.prompt_rows].flatten(), batch.input_ids[batch.layout.completion_rows].flatten()]
     )
     assert torch.equal(apart[batch.layout.unpack], batch.input_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_additive_mask_hides_the_same_in_aligned_rows(dtype: torch.dtype) -> None:
+    layout = pack([group_of(5, [3, 1]), group_of(2, [4])]).layout
+    mask = layout.with_additive_mask(dtype).mask
+    assert mask.dtype == dtype
+    assert mask.shape == layout.mask.shape
+    assert torch.equal(mask == 0, layout.mask)
+    assert torch.equal(mask == -torch.inf, ~layout.mask)
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
 
 
 def test_a_rank_with_nothing_left_computes_a_filler_that_weighs_nothing() -> None:
