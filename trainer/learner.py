@@ -170,15 +170,17 @@ class Learner:
         off_policy: bool,
         should_stop: Callable[[], bool] | None,
     ) -> tuple[dict[str, float], dict[str, float]]:
-        diagnostics = Diagnostics()
+        diagnostics, policy = Diagnostics(), cast("FSDPModule", self.policy)
         for index, pieces in enumerate(part.own):
             if should_stop is not None and self.ranks.any(should_stop()):
                 self.optimizer.zero_grad()
+                _reshard(self.policy)
                 raise StopRequestedError
-            policy = cast("FSDPModule", self.policy)
-            # Sharded gradients are reduced every micro-batch to free the whole ones; otherwise once, after the last.
+            # Sharding, every micro-batch reduces its gradients and frees them and the gathered parameters; otherwise
+            # the last one does.
             is_last = index == len(part.own) - 1
             policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
+            policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
             policy.set_is_last_backward(is_last)
             before = proximal[index] if proximal else None
             diagnostics.add(self._backward(self._packed(pieces), part.size, before, off_policy))
@@ -226,6 +228,13 @@ class Learner:
             [p for p in self.policy.parameters() if p.requires_grad], self.settings.max_grad_norm
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _reshard(policy: Policy) -> None:
+    """Puts the sharded parameters back in the place of gathered ones."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _is_finite(metrics: dict[str, float]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
@@ -179,6 +182,30 @@ def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypa
     assert len(packed) > 2
 
 
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_without_sharding_parameters_are_gathered_once_a_step(
+    alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, activation_checkpointing: bool
+) -> None:
+    gathered: list[str] = []
+    to_unsharded = FSDPParamGroup._to_unsharded
+
+    def remember(group: FSDPParamGroup) -> None:
+        gathered.append(str(group._module_fqn))
+        to_unsharded(group)
+
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", remember)
+    settings = {"micro_batch_tokens": 60, "activation_checkpointing": activation_checkpointing}
+    sharding = make_learner(alone, model, **settings)
+    sharding.update(CUT, 0)
+    assert max(Counter(gathered).values()) > 2
+    gathered.clear()
+    learner = make_learner(alone, model, **settings, shard_parameters=False)
+    learner.update(CUT, 0)
+    assert len(gathered) == len(set(gathered)) == 3, "two layers and what is around them"
+    assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
+    assert_same_weights(weights_of(learner.policy), weights_of(sharding.policy), within=1e-6)
+
+
 # --- no wasted work --------------------------------------------------------------------------------------------------
 
 
@@ -315,8 +342,10 @@ def test_groups_with_tokens_that_the_model_does_not_know_are_left_out_and_counte
 # --- stopping, schedules ---------------------------------------------------------------------------------------------
 
 
-def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path) -> None:
-    learner, answers = make_learner(alone, model, micro_batch_tokens=40), iter([False, True])
+@pytest.mark.parametrize("shards", [True, False], ids=["sharding", "gathering once"])
+def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path, shards: bool) -> None:
+    learner = make_learner(alone, model, micro_batch_tokens=40, shard_parameters=shards)
+    answers = iter([False, True])
     passes, before = count_passes(learner), weights_of(learner.policy)
     with pytest.raises(StopRequestedError):
         learner.update(random_groups(9), 0, should_stop=lambda: next(answers))
