@@ -83,6 +83,7 @@ def main(
                 gpus=gpus.visible(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
+            environment.check_gpus(run)
             if dry_run:
                 plan(console, run)
                 raise typer.Exit

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.local.gpus import VISIBLE, listed
 from scripts.local.nodes import Addresses
 from scripts.local.processes import MARK
 from scripts.local.spec import JobGroup, TaskSpec
-from services.endpoints import ENDPOINTS_VARIABLE
+from services.endpoints import ENDPOINTS_VARIABLE, Task
 from services.errors import ConfigurationError
 
 
@@ -55,7 +56,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, cores() // task.num_nodes)),
     }
     if run.gpus:
-        defaults["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        defaults[VISIBLE] = ",".join(gpus)
     own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
@@ -83,6 +84,22 @@ def check_mounts(group: JobGroup) -> None:
         raise ConfigurationError(f"the local runner stands in for one volume; job group {group.name} mounts {volumes}")
 
 
+def check_gpus(run: Run) -> None:
+    """Every node of the trainer has GPUs of its own: NCCL joins no two ranks on the same one.
+
+    Raises:
+        ConfigurationError: this machine has too few.
+    """
+    for task in run.group.tasks:
+        given = [gpu for rank in range(task.num_nodes) for gpu in _gpus_of(run, task, rank)]
+        if task.name == Task.TRAINER and len(set(given)) < len(given):
+            raise ConfigurationError(
+                f"the {task.num_nodes} nodes of {task.name} cannot share GPUs and ask for {task.gpus_per_node} each; "
+                f"they may use {', '.join(sorted(set(given)))} here. Give --num-nodes {task.name}=1, or "
+                f"--env {VISIBLE}= to compute on the processor"
+            )
+
+
 def new_run_id(group: JobGroup) -> str:
     """A name that sorts by time."""
     return f"{group.name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -104,9 +121,14 @@ def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], 
 
 
 def _gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
-    """The GPUs of a node: its share of the machine's in order of the file, shared in turn when there are too few."""
+    """The GPUs of a node: its share of the machine's in order of the file, shared in turn when there are too few.
+
+    A task whose own variables say what it sees has that instead.
+    """
     if not run.gpus or not task.gpus_per_node:
         return []
+    if VISIBLE in task.environment:
+        return listed(task.environment[VISIBLE])
     first = 0
     for other in run.group.tasks:
         if other.name == task.name:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.local import environment
+from scripts.local import environment, spec
 from scripts.local.environment import Run
 from scripts.local.nodes import Addresses
 from scripts.local.spec import JobGroup, TaskSpec
@@ -81,6 +81,39 @@ def test_gpus_go_to_the_tasks_that_ask_for_them_in_turn():
     ]
     assert given(four, service) == ("", "0")
     assert [given(("0",), rollout, 1), given(("0",), trainer)] == [("0", "1"), ("0", "1")]
+
+
+def test_a_task_whose_variables_hide_the_gpus_has_none():
+    task = TaskSpec("t", "", gpus_per_node=2, environment={"CUDA_VISIBLE_DEVICES": ""})
+    own = variables(task, gpus=("0", "1"))
+    assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "fits"),
+    [((), 2, True), (("0",), 1, True), (("0",), 2, False), (("0", "1"), 2, True), (("3", "5", "7"), 2, True)],
+)
+def test_nodes_of_the_trainer_have_gpus_of_their_own(gpus, nodes, fits):
+    # The rollout nodes may share what is left, in turn.
+    rollout = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=1)
+    run = run_of(rollout, TaskSpec("ppo-trainer", "", num_nodes=nodes, gpus_per_node=1), gpus=gpus)
+    if fits:
+        environment.check_gpus(run)
+    else:
+        with pytest.raises(ConfigurationError, match=r"may use 0 here.*--num-nodes ppo-trainer=1"):
+            environment.check_gpus(run)
+
+
+@pytest.mark.parametrize("settings", ["demo.env", "gsm8k.env"])
+def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
+    root = Path(__file__).parents[3]
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=spec.env_file(root / settings)))
+    run = run_of(*group.tasks, gpus=("0",))
+    environment.check_gpus(run)
+    for task in group.tasks:
+        own = environment.node_environment(run, task, 0)
+        assert (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"]) == ("", "0"), task.name
+        assert own["ROLLOUT_ENGINE"] == "embedded"
 
 
 def test_a_machine_without_gpus_has_none_per_node():
