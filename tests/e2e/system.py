@@ -19,6 +19,8 @@ from scripts.local.processes import MARK
 ROOT = Path(__file__).parents[2]
 
 SETTINGS = {
+    # Two trainer nodes cannot share a GPU.
+    "CUDA_VISIBLE_DEVICES": "",
     "DATASET": "arithmetic",
     "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
     "PROMPT_STYLE": "plain",
