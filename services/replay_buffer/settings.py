@@ -37,7 +37,7 @@ class ReplaySettings(Settings):
     replay_max_age_seconds: float | None = Field(
         default=None, gt=0, description="Groups kept for replay longer than this are evicted. Unset: never."
     )
-    replay_max_staleness: int | None = Field(
+    replay_evict_staleness: int | None = Field(
         default=None,
         ge=0,
         description="Groups whose oldest token is more policy versions behind the newest are evicted. Unset: never.",

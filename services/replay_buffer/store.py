@@ -128,7 +128,7 @@ class Store:
 
     def _stale_below(self, policy_version: int | None) -> int:
         """The policy version below which groups are too stale to keep."""
-        most = self._state.settings.replay_max_staleness
+        most = self._state.settings.replay_evict_staleness
         newest = max((v for v in (policy_version, self._state.newest_version) if v is not None), default=0)
         return 0 if most is None else newest - most
 

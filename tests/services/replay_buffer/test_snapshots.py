@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
             parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=step % 2 == 0))
         return [*seen, picture(parts)]
 
-    options = {"replay_capacity": 12, "replay_max_staleness": 8}
+    options = {"replay_capacity": 12, "replay_evict_staleness": 8}
     parts = buffer(**options)
     parts.store.add([group(f"g{i}", version=i) for i in range(12)], [float(i + 1) for i in range(12)])
     parts.sample(5)

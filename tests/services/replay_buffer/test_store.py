@@ -84,7 +84,7 @@ def test_beyond_the_capacity_the_oldest_leave_with_their_contents(buffer: Any, g
 
 
 def test_groups_too_stale_leave_when_the_policy_moves_on(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_max_staleness=3)
+    parts = buffer(replay_evict_staleness=3)
     parts.store.add([group(f"g{i}", version=i) for i in range(4)], None)
     assert len(parts.stored()) == 4
     assert set(parts.sample(9, policy_version=5)) == {"g2", "g3"}
