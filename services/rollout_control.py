@@ -112,11 +112,13 @@ class WorkerControl:
     """One rollout worker. An async context manager.
 
     Nothing here is retried: what a worker that failed needs is to catch up, which its launcher sees to. Every method
-    raises WorkerRefusedError when the worker answers with an error, and DependencyLostError when it does not answer.
+    raises WorkerRefusedError when the worker answers with an error, and DependencyLostError when it does not answer
+    within ``timeout`` seconds.
     """
 
-    def __init__(self, url: str, token: str | None = None, *, timeout: float = 600.0) -> None:
+    def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
         self.url = url.rstrip("/")
+        self.timeout = timeout
         headers = {"Authorization": f"Bearer {token}"} if token else None
         self._http = httpx.AsyncClient(
             base_url=self.url,

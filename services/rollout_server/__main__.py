@@ -17,7 +17,7 @@ import time
 from services import endpoints, logs
 from services.endpoints import Endpoint, Task
 from services.errors import ConfigurationError
-from services.rollout_control import RouterControl, WorkerControl
+from services.rollout_control import PROBE_SECONDS, RouterControl, WorkerControl
 from services.rollout_server.engines import (
     Binds,
     check_router_installed,
@@ -97,7 +97,9 @@ class Launcher:
         nodes = range(endpoints.num_nodes())
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(WorkerControl(self._worker(rank).url, self.settings.token))
+                await stack.enter_async_context(
+                    WorkerControl(self._worker(rank).url, self.settings.token, timeout=PROBE_SECONDS)
+                )
                 for rank in nodes
             ]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):

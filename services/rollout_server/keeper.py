@@ -60,7 +60,8 @@ class WorkerKeeper:
             ConfigurationError: the trainer seems to publish to another volume.
         """
         async with (
-            WorkerControl(self.url, self.settings.token) as worker,
+            # It may load a version for as long as its first weights.
+            WorkerControl(self.url, self.settings.token, timeout=self.settings.engine_start_seconds) as worker,
             RouterControl(self._router_endpoint, self.settings.token) as router,
         ):
             start = 0

@@ -31,7 +31,7 @@ from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.policy import Policy, save_description
 from trainer.publishing.disk import MARGIN_SECONDS, published_dtype
-from trainer.publishing.workers import registered_workers, update_workers
+from trainer.publishing.workers import registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
@@ -89,7 +89,7 @@ class BroadcastPublisher:
     def _write(self, version: int, state: dict[str, Tensor]) -> None:
         directory = self.store.begin(version)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        save_description(self.policy, self.settings, directory, published_dtype(self.settings))
+        save_description(self.policy, directory, published_dtype(self.settings))
         self.store.commit(version)
         self.store.prune(self.settings.published_versions_kept)
 
@@ -124,7 +124,7 @@ class BroadcastPublisher:
         """Has the workers stop generating and open an update; returns those that did."""
 
         async def hold(url: str) -> bool:
-            async with WorkerControl(url, token=self.settings.token) as worker:
+            async with worker_control(self.settings, url) as worker:
                 try:
                     async with asyncio.timeout(self.settings.publish_deadline_seconds):
                         await worker.hold(finishes_requests=not self.settings.publish_in_place)
@@ -169,13 +169,13 @@ class BroadcastPublisher:
             return self._group
         old, self._group = self._group, None
         if old is not None:
-            leave_weights_group(old.process_group)
+            # Beside the event loop: gloo's members may be gone.
+            leaving = asyncio.get_running_loop().run_in_executor(self._sender, leave_weights_group, old.process_group)
+            await asyncio.wait_for(leaving, self.settings.publish_deadline_seconds)
         # Workers remember the groups of a trainer that died, and refuse their names.
         name = f"{self.settings.run_id}-{uuid.uuid4().hex}"
         async with AsyncExitStack() as stack:
-            workers = [
-                await stack.enter_async_context(WorkerControl(url, token=self.settings.token)) for url in registrations
-            ]
+            workers = [await stack.enter_async_context(worker_control(self.settings, url)) for url in registrations]
             async with asyncio.timeout(self.settings.publish_deadline_seconds):
                 process_group = await self._meet(workers, name)
                 for worker in workers:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from services.errors import DependencyLostError
 from services.logs import get_logger
-from services.rollout_control import WorkerControl, WorkerRefusedError
+from services.rollout_control import WorkerRefusedError
 from trainer.config import TrainerSettings
-from trainer.publishing.workers import drop_workers, registered_workers
+from trainer.publishing.workers import drop_workers, registered_workers, worker_control
 
 log = get_logger(__name__)
 
@@ -32,7 +32,7 @@ async def probe_workers(
     urls = await registered_workers(settings)
 
     async def one(url: str) -> float:
-        async with WorkerControl(url, token=settings.token) as worker:
+        async with worker_control(settings, url) as worker:
             try:
                 scores = await worker.rescore([*prompt_ids, *completion_ids])
             except (WorkerRefusedError, DependencyLostError) as error:

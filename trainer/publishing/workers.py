@@ -47,7 +47,7 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
     """
 
     async def one(index: int, url: str) -> bool:
-        async with WorkerControl(url, token=settings.token) as worker:
+        async with worker_control(settings, url) as worker:
             try:
                 async with asyncio.timeout(settings.publish_deadline_seconds):
                     await update(worker, index)
@@ -72,6 +72,11 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
 
     left = await _wait_for_workers(settings, up_to_date, f"serve policy version {version}")
     return len(left)
+
+
+def worker_control(settings: TrainerSettings, url: str) -> WorkerControl:
+    """What speaks to a worker that has PUBLISH_DEADLINE_SECONDS for each answer."""
+    return WorkerControl(url, token=settings.token, timeout=settings.publish_deadline_seconds)
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ class FakeNodes(Nodes):
     async def _update_workers(self, path: Path, version: int) -> None:
         async with RouterControl(self.router, TOKEN) as router:
             for url in await router.workers():
-                async with WorkerControl(url, TOKEN) as worker:
+                async with WorkerControl(url, TOKEN, timeout=60) as worker:
                     try:
                         await worker.hold(finishes_requests=True)
                         await worker.update_from_disk(path, version)

@@ -114,7 +114,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
 async def leave_in_mid_update(nodes: FakeNodes) -> None:
     """What SIGKILL of a trainer leaves."""
-    async with WorkerControl(nodes.worker(1).url, TOKEN) as worker:
+    async with WorkerControl(nodes.worker(1).url, TOKEN, timeout=60) as worker:
         await worker.pause("in_place")
         await worker.begin_update()
 

@@ -133,7 +133,7 @@ def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any
 
 async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
     ids = [*PROMPT, 9, END]
-    async with WorkerControl(server.worker().url, TOKEN) as worker:
+    async with WorkerControl(server.worker().url, TOKEN, timeout=60) as worker:
         assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
 
 

@@ -1,0 +1,70 @@
+"""A service at the other end of HTTP that answers as a test says, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from services.endpoints import Endpoint
+
+Route = Callable[[dict[str, Any]], Any]
+"""From the request's JSON, or its query, to the reply; an integer is a status without one."""
+
+
+@dataclass
+class FakeService:
+    """Its routes are named as in ``POST /reward``. A route that it does not have is answered 404."""
+
+    endpoint: Endpoint
+    routes: dict[str, Route]
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def asked(self, route: str) -> list[dict[str, Any]]:
+        """What came by one route, in order."""
+        return [request for name, request in self.requests if name == route]
+
+
+@contextmanager
+def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
+    """Serves ``routes`` within it; they may be changed meanwhile."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            url = urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            request = json.loads(body) if body else dict(parse_qsl(url.query))
+            name = f"{self.command} {url.path}"
+            service.requests.append((name, request))
+            route = service.routes.get(name)
+            reply = 404 if route is None else route(request)
+            status, content = (reply, {"detail": "as the test says"}) if isinstance(reply, int) else (200, reply)
+            encoded = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(encoded)))
+            self.end_headers()
+            self.wfile.write(encoded)
+
+        do_GET = do_POST = do_PUT = do_DELETE = handle_any  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    service = FakeService(Endpoint("127.0.0.1", server.server_port), routes)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield service
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
