@@ -1,17 +1,21 @@
 """Published policy versions on the shared volume: one directory a version, written under a hidden name and renamed.
 
 A version's directory, ``v000012``, is a Hugging Face model directory. What has a plain name is complete; versions
-increase; readers may meet a version being pruned and then look for the newest again.
+increase. What a reader holds is not pruned while it reads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = re.compile(r"v(\d{6,})")
+_HOLD = re.compile(r"\.v(\d{6,})\.held-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,32 @@ class PolicyStore:
             self._hidden(version).rename(final)
         return final
 
-    def prune(self, keep: int) -> None:
-        """Removes all but the ``keep`` newest versions."""
+    def hold(self, version: int) -> Path:
+        """Keeps ``prune`` from removing a version until the file that is returned is given to ``release``.
+
+        Raises:
+            OSError: the version is gone, or the volume cannot be written.
+        """
+        hold = self.policy_dir / f".{self.path(version).name}.held-{uuid.uuid4().hex}"
+        hold.touch()
+        if not self.path(version).exists():
+            hold.unlink()
+            raise FileNotFoundError(f"policy version {version} was pruned meanwhile")
+        return hold
+
+    def release(self, hold: Path) -> None:
+        """Ends a hold."""
+        hold.unlink(missing_ok=True)
+
+    def prune(self, keep: int, hold_seconds: float) -> None:
+        """Removes all but the ``keep`` newest versions and those that are held.
+
+        A hold that is older than ``hold_seconds`` was left by a reader that died, and counts no more.
+        """
+        held = self._held(hold_seconds)
         for policy in self.published()[:-keep]:
-            self._remove(policy)
+            if policy.version not in held:
+                self._remove(policy)
 
     def discard_after(self, version: int) -> None:
         """Removes versions newer than ``version``: what a run published after the checkpoint it resumes from."""
@@ -77,6 +103,17 @@ class PolicyStore:
 
     def _hidden(self, version: int) -> Path:
         return self.policy_dir / f".v{version:06d}.partial"
+
+    def _held(self, hold_seconds: float) -> set[int]:
+        held = set()
+        for path in self.policy_dir.iterdir():
+            if match := _HOLD.fullmatch(path.name):
+                with contextlib.suppress(FileNotFoundError):  # released just now
+                    if time.time() - path.stat().st_mtime < hold_seconds:
+                        held.add(int(match[1]))
+                    else:
+                        path.unlink()
+        return held
 
     def _remove(self, policy: PublishedPolicy) -> None:
         # Renamed first, so that no reader takes a half-removed directory for a whole one.

@@ -9,8 +9,11 @@ registered anew also makes the router's cache-aware policy send it traffic.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 
 from services.endpoints import Endpoint
 from services.errors import ConfigurationError, DependencyLostError
@@ -215,7 +218,8 @@ class WorkerKeeper:
             await worker.pause("retract")
             await worker.pause("abort")
             await self._close_update(worker)
-            await worker.update_from_disk(path, version)
+            async with self._held(newest):
+                await worker.update_from_disk(path, version)
             await worker.resume()
             log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
         served = await worker.version()
@@ -224,6 +228,28 @@ class WorkerKeeper:
                 f"worker {self.url} loaded policy version {version} but says that it serves {served}"
             )
         return version
+
+    @asynccontextmanager
+    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[None]:
+        """Keeps a version from being pruned while it is loaded: SGLang dies of files that vanish."""
+        if policy is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(VOLUME_SECONDS):
+                hold = await in_background(partial(self.store.hold, policy.version))
+        except (OSError, TimeoutError) as error:
+            raise DependencyLostError(
+                f"cannot hold policy version {policy.version} in {self.store.policy_dir} "
+                f"({str(error) or 'timed out'}); is SHARED_DIR mounted for writing?"
+            ) from error
+        try:
+            yield
+        finally:
+            # One that stays counts no more after a while.
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(VOLUME_SECONDS):
+                    await in_background(partial(self.store.release, hold))
 
     async def _close_update(self, worker: WorkerControl) -> None:
         """Ends the broadcast that a trainer began and did not end: SGLang refuses the next one meanwhile."""

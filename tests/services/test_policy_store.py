@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from services.policy_store import PolicyStore, PublishedPolicy
+
+
+HOLD_SECONDS = 600.0
 
 
 @pytest.fixture
@@ -57,9 +62,39 @@ def test_a_version_published_again_is_replaced(store: PolicyStore) -> None:
 def test_the_newest_are_kept(store: PolicyStore) -> None:
     for version in range(1, 6):
         publish(store, version)
-    store.prune(2)
+    store.prune(2, HOLD_SECONDS)
     assert [policy.version for policy in store.published()] == [4, 5]
     assert len(list(store.policy_dir.iterdir())) == 2
+
+
+def test_what_is_held_is_not_pruned_until_it_is_released(store: PolicyStore) -> None:
+    for version in range(1, 4):
+        publish(store, version)
+    holds = [store.hold(1), store.hold(1)]
+    for hold in holds:
+        store.prune(1, HOLD_SECONDS)
+        assert [policy.version for policy in store.published()] == [1, 3]
+        store.release(hold)
+    store.prune(1, HOLD_SECONDS)
+    assert [policy.version for policy in store.published()] == [3]
+    assert len(list(store.policy_dir.iterdir())) == 1
+
+
+def test_what_a_reader_that_died_held_is_pruned_in_time(store: PolicyStore) -> None:
+    for version in (1, 2):
+        publish(store, version)
+    long_ago = time.time() - HOLD_SECONDS - 1
+    os.utime(store.hold(1), (long_ago, long_ago))
+    store.prune(1, HOLD_SECONDS)
+    assert [policy.version for policy in store.published()] == [2]
+    assert len(list(store.policy_dir.iterdir())) == 1
+
+
+def test_a_version_that_is_gone_cannot_be_held(store: PolicyStore) -> None:
+    publish(store, 2)
+    with pytest.raises(FileNotFoundError, match="version 1 was pruned"):
+        store.hold(1)
+    assert len(list(store.policy_dir.iterdir())) == 1
 
 
 def test_versions_after_a_checkpoint_are_discarded(store: PolicyStore) -> None:
@@ -89,7 +124,7 @@ def test_a_reader_never_sees_half_a_version(store: PolicyStore) -> None:
     reader.start()
     for version in range(1, 60):
         publish(store, version)
-        store.prune(1)
+        store.prune(1, HOLD_SECONDS)
     stop.set()
     reader.join()
     assert broken == []

@@ -91,7 +91,7 @@ class BroadcastPublisher:
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         save_description(self.policy, directory, published_dtype(self.settings))
         self.store.commit(version)
-        self.store.prune(self.settings.published_versions_kept)
+        self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
 
     async def _update_workers(self, version: int, state: dict[str, Tensor]) -> int:
         urls = await registered_workers(self.settings)

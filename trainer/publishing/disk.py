@@ -30,12 +30,12 @@ class DiskPublisher:
     def publish(self, version: int) -> dict[str, float]:
         """See Publisher."""
         directory = self.store.begin(version) if self.ranks.is_main else self.settings.policy_dir
-        save_pretrained(self.policy, self.settings, self.ranks, directory, published_dtype(self.settings))
+        save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
 
         def work() -> int:
             assert self.services is not None
             self.store.commit(version)
-            self.store.prune(self.settings.published_versions_kept)
+            self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
             # For enough workers to be registered, for them to load it, and for those that failed to catch up.
             deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version), deadline)
