@@ -67,7 +67,7 @@ class RolloutClient:
             token: sent as ``Authorization: Bearer``.
             vocab_size: ids of prompts must be below.
             max_concurrency: prompts in flight; further calls wait.
-            deadline_seconds: for one call of ``generate``, all tries included.
+            deadline_seconds: for one call of ``generate``, all tries included, from when it is in flight.
         """
         address = endpoint or endpoints.router()
         self.vocab_size = vocab_size
@@ -115,10 +115,11 @@ class RolloutClient:
             DependencyLostError: not one completion could be had within deadline and tries.
         """
         self._check(prompt_ids)
-        end = time.monotonic() + self.deadline_seconds
         done: list[Completion] = []
         lost: DependencyLostError | None = None
         async with self._places:
+            # A prompt that waited for its place has all of its time left.
+            end = time.monotonic() + self.deadline_seconds
             for attempt in range(MAX_ROUNDS):
                 left = end - time.monotonic()
                 if left <= 0 or len(done) >= n:

@@ -157,7 +157,8 @@ class TrainingLoop:
             main = self._main()
             main.status.phase = "generate"
             rounds = self.settings.dynamic_sampling_tries + 1
-            deadline = rounds * 2 * self.settings.generation_deadline_seconds + self.settings.fresh_wait_seconds
+            longest = 2 * self.settings.longest_generation(self.settings.batch_size)
+            deadline = rounds * longest + self.settings.fresh_wait_seconds
             main.batch = main.thread.call(
                 main.conductor.next_batch(self.state.policy_version), deadline + GRACE_SECONDS, interruptible=True
             )
@@ -273,7 +274,7 @@ class TrainingLoop:
             main = self._main()
             main.status.phase = "evaluate"
             started = time.perf_counter()
-            deadline = 10 * self.settings.generation_deadline_seconds + GRACE_SECONDS
+            deadline = 5 * self.settings.longest_generation(self.settings.eval_prompts) + GRACE_SECONDS
             result = main.thread.call(main.conductor.evaluator.evaluate(), deadline, interruptible=True)
             result["seconds_evaluate"] = time.perf_counter() - started
             log.info("evaluated", step=self.state.step, **result)
