@@ -70,7 +70,7 @@ class HttpClient:
         timeout: float = 30.0,
         service: str = "service",
         deadline: float = 90.0,
-        max_connections: int = 256,
+        max_connections: int | None = 256,
     ) -> None:
         """Makes a client.
 
@@ -80,7 +80,7 @@ class HttpClient:
             timeout: seconds that one attempt may take between bytes.
             service: its name in errors and metrics.
             deadline: seconds that one request may take with all its attempts, unless the call says otherwise.
-            max_connections: open at once; further requests wait for one.
+            max_connections: open at once; further requests wait for one. None: as many as there are requests.
         """
         self.service = service
         self.base_url = base_url.rstrip("/")

@@ -1,7 +1,8 @@
 """Generates completions through the router: token ids in, completions with their log-probabilities out.
 
-One request a prompt with ``n``, so that the worker computes the prompt once. What comes back short or aborted is
-asked for again; an id outside the vocabulary is refused here, since it would take a worker down.
+One request a prompt with ``n``, so that the worker computes the prompt once; where engines are deterministic, one a
+completion. What comes back short or aborted is asked for again; an id outside the vocabulary is refused here, since it
+would take a worker down.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class RolloutClient:
         vocab_size: int,
         max_concurrency: int = 64,
         deadline_seconds: float = 600.0,
+        seed_each_completion: bool = False,
     ) -> None:
         """Makes a client.
 
@@ -68,10 +70,13 @@ class RolloutClient:
             vocab_size: ids of prompts must be below.
             max_concurrency: prompts in flight; further calls wait.
             deadline_seconds: for one call of ``generate``, all tries included, from when it is in flight.
+            seed_each_completion: ask for each completion by itself. With ENGINE_DETERMINISTIC, SGLang gives all
+                completions of a request its seed, and so the same tokens.
         """
         address = endpoint or endpoints.router()
         self.vocab_size = vocab_size
         self.deadline_seconds = deadline_seconds
+        self.seed_each_completion = seed_each_completion
         self._places = asyncio.Semaphore(max_concurrency)
         self._http = HttpClient(
             address.url,
@@ -79,7 +84,8 @@ class RolloutClient:
             service="rollout-server",
             timeout=deadline_seconds,
             deadline=deadline_seconds,
-            max_connections=max_concurrency + 8,
+            # The places bound them, and a request that waited for a connection would lose of its deadline.
+            max_connections=None,
         )
 
     async def __aenter__(self) -> Self:
@@ -117,24 +123,24 @@ class RolloutClient:
         self._check(prompt_ids)
         done: list[Completion] = []
         lost: DependencyLostError | None = None
+        sent = 0
         async with self._places:
             # A prompt that waited for its place has all of its time left.
             end = time.monotonic() + self.deadline_seconds
             for attempt in range(MAX_ROUNDS):
                 left = end - time.monotonic()
-                if left <= 0 or len(done) >= n:
+                missing = n - len(done)
+                if left <= 0 or missing <= 0:
                     break
-                try:
-                    received = await self._request(
-                        prompt_ids, params, n - len(done), None if seed is None else seed + attempt, left
-                    )
-                except DependencyLostError as error:
-                    # The router has tried other workers already; by now it may know better which are left.
-                    lost = error
-                    LOST.inc()
-                    continue
+                counts = [1] * missing if self.seed_each_completion else [missing]
+                seeds = [None if seed is None else seed + sent + i for i in range(len(counts))]
+                sent += len(counts)
+                received, failed = await self._ask(prompt_ids, params, counts, seeds, left)
                 done += [c for c in received if c.finish_reason is not FinishReason.ABORT]
-                if attempt + 1 < MAX_ROUNDS:
+                if failed:
+                    # The router has tried other workers already; by now it may know better which are left.
+                    lost = failed[0]
+                elif attempt + 1 < MAX_ROUNDS:
                     aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
                     RESUBMITTED.labels("aborted").inc(aborted)
                     RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
@@ -142,6 +148,27 @@ class RolloutClient:
         if lost is not None and not done:
             raise lost
         return done[:n]
+
+    async def _ask(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        counts: Sequence[int],
+        seeds: Sequence[int | None],
+        deadline: float,
+    ) -> tuple[list[Completion], list[DependencyLostError]]:
+        """Sends a request for each of ``counts`` at once; what came of them, and what those that were lost met."""
+
+        async def one(n: int, seed: int | None) -> list[Completion] | DependencyLostError:
+            try:
+                return await self._request(prompt_ids, params, n, seed, deadline)
+            except DependencyLostError as error:
+                LOST.inc()
+                return error
+
+        answers = await asyncio.gather(*map(one, counts, seeds))
+        failed = [answer for answer in answers if isinstance(answer, DependencyLostError)]
+        return [c for answer in answers if not isinstance(answer, DependencyLostError) for c in answer], failed
 
     async def _request(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None, deadline: float

@@ -122,6 +122,7 @@ async def collect(settings: TrainerSettings) -> None:
             vocab_size=config.vocab_size,
             max_concurrency=settings.generation_concurrency,
             deadline_seconds=settings.generation_deadline_seconds,
+            seed_each_completion=settings.engine_deterministic,
         ) as rollouts,
     ):
         await asyncio.gather(*(service.wait_healthy(deadline) for service in (data, rewards, replay)))

@@ -42,6 +42,7 @@ class Conductor:
             vocab_size=vocab_size,
             max_concurrency=settings.generation_concurrency,
             deadline_seconds=settings.generation_deadline_seconds,
+            seed_each_completion=settings.engine_deterministic,
         )
         self.maker = GroupMaker(settings, self.rollouts, self.rewards)
         self.evaluator = Evaluator(settings, self.data, self.rollouts, self.rewards)

@@ -234,3 +234,15 @@ async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(r
     async with client(router, max_concurrency=1, deadline_seconds=1) as rollouts:
         groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(4)))
     assert [len(group) for group in groups] == [2] * 4
+
+
+async def test_each_completion_has_a_seed_of_its_own_where_engines_are_deterministic(router: Router) -> None:
+    router.answers = [group, 500, lambda _: [completion("abort", 1)]]
+    async with client(router, seed_each_completion=True) as rollouts:
+        completions = await rollouts.generate([1], PARAMS, n=4, seed=10)
+    assert len(completions) == 4
+    sampling = [request["sampling_params"] for request in router.requests]
+    assert [params["n"] for params in sampling] == [1] * 6
+    # What failed is asked for with yet other seeds.
+    assert sorted(params["sampling_seed"] for params in sampling[:4]) == [10, 11, 12, 13]
+    assert sorted(params["sampling_seed"] for params in sampling[4:]) == [14, 15]
