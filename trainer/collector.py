@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from services import endpoints, logs
 from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
-from services.errors import DependencyLostError
+from services.errors import ConfigurationError, DependencyLostError
 from services.logs import get_logger
 from services.protocol import Prompt
 from services.rollout_client import RolloutClient
@@ -61,13 +61,14 @@ class Collector:
         """Collects until the last epoch's prompts are used up.
 
         Raises:
-            DependencyLostError: a service was lost.
+            DependencyLostError: a service was lost, or a whole batch of prompts in a row got no completion.
+            ConfigurationError: the rollout workers refuse every prompt.
         """
         try:
             async with asyncio.TaskGroup() as flights:
                 await self._take_prompts(flights)
-        except* DependencyLostError as lost:
-            raise lost.exceptions[0] from None
+        except* (ConfigurationError, DependencyLostError) as ended:
+            raise ended.exceptions[0] from None
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
         while True:
@@ -83,7 +84,10 @@ class Collector:
     async def _collect(self, prompt: Prompt) -> None:
         try:
             group = await self.maker.make(prompt)
-            if group is not None:
+            if group is None:
+                if self.maker.generator.failed_in_a_row >= self.settings.batch_size:
+                    raise self.maker.generator.all_failed()
+            else:
                 await self.replay.enqueue([group], [initial_priority(group)])
                 COLLECTED.inc()
         finally:

@@ -12,6 +12,7 @@ from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardIt
 from services.rollout_client import RolloutClient, SamplingParams
 from trainer.config import TrainerSettings
 from trainer.experience import derive_seed
+from trainer.generation import PromptGenerator
 
 PROMPTS_A_REQUEST = 256
 
@@ -24,7 +25,7 @@ class Evaluator:
     ) -> None:
         self.settings = settings
         self.data = data
-        self.rollouts = rollouts
+        self.generator = PromptGenerator(rollouts)
         self.rewards = rewards
 
     async def evaluate(self) -> dict[str, float]:
@@ -32,6 +33,10 @@ class Evaluator:
         measured.
 
         Prompts without a completion, and completions that cannot be scored, are left out and counted.
+
+        Raises:
+            DependencyLostError: a service was lost, or no prompt got a completion.
+            ConfigurationError: the rollout workers refuse every prompt.
         """
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
@@ -68,10 +73,12 @@ class Evaluator:
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         completions = await asyncio.gather(
             *(
-                self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
+                self.generator.generate(prompt, params, n, seed)
                 for prompt, seed in zip(prompts, seeds, strict=True)
             )
         )
+        if prompts and not any(completions):
+            raise self.generator.all_failed()
         owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
         items = [
             RewardItem(

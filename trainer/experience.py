@@ -12,18 +12,13 @@ import torch
 from prometheus_client import Counter
 
 from services.clients import RewardClient
-from services.logs import get_logger
 from services.protocol import Completion, Experience, FinishReason, Group, Prompt, RewardItem, RewardResult
 from services.rollout_client import RolloutClient, SamplingParams
 from trainer import grpo
 from trainer.config import TrainerSettings
+from trainer.generation import PromptGenerator
 from trainer.packing import TrainingGroup, TrainingSequence
 
-log = get_logger(__name__)
-
-PROMPTS_FAILED = Counter(
-    "trainer_prompts_failed", "Prompts left out because no completion of theirs could be generated."
-)
 UNSCORABLE = Counter(
     "trainer_unscorable", "Completions left out because they could not be scored, by reason.", ["status"]
 )
@@ -36,7 +31,7 @@ class GroupMaker:
 
     def __init__(self, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> None:
         self.settings = settings
-        self.rollouts = rollouts
+        self.generator = PromptGenerator(rollouts)
         self.rewards = rewards
         self.last_generated = 0.0
         """When the newest completions came (time.perf_counter): what a step waits after it, it waits for scores."""
@@ -49,12 +44,9 @@ class GroupMaker:
         """
         params = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
         seed = derive_seed(self.settings.seed, prompt.epoch, prompt.position)
-        completions = await self.rollouts.generate(prompt.prompt_ids, params, n=self.settings.group_size, seed=seed)
+        completions = await self.generator.generate(prompt, params, self.settings.group_size, seed)
         self.last_generated = time.perf_counter()
-        completions = [c for c in completions if c.completion_ids]
         if not completions:
-            PROMPTS_FAILED.inc()
-            log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id)
             return None
         results = await self._score(prompt, completions)
         return Group(

@@ -72,8 +72,8 @@ class SynchronousSource:
             generated = max(self.maker.last_generated, started)
             _add(batch.seconds, "generate", generated - started)
             _add(batch.seconds, "reward", time.perf_counter() - generated)
-            if prompts and not made:
-                raise DependencyLostError(f"none of {len(prompts)} prompts got a completion from the rollout workers")
+            if prompts and not made and not batch.groups:
+                raise self.maker.generator.all_failed()
             last = attempt == self.settings.dynamic_sampling_tries or not prompts
             kept = made if last else [g for g in made if has_signal(g, self.settings)]
             _add(batch.counts, "groups_resampled", len(made) - len(kept))

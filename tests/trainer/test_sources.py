@@ -1,0 +1,223 @@
+"""Where a step's groups come from, against services that answer as each test says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from services.clients import DataClient, ReplayClient, RewardClient
+from services.errors import ConfigurationError, DependencyLostError
+from services.protocol import Cursor
+from services.rollout_client import RolloutClient
+from tests.fake_service import FakeService, Route, fake_service
+from trainer.collector import Collector
+from trainer.config import TrainerSettings
+from trainer.evaluate import Evaluator
+from trainer.experience import GroupMaker
+from trainer.sources import SynchronousSource
+
+VOCAB_SIZE = 1000
+BAD = 7
+"""The prompt, by its place, that goes wrong in these tests."""
+
+
+def prompts(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /prompts: one epoch of 100, whose token id is 1 more than their place."""
+    cursor = request["cursor"]
+    first, last = cursor["position"], min(cursor["position"] + request["batch_size"], 100)
+    found = [
+        {"id": f"p/{i}", "prompt": str(i), "ground_truth": "x", "prompt_ids": [i + 1], "epoch": 0, "position": i}
+        for i in range(first, last)
+    ]
+    return {"prompts": found, "cursor": {**cursor, "position": last}, "total_available": 100}
+
+
+def completions(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """POST /generate: as many as are asked for."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": [[-0.5, 3, None]]}
+    return [{"text": "x", "output_ids": [3], "meta_info": meta}] * request["sampling_params"]["n"]
+
+
+def fails_for(*places: int, status: int) -> Route:
+    """POST /generate that answers some prompts with a status."""
+    ids = [[place + 1] for place in places]
+    return lambda request: status if request["input_ids"] in ids else completions(request)
+
+
+def alternate_rewards(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /batch_reward: every other answer is right."""
+    return {"rewards": [{"reward": float(i % 2)} for i, _ in enumerate(request["items"])]}
+
+
+def added(request: dict[str, Any]) -> dict[str, Any]:
+    return {"added": len(request["groups"]), "duplicates": 0, "size": 0}
+
+
+@dataclass
+class Services:
+    """The fakes, and the clients of the trainer that speak to them."""
+
+    data: FakeService
+    rollouts: FakeService
+    rewards: FakeService
+    replay: FakeService
+    data_client: DataClient
+    rollout_client: RolloutClient
+    reward_client: RewardClient
+    replay_client: ReplayClient
+
+    def settings(self, **fields: Any) -> TrainerSettings:
+        return TrainerSettings.load(**({"batch_size": 4, "group_size": 2, "num_epochs": 1} | fields))
+
+    def synchronous(self, position: int = 0, **fields: Any) -> SynchronousSource:
+        settings = self.settings(**fields)
+        maker = GroupMaker(settings, self.rollout_client, self.reward_client)
+        return SynchronousSource(settings, self.data_client, maker, self.replay_client, Cursor(position=position))
+
+    def collector(self, **fields: Any) -> Collector:
+        settings = self.settings(mode="async", **fields)
+        maker = GroupMaker(settings, self.rollout_client, self.reward_client)
+        return Collector(settings, self.data_client, maker, self.replay_client)
+
+    def evaluator(self, **fields: Any) -> Evaluator:
+        return Evaluator(self.settings(**fields), self.data_client, self.rollout_client, self.reward_client)
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeService]]:
+    routes: list[dict[str, Route]] = [
+        {"POST /prompts": prompts, "GET /stats": lambda _: stats()},
+        {"POST /generate": completions},
+        {"POST /batch_reward": alternate_rewards},
+        {"POST /groups": added, "POST /queue": added},
+    ]
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_service(own)) for own in routes]
+
+
+@pytest.fixture
+async def services(fakes: list[FakeService]) -> AsyncIterator[Services]:
+    data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
+    async with AsyncExitStack() as stack:
+        yield Services(
+            *fakes,
+            await stack.enter_async_context(DataClient(data, deadline=20)),
+            await stack.enter_async_context(
+                RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8)
+            ),
+            await stack.enter_async_context(RewardClient(rewards, deadline=20)),
+            await stack.enter_async_context(ReplayClient(replay, deadline=20)),
+        )
+
+
+def stats(curriculum: str = "off", **epochs: int) -> dict[str, Any]:
+    """GET /stats of the data-server; ``epochs`` says where consumers stand."""
+    cursors = {f"{name}/train".replace("_", "-"): {"epoch": epoch, "position": 0} for name, epoch in epochs.items()}
+    counts = {"source": "test", "train_prompts": 100, "test_prompts": 0, "refused": {}}
+    return {**counts, "cursors": cursors, "curriculum": curriculum}
+
+
+def failed_prompts() -> float:
+    return REGISTRY.get_sample_value("trainer_prompts_failed_total") or 0.0
+
+
+# A prompt that cannot be generated
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services, status: int) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    before = failed_prompts()
+    source = services.synchronous(position=BAD - 1)
+    batch = await source.next(1)
+    assert [group.position for group in batch.groups] == [BAD - 1, BAD + 1, BAD + 2]
+    assert source.cursor().position == BAD + 3, "it is not taken again"
+    assert failed_prompts() == before + 1
+
+
+async def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        # All are right on the first prompt, so that it is replaced, and by the bad one.
+        return {
+            "rewards": [{"reward": float(i % 2 or item["prompt"] == "3")} for i, item in enumerate(request["items"])]
+        }
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
+    batch = await services.synchronous(position=BAD - 4, dynamic_sampling_tries=1).next(1)
+    assert [group.position for group in batch.groups] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
+)
+async def test_a_step_without_any_completion_ends_the_run_and_says_why(
+    services: Services, status: int, error: type[Exception]
+) -> None:
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    with pytest.raises(error, match=r"none of 4 prompts got a completion .*as the test says"):
+        await services.synchronous().next(1)
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    services.rewards.routes["POST /batch_reward"] = lambda request: {
+        "rewards": [{"reward": 1.0}] * len(request["items"])
+    }
+    metrics = await services.evaluator(eval_prompts=10).evaluate()
+    assert (metrics["eval_prompts"], metrics["eval_left_out"], metrics["accuracy"]) == (10, 1, 1)
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
+        await services.evaluator(eval_prompts=10).evaluate()
+
+
+class CollectorServices:
+    """What the data-server and the replay-buffer answer a collector: ``count`` prompts, and room for all."""
+
+    def __init__(self, services: Services, count: int) -> None:
+        self.position = 0
+        self.count = count
+        self.cursors: list[tuple[str, int]] = []
+        services.data.routes["GET /prompts"] = self.prompts
+        services.data.routes["PUT /cursor"] = self.set_cursor
+        empty = dict.fromkeys(("size", "capacity", "groups", "experiences", "waiting", "leased"), 0)
+        services.replay.routes["GET /stats"] = lambda _: empty | {"newest_policy_version": None}
+        self.queue = lambda: [g for r in services.replay.asked("POST /queue") for g in r["groups"]]
+
+    def prompts(self, request: dict[str, Any]) -> dict[str, Any]:
+        start, self.position = self.position, self.position + int(request["batch_size"])
+        reply = prompts({"cursor": {"position": start}, "batch_size": int(request["batch_size"])})
+        for prompt in reply["prompts"]:
+            prompt["epoch"] = int(prompt["position"] >= self.count)
+        return reply
+
+    def set_cursor(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.cursors.append((request["consumer"], request["cursor"]["epoch"]))
+        return dict(request["cursor"])
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+    served = CollectorServices(services, 12)
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    await services.collector().run()
+    assert sorted(group["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
+)
+async def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
+    services: Services, status: int, error: type[Exception]
+) -> None:
+    served = CollectorServices(services, 50)
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    with pytest.raises(error, match="as the test says"):
+        await services.collector().run()
+    assert served.position < 50
