@@ -133,7 +133,9 @@ class AsynchronousSource:
                 )
             )
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
-            batch.groups += reply.groups
+            # A lease that ran out meanwhile gave its groups back, and they may come once more.
+            held = {group.group_id for group in batch.groups}
+            batch.groups += [group for group in reply.groups if group.group_id not in held]
             if reply.lease_id is not None:
                 self._leases.append(reply.lease_id)
             elif collectors_done:

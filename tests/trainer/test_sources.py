@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from trainer.collector import Collector
 from trainer.config import TrainerSettings
 from trainer.evaluate import Evaluator
 from trainer.experience import GroupMaker
-from trainer.sources import SynchronousSource
+from trainer.sources import AsynchronousSource, SynchronousSource
 
 VOCAB_SIZE = 1000
 BAD = 7
@@ -78,6 +79,10 @@ class Services:
         settings = self.settings(**fields)
         maker = GroupMaker(settings, self.rollout_client, self.reward_client)
         return SynchronousSource(settings, self.data_client, maker, self.replay_client, Cursor(position=position))
+
+    def asynchronous(self, **fields: Any) -> AsynchronousSource:
+        settings = self.settings(mode="async", **fields)
+        return AsynchronousSource(settings, self.data_client, self.replay_client, None)
 
     def collector(self, **fields: Any) -> Collector:
         settings = self.settings(mode="async", **fields)
@@ -221,3 +226,44 @@ async def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
     with pytest.raises(error, match="as the test says"):
         await services.collector().run()
     assert served.position < 50
+
+
+# The fresh queue
+
+
+def fresh(position: int) -> dict[str, Any]:
+    """A group as the replay-buffer leases it."""
+    experience = {
+        "completion": "x",
+        "completion_ids": [3],
+        "logprobs": [-0.5],
+        "policy_versions": [{"version": 1, "start": 0, "end": 1}],
+        "finish_reason": "stop",
+        "result": {"reward": 1.0},
+    }
+    names = {"group_id": f"g{position}", "prompt_id": f"p/{position}", "prompt": "?", "ground_truth": "x"}
+    return {**names, "prompt_ids": [1], "position": position, "experiences": [experience]}
+
+
+def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """POST /queue/lease that gives these groups in turn, and then none."""
+    left = list(enumerate(replies))
+
+    def lease(request: dict[str, Any]) -> dict[str, Any]:
+        number, groups = left.pop(0) if left else (0, [])
+        if not groups:
+            time.sleep(min(request["wait_seconds"], 0.02))
+        return {"lease_id": f"l{number}" if groups else None, "groups": [fresh(i) for i in groups], "dropped_stale": 0}
+
+    return lease
+
+
+async def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -> None:
+    # The first lease ran out while the batch waited for more.
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [1, 2], [3, 4])
+    services.replay.routes["POST /queue/acknowledge"] = lambda _: {"acknowledged": 2, "lost": 0}
+    source = services.asynchronous()
+    assert [group.position for group in (await source.next(1)).groups] == [1, 2, 3, 4]
+    await source.trained()
+    acknowledged = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
+    assert acknowledged == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
