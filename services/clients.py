@@ -23,14 +23,13 @@ from services.protocol import (
     BatchRewardReply,
     BatchRewardRequest,
     Cursor,
+    CursorRequest,
     DataStats,
     Group,
     LeaseReply,
     LeaseRequest,
     PromptBatch,
     PromptsRequest,
-    ReleaseReply,
-    ReleaseRequest,
     ReplayStats,
     RewardItem,
     RewardResult,
@@ -126,6 +125,12 @@ class DataClient(ServiceClient):
         """Where the server's own cursor of ``consumer`` stands in the training split."""
         return await self.http.get_json("/cursor", Cursor, params={"consumer": consumer, "split": Split.TRAIN.value})
 
+    async def set_cursor(self, consumer: str, cursor: Cursor) -> Cursor:
+        """Sets where the server's own cursor of ``consumer`` stands in the training split."""
+        request = CursorRequest(consumer=consumer, cursor=cursor)
+        response = await self.http.request("PUT", "/cursor", payload=request)
+        return Cursor.model_validate_json(response.content)
+
     async def record_success_rates(self, success_rates: Mapping[str, float]) -> SuccessRatesReply:
         """Tells the curriculum the share of right completions by prompt id."""
         request = SuccessRatesRequest(success_rates=dict(success_rates))
@@ -214,10 +219,6 @@ class ReplayClient(ServiceClient):
     async def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
         """Says that a lease's groups were trained on."""
         return await self.http.post_json("/queue/acknowledge", request, AcknowledgeReply)
-
-    async def release(self, lease_id: str) -> ReleaseReply:
-        """Gives a lease's groups back to the front of the queue."""
-        return await self.http.post_json("/queue/release", ReleaseRequest(lease_id=lease_id), ReleaseReply)
 
     async def save_snapshot(self, label: str) -> SnapshotReply:
         """Remembers store and queue as they are now under ``label``, replacing a snapshot of that label."""

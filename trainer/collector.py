@@ -17,12 +17,12 @@ from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
 from services.errors import ConfigurationError, DependencyLostError
 from services.logs import get_logger
-from services.protocol import Prompt
+from services.protocol import Cursor, Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from trainer.config import TrainerSettings
 from trainer.experience import GroupMaker, initial_priority
-from trainer.sources import COLLECTORS
+from trainer.sources import COLLECTORS, collector_name
 
 log = get_logger(__name__)
 
@@ -53,20 +53,23 @@ class Collector:
         self.maker = maker
         self.replay = replay
         self.number = number
+        self.name = collector_name(number)
         self.collectors = collectors
         self._places = asyncio.Semaphore(settings.generation_concurrency)
         self._in_flight = 0
 
     async def run(self) -> None:
-        """Collects until the last epoch's prompts are used up.
+        """Collects until the last epoch's prompts are used up; the data-server is told before and after.
 
         Raises:
             DependencyLostError: a service was lost, or a whole batch of prompts in a row got no completion.
             ConfigurationError: the rollout workers refuse every prompt.
         """
         try:
+            await self.data.set_cursor(self.name, Cursor())
             async with asyncio.TaskGroup() as flights:
                 await self._take_prompts(flights)
+            await self.data.set_cursor(self.name, Cursor(epoch=self.settings.num_epochs))
         except* (ConfigurationError, DependencyLostError) as ended:
             raise ended.exceptions[0] from None
 

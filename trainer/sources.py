@@ -10,7 +10,7 @@ from typing import Protocol
 from services.clients import DataClient, ReplayClient
 from services.errors import DependencyLostError
 from services.logs import get_logger
-from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt
+from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt, Split
 from trainer.config import TrainerSettings
 from trainer.experience import GroupMaker, has_signal, initial_priority
 
@@ -20,6 +20,12 @@ LEASE_WAIT_SECONDS = 5.0
 
 COLLECTORS = "collectors"
 """The consumer under whose name all collectors share the data-server's cursor."""
+_EACH_COLLECTOR = "collector-"
+
+
+def collector_name(number: int) -> str:
+    """The consumer whose cursor says how far one collector has pushed its groups: 0, or NUM_EPOCHS when all."""
+    return f"{_EACH_COLLECTOR}{number}"
 
 
 @dataclass
@@ -161,11 +167,15 @@ class AsynchronousSource:
         return Cursor()
 
     async def _collectors_are_done(self) -> bool:
-        """True when the only collector has collected the last prompt; raises what it failed with."""
-        if self.collector is None or not self.collector.done():
-            return False
-        self.collector.result()
-        return True
+        """True when all prompts are collected, and none is in flight; raises what the one beside us failed with."""
+        if self.collector is not None:
+            if self.collector.done():
+                self.collector.result()
+            return self.collector.done()
+        stand = {consumer: cursor["epoch"] for consumer, cursor in (await self.data.stats()).cursors.items()}
+        shared = stand.get(f"{COLLECTORS}/{Split.TRAIN.value}", 0)
+        each = [epoch for consumer, epoch in stand.items() if consumer.startswith(_EACH_COLLECTOR)]
+        return bool(each) and min(shared, *each) >= self.settings.num_epochs
 
     async def _prompts_are_used_up(self) -> bool:
         return (await self.data.cursor(COLLECTORS)).epoch >= self.settings.num_epochs

@@ -120,3 +120,4 @@ class DataStats(BaseModel):
     train_prompts: int
     test_prompts: int
     refused: dict[str, int]
+    cursors: dict[str, dict[str, int]] = Field(default_factory=dict)

@@ -20,7 +20,7 @@ from trainer.collector import Collector
 from trainer.config import TrainerSettings
 from trainer.evaluate import Evaluator
 from trainer.experience import GroupMaker
-from trainer.sources import AsynchronousSource, SynchronousSource
+from trainer.sources import AsynchronousSource, SynchronousSource, collector_name
 
 VOCAB_SIZE = 1000
 BAD = 7
@@ -226,6 +226,7 @@ async def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
     with pytest.raises(error, match="as the test says"):
         await services.collector().run()
     assert served.position < 50
+    assert (collector_name(0), 1) not in served.cursors, "it is not done"
 
 
 # The fresh queue
@@ -267,3 +268,37 @@ async def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Servi
     await source.trained()
     acknowledged = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
     assert acknowledged == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
+
+
+async def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:
+    # One of the last four could not be generated.
+    services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
+    batch = await services.asynchronous(fresh_wait_seconds=3600).next(1)
+    assert [group.position for group in batch.groups] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "stand",
+    [
+        {"collectors": 1, "collector_0": 1, "collector_1": 0},
+        {"collectors": 0, "collector_0": 1, "collector_1": 1},
+        {"collectors": 0},
+        {},
+    ],
+    ids=str,
+)
+async def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
+    services.data.routes["GET /stats"] = lambda _: stats(**stand)
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
+    assert len((await services.asynchronous(fresh_wait_seconds=3600).next(1)).groups) == 4
+    assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
+
+
+async def test_a_collector_says_when_it_begins_and_when_all_is_pushed(services: Services) -> None:
+    served = CollectorServices(services, 8)
+    await services.collector().run()
+    assert served.cursors == [(collector_name(0), 0), (collector_name(0), 1)]
+    assert len(served.queue()) == 8
+    order = [name for name, _ in services.data.requests]
+    assert (order[0], order[-1]) == ("PUT /cursor", "PUT /cursor")
