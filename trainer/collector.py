@@ -21,6 +21,7 @@ from services.protocol import Cursor, Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from trainer.config import TrainerSettings
+from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
 from trainer.sources import COLLECTORS, collector_name
 
@@ -52,6 +53,7 @@ class Collector:
         self.data = data
         self.maker = maker
         self.replay = replay
+        self.success_rates = SuccessRates(data, settings.batch_size)
         self.number = number
         self.name = collector_name(number)
         self.collectors = collectors
@@ -93,6 +95,7 @@ class Collector:
             else:
                 await self.replay.enqueue([group], [initial_priority(group)])
                 COLLECTED.inc()
+                await self.success_rates.record([group])
         finally:
             self._in_flight -= 1
             self._places.release()

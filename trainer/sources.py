@@ -12,6 +12,7 @@ from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt, Split
 from trainer.config import TrainerSettings
+from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, has_signal, initial_priority
 
 log = get_logger(__name__)
@@ -64,12 +65,14 @@ class SynchronousSource:
         self.data = data
         self.maker = maker
         self.replay = replay
+        self.success_rates = SuccessRates(data, settings.batch_size)
         self._cursor = cursor
 
     async def next(self, policy_version: int) -> Batch:
         """See GroupSource."""
         batch = Batch([])
         cursor = self._cursor
+        scored: list[Group] = []
         wanted = self.settings.batch_size
         for attempt in range(self.settings.dynamic_sampling_tries + 1):
             prompts, cursor = await self._prompts(wanted, cursor)
@@ -80,6 +83,7 @@ class SynchronousSource:
             _add(batch.seconds, "reward", time.perf_counter() - generated)
             if prompts and not made and not batch.groups:
                 raise self.maker.generator.all_failed()
+            scored += made
             last = attempt == self.settings.dynamic_sampling_tries or not prompts
             kept = made if last else [g for g in made if has_signal(g, self.settings)]
             _add(batch.counts, "groups_resampled", len(made) - len(kept))
@@ -90,6 +94,7 @@ class SynchronousSource:
         started = time.perf_counter()
         if batch.groups:
             await self.replay.add(batch.groups, [initial_priority(g) for g in batch.groups])
+        await self.success_rates.record(scored)
         batch.seconds["store"] = time.perf_counter() - started
         self._cursor = cursor
         return batch

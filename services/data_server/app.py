@@ -20,7 +20,7 @@ from services.data_server import sources
 from services.data_server.catalogue import Catalogue
 from services.data_server.order import EpochOrder, walk
 from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
-from services.data_server.settings import DataSettings, PromptStyle
+from services.data_server.settings import Curriculum, DataSettings, PromptStyle
 from services.data_server.state import ServerState
 from services.errors import ConfigurationError
 from services.logs import get_logger
@@ -57,6 +57,7 @@ class Data:
     catalogues: dict[Split, Catalogue]
     orders: dict[Split, EpochOrder]
     state: ServerState
+    curriculum: Curriculum
 
     def batch(
         self, split: Split, cursor: Cursor, batch_size: int, shard_index: int, shard_count: int
@@ -107,6 +108,7 @@ class Data:
             test_prompts=len(test),
             refused={**self.source.refused, "too long": train.too_long + test.too_long},
             cursors=self.state.cursors(),
+            curriculum=self.curriculum.value,
         ).model_dump()
 
 
@@ -169,7 +171,7 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Data:
         refused=source.refused or None,
         too_long=sum(c.too_long for c in catalogues.values()) or None,
     )
-    return Data(source, catalogues, orders, state)
+    return Data(source, catalogues, orders, state, settings.curriculum)
 
 
 def _quieten_libraries() -> None:

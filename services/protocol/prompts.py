@@ -112,7 +112,10 @@ class PromptBatch(WireModel):
 
 
 class DataStats(BaseModel):
-    """Reply of the data-server's GET /stats: prompts by split, rows refused by reason, and where consumers stand."""
+    """Reply of the data-server's GET /stats: prompts by split, rows refused by reason, and where consumers stand.
+
+    ``curriculum`` is "off" where success rates change nothing.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -121,3 +124,4 @@ class DataStats(BaseModel):
     test_prompts: int
     refused: dict[str, int]
     cursors: dict[str, dict[str, int]] = Field(default_factory=dict)
+    curriculum: str = "off"

@@ -16,6 +16,7 @@ from services.errors import ConfigurationError, DependencyLostError
 from services.protocol import Cursor
 from services.rollout_client import RolloutClient
 from tests.fake_service import FakeService, Route, fake_service
+from trainer import curriculum
 from trainer.collector import Collector
 from trainer.config import TrainerSettings
 from trainer.evaluate import Evaluator
@@ -302,3 +303,63 @@ async def test_a_collector_says_when_it_begins_and_when_all_is_pushed(services: 
     assert len(served.queue()) == 8
     order = [name for name, _ in services.data.requests]
     assert (order[0], order[-1]) == ("PUT /cursor", "PUT /cursor")
+
+
+# Success rates
+
+
+def rates_of(services: Services) -> list[dict[str, float]]:
+    return [request["success_rates"] for request in services.data.asked("POST /success_rates")]
+
+
+@pytest.fixture
+def curriculum_on(services: Services) -> None:
+    services.data.routes["GET /stats"] = lambda _: stats("balanced")
+    services.data.routes["POST /success_rates"] = lambda request: {
+        "recorded": len(request["success_rates"]),
+        "unknown": 0,
+    }
+
+
+@pytest.mark.usefixtures("curriculum_on")
+async def test_a_step_tells_the_curriculum_what_it_scored(services: Services) -> None:
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        # The first prompt's are all right, so that it is replaced: of the curriculum it is part all the same.
+        return {
+            "rewards": [{"reward": 1.0 if item["prompt"] == "0" else i % 2} for i, item in enumerate(request["items"])]
+        }
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    source = services.synchronous(dynamic_sampling_tries=1)
+    await source.next(1)
+    await source.next(1)
+    assert rates_of(services) == [
+        {"p/0": 1.0, "p/1": 0.5, "p/2": 0.5, "p/3": 0.5, "p/4": 0.5},
+        {f"p/{i}": 0.5 for i in range(5, 9)},
+    ]
+    assert len(services.data.asked("GET /stats")) == 1
+
+
+@pytest.mark.usefixtures("curriculum_on")
+async def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) -> None:
+    CollectorServices(services, 12)
+    await services.collector().run()
+    sent = rates_of(services)
+    assert [len(rates) for rates in sent] == [4, 4, 4]
+    assert {name: rate for rates in sent for name, rate in rates.items()} == {f"p/{i}": 0.5 for i in range(12)}
+
+
+async def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
+    await services.synchronous().next(1)
+    assert rates_of(services) == []
+
+
+@pytest.mark.usefixtures("curriculum_on")
+@pytest.mark.parametrize("status", [422, 500, 503])
+async def test_rates_that_cannot_be_recorded_end_nothing(
+    services: Services, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(curriculum, "RECORD_SECONDS", 0.3)
+    services.data.routes["POST /success_rates"] = lambda _: status
+    assert len((await services.synchronous().next(1)).groups) == 4
+    assert rates_of(services)
