@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from services.errors import ConfigurationError
 from trainer.attention import SHARED_PROMPT_ATTENTION
@@ -33,6 +42,14 @@ LORA_TARGETS = "all-linear"
 logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
 
 
+@dataclass(frozen=True)
+class Description:
+    """What a model directory has beside its weights, as MODEL_NAME has it."""
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
 class Policy(nn.Module):
     """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
 
@@ -44,6 +61,8 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.logit_chunk_tokens = logit_chunk_tokens
+        self.description: Description | None = None
+        """What is saved with the weights; rank 0's trainable policy has it."""
 
     def forward(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Log-probabilities of the completion tokens of a micro-batch.
@@ -125,6 +144,8 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
+    if trainable and ranks.is_main:
+        policy.description = _load_description(settings)
     # Without dropout, of which the policy that sampled knew nothing either.
     policy.eval().requires_grad_(trainable and not settings.lora_rank)
     for name, parameter in policy.named_parameters():
@@ -153,9 +174,7 @@ def compute_type(settings: TrainerSettings, device: torch.device) -> torch.dtype
             return torch.bfloat16 if native else torch.float32
 
 
-def save_pretrained(
-    policy: Policy, settings: TrainerSettings, ranks: Ranks, directory: Path, dtype: torch.dtype
-) -> None:
+def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
     """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective."""
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
@@ -164,27 +183,26 @@ def save_pretrained(
     if ranks.is_main:
         directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        save_description(policy, settings, directory, dtype)
+        save_description(policy, directory, dtype)
 
 
-def save_description(policy: Policy, settings: TrainerSettings, directory: Path, dtype: torch.dtype) -> None:
+def save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
     """Writes what a model directory has beside its weights: configuration, generation defaults, tokenizer."""
-    config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+    assert policy.description is not None, "only rank 0 saves, and only the policy that is trained"
+    config = copy.deepcopy(policy.description.config)
     config.dtype = dtype
     config.architectures = [type(policy._causal_lm()).__name__]
     config.save_pretrained(directory)
     generation = getattr(policy._causal_lm(), "generation_config", None)
     if generation is not None:
         generation.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code).save_pretrained(
-        directory
-    )
+    policy.description.tokenizer.save_pretrained(directory)
 
 
 def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     trust = settings.trust_remote_code
     options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
-    try:
+    with _as_configuration_error(settings.model_name):
         config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=trust)
         check_config(config)
         if materialise:
@@ -192,14 +210,30 @@ def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
+    check_model(model)
+    return cast("PreTrainedModel", model)
+
+
+def _load_description(settings: TrainerSettings) -> Description:
+    # A configuration of its own: the model's says how it is computed here.
+    name, trust = settings.model_name, settings.trust_remote_code
+    with _as_configuration_error(name):
+        return Description(
+            AutoConfig.from_pretrained(name, trust_remote_code=trust),
+            AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
+        )
+
+
+@contextmanager
+def _as_configuration_error(model_name: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigurationError(
-            f"MODEL_NAME: the model {settings.model_name!r} cannot be loaded: {first_line} "
+            f"MODEL_NAME: the model {model_name!r} cannot be loaded: {first_line} "
             "Give a Hugging Face name that this machine can reach or a local model directory."
         ) from error
-    check_model(model)
-    return cast("PreTrainedModel", model)
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:

@@ -150,7 +150,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             if main is not None:
                 main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
             raise
-        save_pretrained(policy, settings, ranks, settings.run_dir / "model", published_dtype(settings))
+        save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         if main is not None:
             main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
             status.phase = "finished"
