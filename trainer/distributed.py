@@ -113,7 +113,8 @@ class Ranks:
 def join_ranks() -> Iterator[Ranks]:
     """Joins the process group that torchrun's variables describe; alone, a group of one.
 
-    gloo carries CPU tensors; on GPUs NCCL carries theirs.
+    gloo carries CPU tensors; on GPUs NCCL carries theirs. After an error on a GPU the group is left to the end of the
+    process: NCCL would wait for kernels in which the peers never join, and the error would never be told.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -127,8 +128,10 @@ def join_ranks() -> Iterator[Ranks]:
         store=HashStore() if world_size == 1 else None,
         timeout=COLLECTIVE_DEADLINE,
     )
+    failed = True
     try:
         yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+        failed = False
     except (dist.DistError, RuntimeError) as error:
         # gloo raises plain RuntimeError when a peer's connection breaks.
         if isinstance(error, dist.DistError) or "peer" in str(error) or "gloo" in str(error):
@@ -136,4 +139,5 @@ def join_ranks() -> Iterator[Ranks]:
             raise PeerLostError(f"rank {rank} of {world_size} lost the others: {reason}; see their logs") from error
         raise
     finally:
-        dist.destroy_process_group()
+        if not (failed and cuda):
+            dist.destroy_process_group()
