@@ -187,10 +187,6 @@ class WorkerControl:
         """Goes on generating."""
         await self._post("/continue_generation", {})
 
-    async def flush_cache(self) -> None:
-        """Forgets cached prefixes; refused while requests run."""
-        await self._post("/flush_cache", {})
-
     async def init_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:

@@ -124,8 +124,3 @@ def export(step: int, metrics: Mapping[str, float]) -> None:
                 child.inc(value)
             else:
                 child.set(value)
-
-
-def is_known(column: str) -> bool:
-    """Whether a column of metrics.jsonl has an entry here."""
-    return column in _BY_COLUMN or column in DERIVED or _AT_K.fullmatch(column) is not None

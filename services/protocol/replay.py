@@ -47,8 +47,7 @@ class SampleGroupsRequest(StrictModel):
 
     ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): the chance is
     proportional to priority ** alpha. ``correction`` is its beta (section 3.4): weights are (N p) ** -beta over their
-    maximum in the batch. ``policy_version`` is the trainer's current one: groups that it makes too stale to keep are
-    evicted first. The same seed draws the same groups from the same contents.
+    maximum in the batch. The same seed draws the same groups from the same contents.
     """
 
     batch_size: int = Field(ge=1, le=4096)
@@ -56,7 +55,6 @@ class SampleGroupsRequest(StrictModel):
     exponent: float = Field(default=1.0, ge=0, le=10)
     correction: float = Field(default=0.0, ge=0, le=1)
     min_policy_version: Count = 0
-    policy_version: Count | None = None
     exclude: list[str] = Field(default_factory=list, max_length=65_536)
     seed: Seed | None = None
 
@@ -133,18 +131,6 @@ class AcknowledgeReply(WireModel):
 
     acknowledged: int
     lost: int = 0
-
-
-class ReleaseRequest(StrictModel):
-    """Body of POST /queue/release: gives a lease's groups back to the front of the queue."""
-
-    lease_id: str
-
-
-class ReleaseReply(WireModel):
-    """How many groups went back; 0 for a lease already ended."""
-
-    released: int
 
 
 class SnapshotRequest(StrictModel):

@@ -27,8 +27,6 @@ from services.protocol import (
     Group,
     LeaseReply,
     LeaseRequest,
-    ReleaseReply,
-    ReleaseRequest,
     ReplayStats,
     SampleExperiencesReply,
     SampleExperiencesRequest,
@@ -228,13 +226,6 @@ def _add_queue_routes(app: FastAPI, held: list[Buffer], run: Run) -> None:
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
         """Says that a lease's groups were trained on."""
         return scaffold.model_response(await run(lambda b: b.fresh.acknowledge(request)))
-
-    @app.post("/queue/release", response_model=ReleaseReply, tags=["queue"])
-    async def post_release(request: ReleaseRequest) -> Response:
-        """Gives a lease's groups back to their places in the queue."""
-        reply = await run(lambda b: b.fresh.release(request.lease_id))
-        held[0].wake()
-        return scaffold.model_response(reply)
 
 
 def _add_snapshot_routes(app: FastAPI, held: list[Buffer], run: Run) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import orjson
 
 from services.problems import ProblemError
-from services.protocol import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, Group, LeaseRequest, ReleaseReply
+from services.protocol import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, Group, LeaseRequest
 from services.replay_buffer.packing import unpack
 from services.replay_buffer.queue import Lease, Waiting
 from services.replay_buffer.state import Change, State
@@ -85,18 +85,6 @@ class FreshDesk:
             change.lease_changed(lease)
         state.counts["acknowledged"] += len(held)
         return AcknowledgeReply(acknowledged=len(held), lost=lost)
-
-    def release(self, lease_id: str) -> ReleaseReply:
-        """Lets a lease's groups wait again."""
-        state = self._state
-        lease = state.queue.leases.get(lease_id)
-        if lease is None:
-            return ReleaseReply(released=0)
-        leased = state.queue.leased
-        with state.change() as change:
-            state.queue.close(lease)
-            change.lease_changed(lease)
-        return ReleaseReply(released=leased - state.queue.leased)
 
     def expire_due(self) -> None:
         """Lets the groups of leases that ran out wait again."""

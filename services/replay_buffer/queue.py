@@ -22,7 +22,7 @@ class Waiting:
 
 @dataclass
 class Lease:
-    """Groups that a consumer holds until it acknowledges or releases them, or until ``expires_at`` (Unix seconds).
+    """Groups that a consumer holds until it acknowledges them, or until ``expires_at`` (Unix seconds).
 
     An expired lease stays known: a late acknowledgement still counts for the groups that nobody else has taken.
     """

@@ -91,10 +91,6 @@ class State:
         """Reads everything in memory anew from disk."""
         self.storage.read(self._load)
 
-    def is_known(self, record_id: str) -> bool:
-        """Whether a record of that id is there, or was."""
-        return self.storage.read(lambda txn: txn.sequence_of(record_id)) is not None
-
     def _load(self, txn: Transaction) -> None:
         stored: dict[Kind, list[tuple[Entry, float]]] = {kind: [] for kind in Kind}
         self.queue = FreshQueue()
@@ -152,10 +148,10 @@ class Change:
         self._state.next_sequence += 1
         return self._state.next_sequence - 1
 
-    def saw_version(self, version: int | None) -> None:
+    def saw_version(self, version: int) -> None:
         """Notes a policy version: the newest one is what staleness is counted from."""
         newest = self._state.newest_version
-        if version is not None and (newest is None or version > newest):
+        if newest is None or version > newest:
             self._state.newest_version = version
 
     def create(self, kind: Kind, record: NewRecord) -> Waiting:

@@ -67,9 +67,8 @@ class Store:
     def sample(self, request: SampleGroupsRequest) -> bytes:
         """The JSON of a SampleGroupsReply."""
         state = self._state
-        if self._is_due(request.policy_version):
+        if self._is_due():
             with state.change() as change:
-                change.saw_version(request.policy_version)
                 self._evict_due(change)
         if request.strategy is SampleStrategy.RECENCY:
             draws = state.groups.newest(
@@ -126,28 +125,25 @@ class Store:
     def _random(self, seed: int | None) -> np.random.Generator:
         return self._state.random if seed is None else np.random.Generator(np.random.PCG64(seed))
 
-    def _stale_below(self, policy_version: int | None) -> int:
+    def _stale_below(self) -> int:
         """The policy version below which groups are too stale to keep."""
-        most = self._state.settings.replay_evict_staleness
-        newest = max((v for v in (policy_version, self._state.newest_version) if v is not None), default=0)
-        return 0 if most is None else newest - most
+        most, newest = self._state.settings.replay_evict_staleness, self._state.newest_version
+        return 0 if most is None or newest is None else newest - most
 
     def _oldest_allowed(self) -> float:
         age = self._state.settings.replay_max_age_seconds
         return float("-inf") if age is None else self._state.clock() - age
 
-    def _is_due(self, policy_version: int | None) -> bool:
+    def _is_due(self) -> bool:
         shelf = self._state.groups
         oldest = next(iter(shelf), None)
         if oldest is None:
             return False
-        return oldest.stored_at < self._oldest_allowed() or bool(
-            shelf.older_than_version(self._stale_below(policy_version))
-        )
+        return oldest.stored_at < self._oldest_allowed() or bool(shelf.older_than_version(self._stale_below()))
 
     def _evict_due(self, change: Change) -> None:
         shelf = self._state.groups
-        for entry in shelf.older_than_version(self._stale_below(None)):
+        for entry in shelf.older_than_version(self._stale_below()):
             change.evict(Kind.GROUP, entry, "staleness")
         allowed = self._oldest_allowed()
         while (oldest := next(iter(shelf), None)) is not None and oldest.stored_at < allowed:

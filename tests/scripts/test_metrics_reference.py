@@ -53,11 +53,8 @@ def test_names_follow_the_conventions(metrics):
 
 def test_columns_of_a_step_reach_their_metrics(metrics):
     for measure in exported.MEASURES:
-        assert exported.is_known(measure.column)
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
     assert metrics[exported.AT_K.name].labels == ("measure", "k")
-    assert exported.is_known("pass_at_16")
-    assert not exported.is_known("lovely_metric")
 
 
 def selectors(node, inside=None):

@@ -31,11 +31,10 @@ def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> No
     parts = buffer(replay_capacity=10)
     parts.store.add([group(f"g{i}", version=i) for i in range(8)], [float(i + 1) for i in range(8)])
     parts.fresh.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
-    lease_id, _ = parts.lease(1)
-    parts.archive.save("a")
-    # A lease that is open when the snapshot is made returns to the queue.
-    parts.fresh.release(lease_id)
     before = picture(parts)
+    parts.lease(1)
+    # A lease that is open when the snapshot is made returns to the queue.
+    parts.archive.save("a")
     lease_id, _ = parts.lease(3)
     parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id))
     parts.store.add([group(f"h{i}", version=20) for i in range(9)], None)
