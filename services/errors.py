@@ -15,7 +15,8 @@ EXIT_PEER_LOST = 34
 either. SkyPilot recovers from the loss of a node whatever the codes are."""
 
 EXIT_CONFIGURATION = 78
-"""A setting, dataset or model cannot be had; a restart would fail alike. sysexits.h calls it EX_CONFIG."""
+"""A setting, dataset or model cannot be had, or an engine never came up in several starts; a restart would fail alike.
+sysexits.h calls it EX_CONFIG."""
 
 
 class ConfigurationError(Exception):

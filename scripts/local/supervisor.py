@@ -6,8 +6,8 @@
   primary failed.
 
 In two cases a restart could only fail alike, and the run stops with the reason instead, where SkyPilot would go on: a
-task that exits with 78 has a setting, dataset or model that cannot be had; and a primary that fails after an auxiliary
-is gone for good.
+task that exits with 78 has a setting, dataset or model that cannot be had, or an engine that never came up; and a
+primary that fails after an auxiliary is gone for good.
 """
 
 from __future__ import annotations
