@@ -129,9 +129,14 @@ def changes(model: Model, layout: Layout) -> dict[tuple[str, str], str]:
         ("rollout-server", "resources.memory"): f"{_rounded(32, weights / 2)}+",
         ("ppo-trainer", "num_nodes"): str(layout.trainer_nodes),
         ("ppo-trainer", "resources.accelerators"): f"{H100.name}:{layout.trainer_gpus}",
-        # The first rank reads the whole model in float32.
-        ("ppo-trainer", "resources.memory"): f"{_rounded(64, weights)}+",
+        ("ppo-trainer", "resources.memory"): f"{_rounded(64, trainer_host_gigabytes(model, layout))}+",
     }
+
+
+def trainer_host_gigabytes(model: Model, layout: Layout) -> float:
+    """What the first trainer node's host holds: the whole model in float32 while it is read; later the version that is
+    published, in bfloat16, and a copy of the node's share of weights and moments while a checkpoint is written."""
+    return model.parameters * max(4, 2 + 12 / layout.trainer_nodes) / GIGA
 
 
 def volume_gibibytes(model: Model) -> int:
