@@ -232,9 +232,9 @@ def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGro
     measured = [(piece, _Size.of(piece)) for piece in pieces]
     for piece, size in sorted(measured, key=lambda pair: pair[1].longest_completion, reverse=True):
         for i, used in enumerate(sizes):
-            if (used + size).fits(max_tokens):
+            if used.tokens + size.tokens <= max_tokens and (grown := used + size).fits(max_tokens):
                 batches[i].append(piece)
-                sizes[i] = used + size
+                sizes[i] = grown
                 break
         else:
             batches.append([piece])

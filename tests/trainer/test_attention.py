@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.errors import ConfigurationError
@@ -68,6 +69,18 @@ def test_an_additive_mask_gives_the_same(directory: Path) -> None:
     expected, _ = policy(batch)
     logprobs, _ = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32)))
     torch.testing.assert_close(logprobs, expected, **CLOSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_attention_needs_no_kernel_that_keeps_every_score(directory: Path) -> None:
+    batch = pack(random_groups(1, longest=20))
+    expected, _ = packed_policy(directory)(batch)
+    policy = packed_policy(directory).to("cuda")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        logprobs, _ = policy(batch.to(torch.device("cuda")))
+        logprobs.sum().backward()
+    torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-3)
 
 
 def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
