@@ -72,10 +72,7 @@ class Evaluator:
         """Rewards of ``n`` completions of each prompt, without those that cannot be scored."""
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         completions = await asyncio.gather(
-            *(
-                self.generator.generate(prompt, params, n, seed)
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            )
+            *(self.generator.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
         )
         if prompts and not any(completions):
             raise self.generator.all_failed()

@@ -145,4 +145,3 @@ class DataSettings(Settings):
         if "{a}" not in template or "{b}" not in template:
             raise ValueError("must have the fields {a} and {b}")
         return template
-

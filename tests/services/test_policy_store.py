@@ -11,7 +11,6 @@ import pytest
 
 from services.policy_store import PolicyStore, PublishedPolicy
 
-
 HOLD_SECONDS = 600.0
 
 
