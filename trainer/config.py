@@ -277,12 +277,34 @@ class TrainerSettings(Settings):
 
     @property
     def start_deadline_seconds(self) -> float:
-        """How long services and workers may take to come up when the trainer starts: shorter than a collective."""
+        """How long services and workers may take to come up when the trainer starts."""
         return self.engine_start_seconds + self.service_deadline_seconds
 
     def longest_generation(self, prompts: int) -> float:
         """Seconds after which so many prompts are generated or given up, GENERATION_CONCURRENCY of them at once."""
         return math.ceil(prompts / self.generation_concurrency) * self.generation_deadline_seconds
+
+    @property
+    def batch_deadline_seconds(self) -> float:
+        """How long the groups of one step may take: generated twice over, in every round of dynamic sampling."""
+        rounds = self.dynamic_sampling_tries + 1
+        return rounds * 2 * self.longest_generation(self.batch_size) + self.fresh_wait_seconds
+
+    @property
+    def evaluation_deadline_seconds(self) -> float:
+        """How long an evaluation may take."""
+        return 5 * self.longest_generation(self.eval_prompts)
+
+    @property
+    def collective_deadline_seconds(self) -> float:
+        """How long a rank waits for the others: twice what rank 0 may need for anything while they wait."""
+        return 2 * max(
+            self.start_deadline_seconds,
+            self.batch_deadline_seconds,
+            self.evaluation_deadline_seconds,
+            # A broadcast is five waits: to write, join, pause, send and load (trainer/publishing/broadcast.py).
+            5 * self.publish_deadline_seconds,
+        )
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-COLLECTIVE_DEADLINE = timedelta(minutes=60)
-"""Longest wait in a collective. Rank 0 may hold one open while it waits for generations, which have shorter
-deadlines."""
+COLLECTIVE_SECONDS = 3600.0
+"""Longest wait in a collective, unless another is given."""
 
 
 class PeerLostError(Exception):
@@ -110,8 +109,11 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks() -> Iterator[Ranks]:
+def join_ranks(deadline_seconds: float = COLLECTIVE_SECONDS) -> Iterator[Ranks]:
     """Joins the process group that torchrun's variables describe; alone, a group of one.
+
+    A rank waits in a collective for ``deadline_seconds`` at most; rank 0 may hold one open for as long as its dealings
+    with the services take.
 
     gloo carries CPU tensors; on GPUs NCCL carries theirs. After an error on a GPU the group is left to the end of the
     process: NCCL would wait for kernels in which the peers never join, and the error would never be told.
@@ -126,7 +128,7 @@ def join_ranks() -> Iterator[Ranks]:
         rank=rank,
         world_size=world_size,
         store=HashStore() if world_size == 1 else None,
-        timeout=COLLECTIVE_DEADLINE,
+        timeout=timedelta(seconds=deadline_seconds),
     )
     failed = True
     try:

@@ -156,11 +156,9 @@ class TrainingLoop:
         def work() -> list[Any]:
             main = self._main()
             main.status.phase = "generate"
-            rounds = self.settings.dynamic_sampling_tries + 1
-            longest = 2 * self.settings.longest_generation(self.settings.batch_size)
-            deadline = rounds * longest + self.settings.fresh_wait_seconds
+            deadline = self.settings.batch_deadline_seconds + GRACE_SECONDS
             main.batch = main.thread.call(
-                main.conductor.next_batch(self.state.policy_version), deadline + GRACE_SECONDS, interruptible=True
+                main.conductor.next_batch(self.state.policy_version), deadline, interruptible=True
             )
             return _to_json([training_group(g, self.settings) for g in main.batch.groups])
 
@@ -274,7 +272,7 @@ class TrainingLoop:
             main = self._main()
             main.status.phase = "evaluate"
             started = time.perf_counter()
-            deadline = 5 * self.settings.longest_generation(self.settings.eval_prompts) + GRACE_SECONDS
+            deadline = self.settings.evaluation_deadline_seconds + GRACE_SECONDS
             result = main.thread.call(main.conductor.evaluator.evaluate(), deadline, interruptible=True)
             result["seconds_evaluate"] = time.perf_counter() - started
             log.info("evaluated", step=self.state.step, **result)

@@ -72,7 +72,7 @@ def run_rank() -> int:
         logs.configure(Task.TRAINER.value, settings.log_level)
         transformers.utils.logging.disable_progress_bar()
         try:
-            with stop.handled(), join_ranks() as ranks:
+            with stop.handled(), join_ranks(settings.collective_deadline_seconds) as ranks:
                 train(settings, ranks, stop)
         except InterruptedCallError:
             interrupted = True
