@@ -252,7 +252,6 @@ class TrainerSettings(Settings):
     engine_start_seconds: float = Field(
         default=1800,
         gt=0,
-        le=2700,
         description="How long an engine may take to start. When the trainer starts, it waits for services and workers "
         "for SERVICE_DEADLINE_SECONDS more than this.",
     )

@@ -96,7 +96,6 @@ class RolloutSettings(Settings):
     engine_start_seconds: float = Field(
         default=1800.0,
         gt=0,
-        le=2700,
         description="An engine that does not answer that long after its start has failed. At its start the trainer "
         "waits for services and workers for SERVICE_DEADLINE_SECONDS more than this.",
     )
