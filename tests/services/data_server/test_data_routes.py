@@ -130,6 +130,7 @@ async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving:
         prompts = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
         assert {p["epoch"] for p in prompts} == {0}
         rates = {p["id"]: float(int(p["ground_truth"]) % 2) for p in prompts}
+        assert (await client.get("/stats")).json()["curriculum"] == "easy_first", "so trainers know to send rates"
         reply = (await client.post("/success_rates", json={"success_rates": {**rates, "elsewhere/9": 1.0}})).json()
         assert reply == {"recorded": 380, "unknown": 1}
         second = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
