@@ -28,6 +28,7 @@ PREEMPTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_survives_the_loss_of_both_trainer_nodes(guarded, tiny_model, tmp_path):
     # It publishes through the volume, the guarded run by broadcast, so both transports train the same model, too.
     assert guarded.outcome.exit_code == 0, guarded.cluster.told()

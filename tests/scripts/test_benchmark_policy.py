@@ -22,6 +22,7 @@ def wobbles(tmp_path: Path) -> Path:
     return tmp_path / "wobbles.pt2"
 
 
+@pytest.mark.slow
 def test_both_sides_play_all_battles_with_equal_returns_for_equal_seeds(
     wobbles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -144,6 +144,7 @@ def test_sigterm_gives_running_requests_their_tokens_and_exits_with_0(
     assert replies[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_ends_the_engine_with_one_line(start_service: StartService, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for name, reason in ((str(tmp_path), "MODEL_NAME="), ("no/such-model", "neither a directory nor a model")):
