@@ -1,7 +1,7 @@
 """The tests of this folder need hosts of their own. Two runs that nothing happens to are shared by several of them.
 
-`make test` has the guarded one, whose weights travel by broadcast; the undisturbed one, through the volume, and what befalls
-others are marked slow.
+`make test` has the guarded one, whose weights travel by broadcast. The undisturbed one, through the volume, and what
+befalls others are marked slow.
 """
 
 from __future__ import annotations
