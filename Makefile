@@ -3,8 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-# What is imported is compiled then, once; compiling everything here would take a minute.
-PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
+PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 # The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
 TORCH ?= torch==2.13.0
 # More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
@@ -89,7 +88,7 @@ $(VENV)/.test: $(VENV)/.demo
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.
 $(VENV)/.sky: pyproject.toml | $(VENV)/bin/python
 	$(PYTHON) -m venv $(VENV)-sky
-	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet --no-compile 'skypilot[kubernetes]==0.14.1'
+	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet 'skypilot[kubernetes]==0.14.1'
 	@touch $@
 
 # TRL has its own pins.

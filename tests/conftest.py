@@ -16,6 +16,11 @@ from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 
+# Models here are so small that a second thread only waits for the first. Before torch is imported; processes that tests
+# start inherit it. A model that is not there is an error at once, not a time-out.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 class _ByFile(LoadFileScheduling):
     """Tests of a file run in one process, for the sake of what they share; those of the cluster share runs, too."""
