@@ -219,7 +219,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         start = data.state.cursor(key) if before is None else before
         prompts, after = data.batch(split, start, query.batch_size, *shard)
         if before is None:
-            data.state.advance(key, query.request_id, start, after)
+            await data.state.advance(key, query.request_id, start, after)
         return _reply(data, split, prompts, after)
 
     @app.post("/prompts", response_model=PromptBatch)
@@ -243,7 +243,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         size = len(data.orders[request.split])
         if request.cursor.position > size:
             raise ProblemError(422, f"position {request.cursor.position} is beyond the {size} prompts")
-        data.state.set_cursor(_cursor_key(request.consumer, request.split, 0, 1), request.cursor)
+        await data.state.set_cursor(_cursor_key(request.consumer, request.split, 0, 1), request.cursor)
         return scaffold.model_response(request.cursor)
 
     @app.post("/success_rates", response_model=SuccessRatesReply)
@@ -253,7 +253,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         catalogue = data.catalogues[Split.TRAIN]
         rates = {catalogue.place_of(prompt_id): rate for prompt_id, rate in request.success_rates.items()}
         known = {place: rate for place, rate in rates.items() if place is not None}
-        data.state.record_rates(known)
+        await data.state.record_rates(known)
         return scaffold.model_response(
             SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known))
         )
