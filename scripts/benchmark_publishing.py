@@ -3,10 +3,9 @@
     python -m scripts.benchmark_publishing [--sizes tiny 135m 0.5b] [--workers 2] [--rounds 3] [--quick] [--json FILE]
 
 Real rollout nodes (router, embedded engines) stand opposite to the trainer's own publishers on one rank; every round
-publishes once by each transport. The total is the time of ``Publisher.publish``, for which training waits. The pause is
-the longest of a worker, from the request to stop generating to the answer that it goes on. A version is on the volume
-once a worker that restarts can load it, which ``broadcast`` sees to beside the next step. No prompts are in flight:
-with some, those end first.
+publishes once by each transport. The total is the time of ``Publisher.publish``, for which training waits; the pause is
+the trainer's ``pause_seconds``, the longest of a worker. A version is on the volume once a worker that restarts can
+load it, which ``broadcast`` sees to beside the next step. No prompts are in flight: with some, those end first.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ from scripts.benchmarks.figures import spread
 from scripts.benchmarks.nodes import output_of, started
 from scripts.local.environment import cores
 from services.policy_store import PolicyStore
-from services.rollout_control import WorkerControl
 from trainer.config import TrainerSettings, Transport
 from trainer.distributed import join_ranks
 from trainer.policy import load_policy
@@ -66,39 +63,10 @@ class Measured:
         ]
 
 
-class Stopwatch:
-    """Notes for how long workers are asked not to generate."""
-
-    def __init__(self) -> None:
-        self.began: dict[str, float] = {}
-        self.pauses: list[float] = []
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within it, every hold and resume of a worker is noted."""
-        hold, resume = WorkerControl.hold, WorkerControl.resume
-        watch = self
-
-        async def noted_hold(worker: WorkerControl, *, finishes_requests: bool) -> None:
-            watch.began[worker.url] = time.perf_counter()
-            await hold(worker, finishes_requests=finishes_requests)
-
-        async def noted_resume(worker: WorkerControl) -> None:
-            await resume(worker)
-            watch.pauses.append(time.perf_counter() - watch.began.pop(worker.url))
-
-        WorkerControl.hold, WorkerControl.resume = noted_hold, noted_resume  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            WorkerControl.hold, WorkerControl.resume = hold, resume  # type: ignore[method-assign]
-
-
 def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
     """What the trainer does; its settings are in the environment. The first version of each transport warms up."""
     measured = []
-    watch = Stopwatch()
-    with join_ranks() as ranks, ServiceThread() as thread, watch.watching():
+    with join_ranks() as ranks, ServiceThread() as thread:
         settings = TrainerSettings.load()
         store = PolicyStore(settings.policy_dir)
         policy = load_policy(settings, ranks)
@@ -112,17 +80,18 @@ def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
         for number in range(rounds + 1):
             for transport, publisher in publishers.items():
                 version += 1
-                watch.pauses.clear()
                 began = time.perf_counter()
-                served = publisher.publish(version)["workers"]
+                metrics = publisher.publish(version)
                 total = time.perf_counter() - began
                 path = _wait_for_version(store, version)
                 written = time.perf_counter() - began
-                if served != workers or len(watch.pauses) != workers:
-                    raise SystemExit(f"error: {served:.0f} of {workers} workers took version {version} by {transport}")
+                if metrics["workers"] != workers:
+                    raise SystemExit(
+                        f"error: {metrics['workers']:.0f} of {workers} workers took version {version} by {transport}"
+                    )
                 if number:
                     file = path / "model.safetensors"
-                    times = {"total": total, "pause": max(watch.pauses), "volume": written}
+                    times = {"total": total, "pause": metrics["pause_seconds"], "volume": written}
                     measured.append({"transport": transport.value, "bytes": file.stat().st_size, **times})
         for publisher in publishers.values():
             publisher.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.benchmarks.job import ROOT
 from services.endpoints import Endpoint
-from services.rollout_server import __main__ as launcher
+from services.rollout_server.__main__ import main
 from services.rollout_server.engines import Command, engine_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from services.scaffold import exit_code_of
@@ -34,5 +34,4 @@ def _slow_command(settings: RolloutSettings, kind: EngineKind, bind: Endpoint) -
 
 
 if __name__ == "__main__":
-    launcher.engine_command = _slow_command  # type: ignore[attr-defined]
-    sys.exit(exit_code_of(launcher.main))
+    sys.exit(exit_code_of(lambda: main(_slow_command)))

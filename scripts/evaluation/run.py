@@ -252,6 +252,7 @@ def _pool(plan: Plan, checkpoint: Checkpoint, servers: Servers) -> ServerPool:
         prompt_seconds=settings.eval_prompt_seconds,
         lost_seconds=settings.eval_lost_seconds,
         discover=servers.discover,
+        seed_each_completion=settings.engine_deterministic,
     )
 
 

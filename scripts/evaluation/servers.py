@@ -104,6 +104,7 @@ class ServerPool:
         prompt_seconds: float,
         lost_seconds: float,
         discover: Discover | None = None,
+        seed_each_completion: bool = False,
     ) -> None:
         """Makes a pool.
 
@@ -115,6 +116,7 @@ class ServerPool:
             prompt_seconds: for one piece of work on one server.
             lost_seconds: how long no server at all may live before work fails.
             discover: asked for more URLs, now and then; what it no longer names is dropped once it is dead.
+            seed_each_completion: as of ``RolloutClient``.
         """
         self.servers: dict[str, Server] = {}
         self.deaths = 0
@@ -128,6 +130,7 @@ class ServerPool:
         self._prompt_seconds = prompt_seconds
         self._lost_seconds = lost_seconds
         self._discover = discover
+        self._seed_each_completion = seed_each_completion
         self._evicted: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._alive_at = time.monotonic()
@@ -225,6 +228,7 @@ class ServerPool:
             vocab_size=self._vocab_size,
             max_concurrency=self._places,
             deadline_seconds=self._prompt_seconds,
+            seed_each_completion=self._seed_each_completion,
         )
         http = httpx.AsyncClient(
             base_url=url,

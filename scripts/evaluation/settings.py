@@ -41,6 +41,10 @@ class EvaluationSettings(Settings):
     temperature: float = Field(default=1.0, gt=0, le=10, description="Temperature of the samples; greedy is beside it.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the samples; 1 cuts nothing.")
     seed: int = Field(default=0, ge=0, description="Seed of the sampling and of the bootstrap.")
+    engine_deterministic: bool = Field(
+        default=False,
+        description="As rollout-server's: completions are then asked for one by one, each with a seed of its own.",
+    )
     eval_split: str = Field(
         default="test",
         min_length=1,

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 from services import endpoints, logs
 from services.endpoints import Endpoint, Task
@@ -20,6 +21,7 @@ from services.errors import ConfigurationError
 from services.rollout_control import PROBE_SECONDS, RouterControl, WorkerControl
 from services.rollout_server.engines import (
     Binds,
+    Command,
     check_router_installed,
     choose_engine,
     door_command,
@@ -27,7 +29,7 @@ from services.rollout_server.engines import (
     router_command,
 )
 from services.rollout_server.keeper import WorkerKeeper
-from services.rollout_server.settings import RolloutSettings
+from services.rollout_server.settings import EngineKind, RolloutSettings
 from services.rollout_server.supervision import LONGEST_PAUSE_SECONDS, Supervised
 from services.scaffold import exit_code_of
 from services.together import run_together
@@ -38,10 +40,13 @@ POLL_SECONDS = 0.2
 WATCH_SECONDS = 1.0
 
 
-class Launcher:
-    """What runs on one rollout node."""
+MakeEngineCommand = Callable[[RolloutSettings, EngineKind, Endpoint], Command]
 
-    def __init__(self, settings: RolloutSettings) -> None:
+
+class Launcher:
+    """What runs on one rollout node; ``make_engine_command`` says by which command its engine."""
+
+    def __init__(self, settings: RolloutSettings, make_engine_command: MakeEngineCommand) -> None:
         self.settings = settings
         self.rank = endpoints.node_rank()
         binds = Binds.of(settings)
@@ -55,7 +60,7 @@ class Launcher:
         log.info("engine chosen", engine=kind.value, listen=binds.engine.url, router=router.url)
         self.keeper = WorkerKeeper(settings, self._worker(self.rank).url, router, lambda: self.engine)
         self.engine = Supervised(
-            engine_command(settings, kind, binds.engine), settings.rollout_max_restarts, self.keeper.withdraw
+            make_engine_command(settings, kind, binds.engine), settings.rollout_max_restarts, self.keeper.withdraw
         )
         restarts = settings.rollout_max_restarts
         self.router = Supervised(router_command(settings, binds.router, binds.metrics), restarts)
@@ -136,7 +141,7 @@ class Launcher:
         return Endpoint(worker.host, self.settings.engine_listen_port or worker.port)
 
 
-def main() -> None:
+def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     """Reads command line and environment, and runs the node."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
     parser.add_argument("--host", help="address to listen on (also ROLLOUT_SERVER_LISTEN_HOST)")
@@ -149,7 +154,7 @@ def main() -> None:
         engine_listen_port=given.engine_port,
     )
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    asyncio.run(Launcher(settings).run())
+    asyncio.run(Launcher(settings, make_engine_command).run())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -68,7 +69,7 @@ class BroadcastPublisher:
             if self.ranks.is_main:
                 state[name] = value.to("cpu", copy=True)
 
-        def work() -> int:
+        def work() -> dict[str, float]:
             assert self.services is not None
             if self._written is not None:
                 self._written.result(self.settings.publish_deadline_seconds)
@@ -77,7 +78,8 @@ class BroadcastPublisher:
             deadline = 5 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version, state), deadline)
 
-        return {"workers": float(self.ranks.on_main(work, DependencyLostError))}
+        metrics: dict[str, float] = self.ranks.on_main(work, DependencyLostError)
+        return metrics
 
     def close(self) -> None:
         """Waits until the last version is on the volume."""
@@ -93,8 +95,9 @@ class BroadcastPublisher:
         self.store.commit(version)
         self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
 
-    async def _update_workers(self, version: int, state: dict[str, Tensor]) -> int:
+    async def _update_workers(self, version: int, state: dict[str, Tensor]) -> dict[str, float]:
         urls = await registered_workers(self.settings)
+        began, pauses = time.perf_counter(), [0.0]
         held = await self._hold(urls)
         group = await self._group_or_none(held)
 
@@ -103,14 +106,16 @@ class BroadcastPublisher:
             if group is not None and worker.url in group.registrations:
                 await self._receive(worker, group, version, state)
                 await worker.resume()
+                pauses.append(time.perf_counter() - began)
 
         loop = asyncio.get_running_loop()
         sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, state)
         try:
-            return await update_workers(self.settings, urls, version, update)
+            served = await update_workers(self.settings, urls, version, update)
         finally:
             if sending is not None and not await self._is_sent(sending):
                 self._group = None
+        return {"workers": float(served), "pause_seconds": max(pauses)}
 
     async def _is_sent(self, sending: asyncio.Future[None]) -> bool:
         try:

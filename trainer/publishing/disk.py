@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from services.errors import DependencyLostError
@@ -32,7 +34,7 @@ class DiskPublisher:
         directory = self.store.begin(version) if self.ranks.is_main else self.settings.policy_dir
         save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
 
-        def work() -> int:
+        def work() -> dict[str, float]:
             assert self.services is not None
             self.store.commit(version)
             self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
@@ -40,19 +42,23 @@ class DiskPublisher:
             deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version), deadline)
 
-        return {"workers": float(self.ranks.on_main(work, DependencyLostError))}
+        metrics: dict[str, float] = self.ranks.on_main(work, DependencyLostError)
+        return metrics
 
     def close(self) -> None:
         """Nothing goes on after ``publish`` returned."""
 
-    async def _update_workers(self, version: int) -> int:
-        path = self.store.path(version)
+    async def _update_workers(self, version: int) -> dict[str, float]:
+        path, pauses = self.store.path(version), [0.0]
 
         async def update(worker: WorkerControl, _index: int) -> None:
+            began = time.perf_counter()
             async with held(worker, self.settings):
                 await worker.update_from_disk(path, version)
+            pauses.append(time.perf_counter() - began)
 
-        return await update_workers(self.settings, await registered_workers(self.settings), version, update)
+        served = await update_workers(self.settings, await registered_workers(self.settings), version, update)
+        return {"workers": float(served), "pause_seconds": max(pauses)}
 
 
 def published_dtype(settings: TrainerSettings) -> torch.dtype:

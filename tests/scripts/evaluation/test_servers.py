@@ -267,3 +267,9 @@ def test_addresses(given, url):
 def test_what_is_no_address_is_refused(given):
     with pytest.raises(ConfigurationError, match="is no address"):
         parse_url(given)
+
+
+async def test_where_engines_are_deterministic_each_sample_is_asked_for_by_itself(make_server):
+    server = await make_server()
+    async with pool_of(server.url, seed_each_completion=True) as pool:
+        assert pool.servers[server.url].rollouts.seed_each_completion
