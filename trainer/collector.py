@@ -10,7 +10,6 @@ import asyncio
 import sys
 
 from prometheus_client import Counter
-from transformers import AutoConfig
 
 from services import endpoints, logs
 from services.clients import DataClient, ReplayClient, RewardClient
@@ -20,6 +19,7 @@ from services.logs import get_logger
 from services.protocol import Cursor, Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
+from services.vocabulary import vocabulary_size
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
@@ -122,14 +122,13 @@ class Collector:
 async def collect(settings: TrainerSettings) -> None:
     """Connects to the services and collects until the prompts are used up."""
     token, deadline = settings.token, settings.service_deadline_seconds
-    config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
     async with (
         DataClient(token=token, deadline=deadline) as data,
         RewardClient(token=token, deadline=deadline) as rewards,
         ReplayClient(token=token, deadline=deadline) as replay,
         RolloutClient(
             token=token,
-            vocab_size=config.vocab_size,
+            vocab_size=vocabulary_size(settings.model_name, "MODEL_NAME"),
             max_concurrency=settings.generation_concurrency,
             deadline_seconds=settings.generation_deadline_seconds,
             seed_each_completion=settings.engine_deterministic,

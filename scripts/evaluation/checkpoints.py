@@ -69,24 +69,6 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     return found
 
 
-def vocabulary_size(model: str) -> int:
-    """How many tokens a model knows.
-
-    Raises:
-        ConfigurationError: its configuration cannot be had.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return int(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
-    except (OSError, ValueError, AttributeError, KeyError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigurationError(
-            f"--model {model!r}: its configuration cannot be loaded: {line[:300]}; give a Hugging Face name or "
-            f"directory"
-        ) from error
-
-
 def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser()
     if path.is_dir():

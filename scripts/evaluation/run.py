@@ -29,6 +29,7 @@ from services.data_server.settings import DataSettings
 from services.errors import ConfigurationError
 from services.reward_server.settings import RewardSettings
 from services.together import run_together
+from services.vocabulary import vocabulary_size
 
 RESULTS_MARK = "results.json: "
 """Begins the line by which a job tells its results; skypilot.py reads it."""
@@ -247,7 +248,7 @@ def _pool(plan: Plan, checkpoint: Checkpoint, servers: Servers) -> ServerPool:
     return ServerPool(
         servers.urls,
         token=settings.token,
-        vocab_size=checkpoints.vocabulary_size(checkpoint.model),
+        vocab_size=vocabulary_size(checkpoint.model, "--model"),
         places=settings.eval_concurrency,
         prompt_seconds=settings.eval_prompt_seconds,
         lost_seconds=settings.eval_lost_seconds,

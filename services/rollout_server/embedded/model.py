@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.rollout_server.embedded.cache import KVCache, round_up
 from services.rollout_server.embedded.linear import Linear, make_linear
@@ -207,11 +208,24 @@ def _rotary_tables(
     config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
-    # Reads what all three families have in their configurations.
-    rotary = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
-    if rotary.rope_type in ("dynamic", "longrope"):
-        raise WeightsError(f"rope type {rotary.rope_type!r}: the embedded engine computes fixed rotations only")
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * rotary.inv_freq.float()
-    cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+    frequencies, scaling = _rotary_frequencies(config)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
     tables = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
     return tables[0].to(device, dtype), tables[1].to(device, dtype)
+
+
+def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Angle a position, [D / 2] float32, and the factor of cosines and sines (RoPE, arXiv:2104.09864, and extensions).
+
+    As in transformers' models, whose modules take seconds to import.
+    """
+    parameters: dict[str, Any] = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind in ("dynamic", "longrope"):
+        raise WeightsError(f"rope type {kind!r}: the embedded engine computes fixed rotations only")
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), scaling

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from scripts.evaluation.checkpoints import Checkpoint, resolve, vocabulary_size
+from scripts.evaluation.checkpoints import Checkpoint, resolve
 from services.errors import ConfigurationError
 
 
@@ -87,9 +87,3 @@ def test_what_is_no_model_is_refused_with_what_it_is(tmp_path, model):
     path = str(model("m"))
     with pytest.raises(ConfigurationError, match="named twice"):
         resolve([path, path + "/"], None)
-
-
-def test_the_vocabulary_is_the_models(tiny_model, tmp_path):
-    assert vocabulary_size(str(tiny_model)) == 17
-    with pytest.raises(ConfigurationError, match="configuration cannot be loaded"):
-        vocabulary_size(str(tmp_path))
