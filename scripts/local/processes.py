@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import psutil
 
@@ -70,8 +70,8 @@ class MemoryMeter:
     """Measures the memory of this process's descendants, by node.
 
     Pages that several processes share count once where the system tells (Linux's PSS). Asking for that makes it walk
-    through all pages while the process waits, some 50 ms a gigabyte; so it is asked when a node has more resident
-    memory than it ever had, and meanwhile the same share of the resident memory is taken to be its own.
+    through all pages while the process waits, some 50 ms a gigabyte; so it is asked where resident memory points to a
+    new peak, and meanwhile the same share of the resident memory is taken to be a node's own.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,6 @@ class MemoryMeter:
         """The most that all had together, in bytes."""
         self.peak_by_node: dict[str, int] = {}
         self._nodes: dict[psutil.Process, str] = {}
-        self._most_resident: dict[str, int] = {}
         self._own_share: dict[str, float] = {}
 
     def measure(self) -> int:
@@ -91,16 +90,21 @@ class MemoryMeter:
                 node = self._node_of(child)
                 resident[node] = resident.get(node, 0) + child.memory_info().rss
                 processes.setdefault(node, []).append(child)
-        used = 0
-        for node, of_node in resident.items():
-            if psutil.LINUX and of_node > 1.01 * self._most_resident.get(node, 0):
-                self._most_resident[node] = of_node
-                self._own_share[node] = _proportional(processes[node]) / of_node
-            own = int(of_node * self._own_share.get(node, 1.0))
-            self.peak_by_node[node] = max(own, self.peak_by_node.get(node, 0))
-            used += own
-        self.peak = max(self.peak, used)
-        return used
+        used = {node: int(rss * self._own_share.get(node, 1.0)) for node, rss in resident.items()}
+
+        def ask(nodes: Collection[str]) -> None:
+            for node in nodes if psutil.LINUX else ():
+                used[node] = _proportional(processes[node])
+                self._own_share[node] = used[node] / max(resident[node], 1)
+
+        higher = {node for node in used if used[node] > self.peak_by_node.get(node, 0)}
+        ask(higher)
+        if sum(used.values()) > self.peak:
+            ask(used.keys() - higher)
+        for node in used:
+            self.peak_by_node[node] = max(used[node], self.peak_by_node.get(node, 0))
+        self.peak = max(self.peak, sum(used.values()))
+        return sum(used.values())
 
     def _node_of(self, process: psutil.Process) -> str:
         # A process that is not yet what it is to be has its parent's environment, with the mark or without.
