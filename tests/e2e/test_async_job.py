@@ -13,12 +13,12 @@ from tests.e2e.system import ROOT, System
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-STEPS, COLLECTORS, MAX_STALENESS, BATCH = 8, 3, 2, 8
+STEPS, COLLECTORS, MAX_STALENESS, BATCH = 6, 2, 2, 8
 
 
 @pytest.fixture(scope="module")
 def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
-    """A run with three collectors, in which every group trained on is among the samples."""
+    """A run with two collectors, in which every group trained on is among the samples."""
     nodes = {"collector": COLLECTORS, "rollout-server": 1, "ppo-trainer": 1}
     system = System(
         tmp_path_factory.mktemp("volume"),

@@ -110,19 +110,35 @@ def test_no_process_is_left(finished):
     assert finished.processes() == []
 
 
-def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tiny_model, tmp_path):
-    one_node_each = ("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1")
-    # All on 127.0.0.1, as on machines that have no other loopback addresses; the second life may be elsewhere.
-    first = System(tmp_path, tiny_model, "--shared-host", *one_node_each, run_id="interrupted", MAX_STEPS="200")
-    first.wait_for_step(2)
-    asked = time.monotonic()
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait(60) == 130
-    assert time.monotonic() - asked < 10 * busy()
-    assert first.processes() == []
-    completed = first.metrics()[-1]["step"]
+ONE_NODE_EACH = ("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1")
 
-    second = System(tmp_path, tiny_model, *one_node_each, run_id="interrupted", MAX_STEPS=str(completed + 2))
+
+@pytest.fixture(scope="module")
+def interrupted(tiny_model, tmp_path_factory) -> System:
+    """A run that was interrupted after its second step."""
+    directory = tmp_path_factory.mktemp("interrupted")
+    # All on 127.0.0.1, as on machines that have no other loopback addresses; another life may be elsewhere.
+    run = System(directory, tiny_model, "--shared-host", *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS="200")
+    run.wait_for_step(2)
+    asked = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(60) == 130
+    assert time.monotonic() - asked < 10 * busy()
+    return run
+
+
+def test_ctrl_c_ends_every_process_and_leaves_a_checkpoint_of_the_last_step(interrupted):
+    assert interrupted.processes() == []
+    checkpoints = [path.name for path in (interrupted.run_dir / "checkpoints").iterdir()]
+    assert f"step-{interrupted.metrics()[-1]['step']:06d}" in checkpoints
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_from_its_checkpoint(interrupted, tiny_model):
+    completed = interrupted.metrics()[-1]["step"]
+    directory = interrupted.run_dir.parents[1]
+    steps = str(completed + 2)
+    second = System(directory, tiny_model, *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS=steps)
     assert second.wait() == 0, second.text
     assert [record["step"] for record in second.metrics()] == list(range(1, completed + 3))
     assert "resumed" in second.log("ppo-trainer-0")
@@ -131,8 +147,8 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on(tiny_model, tmp_p
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
-        ("MODEL_NAME", "no-such-model", "no-such-model"),
-        pytest.param("DATASET", "no-such-file.jsonl", "no-such-file.jsonl", marks=pytest.mark.slow),
+        pytest.param("MODEL_NAME", "no-such-model", "no-such-model", marks=pytest.mark.slow),
+        ("DATASET", "no-such-file.jsonl", "no-such-file.jsonl"),
     ],
 )
 def test_what_cannot_be_had_stops_the_run_before_training(tiny_model, tmp_path, setting, value, said):

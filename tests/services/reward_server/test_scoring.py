@@ -164,6 +164,14 @@ async def test_the_event_loop_turns_while_answers_are_scored(scoring: Any) -> No
     assert longest < 0.2 * whole
 
 
+async def test_each_death_has_its_own_reason_however_many_there_are_at_once(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:moody", reward_workers=4, reward_timeout_seconds=60) as scorer:
+        results = await scorer.score([item("exit") for _ in range(60)])
+    reasons = {result.reason for result in results}
+    assert len(reasons) == 1
+    assert "exit code 3" in str(reasons)
+
+
 async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
     async with scoring(reward_fn=f"{plugin}:moody", reward_workers=2) as scorer:
         results = await scorer.score([item("pid") for _ in range(20)])
