@@ -90,8 +90,7 @@ class Collector:
         try:
             group = await self.maker.make(prompt)
             if group is None:
-                if self.maker.generator.failed_in_a_row >= self.settings.batch_size:
-                    raise self.maker.generator.all_failed()
+                self.maker.generator.check(self.settings.batch_size)
             else:
                 await self.replay.enqueue([group], [initial_priority(group)])
                 COLLECTED.inc()

@@ -17,6 +17,10 @@ PROMPTS_FAILED = Counter(
 )
 
 
+LEAST_FAILURES = 8
+"""So many prompts in a row without a completion are the engine's fault, not theirs."""
+
+
 class PromptGenerator:
     """Asks the rollout workers for completions, and remembers which prompts got none and why."""
 
@@ -42,8 +46,18 @@ class PromptGenerator:
         self.failed_in_a_row = 0
         return completions
 
+    def check(self, batch_size: int) -> None:
+        """Passes until a batch of prompts in a row, and no fewer than LEAST_FAILURES, got no completion.
+
+        Raises:
+            ConfigurationError: the engine refuses them.
+            DependencyLostError: there is none that answers.
+        """
+        if self.failed_in_a_row >= max(batch_size, LEAST_FAILURES):
+            raise self.all_failed()
+
     def all_failed(self) -> ConfigurationError | DependencyLostError:
-        """What to raise when a whole step's prompts got no completion: there is nothing to go on with."""
+        """What to raise when no prompt got a completion: there is nothing to go on with."""
         prompts, failure = self.failed_in_a_row, self.last_failure
         reason = f"none of {prompts} prompts got a completion from the rollout workers: {failure}"
         if isinstance(failure, RequestRefusedError):

@@ -75,16 +75,9 @@ class SynchronousSource:
         scored: list[Group] = []
         wanted = self.settings.batch_size
         for attempt in range(self.settings.dynamic_sampling_tries + 1):
-            prompts, cursor = await self._prompts(wanted, cursor)
-            started = time.perf_counter()
-            made = [g for g in await asyncio.gather(*map(self.maker.make, prompts)) if g is not None]
-            generated = max(self.maker.last_generated, started)
-            _add(batch.seconds, "generate", generated - started)
-            _add(batch.seconds, "reward", time.perf_counter() - generated)
-            if prompts and not made and not batch.groups:
-                raise self.maker.generator.all_failed()
+            made, cursor = await self._make(wanted, cursor, batch.seconds)
             scored += made
-            last = attempt == self.settings.dynamic_sampling_tries or not prompts
+            last = attempt == self.settings.dynamic_sampling_tries or not made
             kept = made if last else [g for g in made if has_signal(g, self.settings)]
             _add(batch.counts, "groups_resampled", len(made) - len(kept))
             batch.groups += kept
@@ -105,6 +98,23 @@ class SynchronousSource:
     def cursor(self) -> Cursor:
         """See GroupSource."""
         return self._cursor
+
+    async def _make(self, wanted: int, cursor: Cursor, seconds: dict[str, float]) -> tuple[list[Group], Cursor]:
+        """Groups of the next ``wanted`` prompts, or of those after them when all were left out; none at the end.
+
+        Raises:
+            ConfigurationError, DependencyLostError: too many prompts in a row were left out.
+        """
+        while True:
+            prompts, cursor = await self._prompts(wanted, cursor)
+            started = time.perf_counter()
+            made = [g for g in await asyncio.gather(*map(self.maker.make, prompts)) if g is not None]
+            generated = max(self.maker.last_generated, started)
+            _add(seconds, "generate", generated - started)
+            _add(seconds, "reward", time.perf_counter() - generated)
+            if made or not prompts:
+                return made, cursor
+            self.maker.generator.check(self.settings.batch_size)
 
     async def _prompts(self, wanted: int, cursor: Cursor) -> tuple[list[Prompt], Cursor]:
         """Up to ``wanted`` prompts of the epochs to be trained."""

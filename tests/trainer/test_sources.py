@@ -21,6 +21,7 @@ from trainer.collector import Collector
 from trainer.config import TrainerSettings
 from trainer.evaluate import Evaluator
 from trainer.experience import GroupMaker
+from trainer.generation import LEAST_FAILURES
 from trainer.sources import AsynchronousSource, SynchronousSource, collector_name
 
 VOCAB_SIZE = 1000
@@ -156,18 +157,27 @@ async def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch
     services.rewards.routes["POST /batch_reward"] = reward
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
     batch = await services.synchronous(position=BAD - 4, dynamic_sampling_tries=1).next(1)
-    assert [group.position for group in batch.groups] == [4, 5, 6]
+    assert [group.position for group in batch.groups] == [4, 5, 6, BAD + 1]
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
 )
-async def test_a_step_without_any_completion_ends_the_run_and_says_why(
-    services: Services, status: int, error: type[Exception]
+@pytest.mark.parametrize("batch_size", [1, 4, 10])
+async def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
+    services: Services, status: int, error: type[Exception], batch_size: int
 ) -> None:
     services.rollouts.routes["POST /generate"] = lambda _: status
-    with pytest.raises(error, match=r"none of 4 prompts got a completion .*as the test says"):
-        await services.synchronous().next(1)
+    said = rf"none of {max(batch_size, LEAST_FAILURES)} prompts got a completion .*as the test says"
+    with pytest.raises(error, match=said):
+        await services.synchronous(batch_size=batch_size).next(1)
+
+
+async def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
+    source = services.synchronous(position=BAD, batch_size=1)
+    assert [group.position for group in (await source.next(1)).groups] == [BAD + 1]
+    assert source.cursor().position == BAD + 2
 
 
 @pytest.mark.parametrize("status", [400, 500])
