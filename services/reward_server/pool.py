@@ -33,8 +33,8 @@ START_SECONDS = 60.0
 _END_SECONDS = 2.0
 _MEMORY_WATCH_SECONDS = 0.05
 
-# multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two threads
-# that do so at the same time one gets none, which it takes for a 255.
+# multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
+# threads that do so at the same time one gets none, which it takes for a 255.
 _PROCESSES = threading.Lock()
 
 
