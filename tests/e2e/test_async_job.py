@@ -35,18 +35,21 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
     return system
 
 
+@pytest.mark.slow
 def test_it_trains_to_the_end_and_leaves_no_process(finished: System) -> None:
     assert finished.summary()["status"] == "succeeded"
     assert [record["step"] for record in finished.metrics()] == list(range(1, STEPS + 1))
     assert finished.processes() == []
 
 
+@pytest.mark.slow
 def test_no_group_is_older_than_allowed_and_some_are_not_of_the_newest_policy(finished: System) -> None:
     staleness = [record["staleness_max"] for record in finished.metrics()]
     assert max(staleness) <= MAX_STALENESS
     assert max(staleness) > 0, "nothing was generated while the trainer trained"
 
 
+@pytest.mark.slow
 def test_every_group_is_trained_on_once(finished: System) -> None:
     samples = [orjson.loads(line) for line in (finished.run_dir / "samples.jsonl").read_bytes().splitlines()]
     trained = {(sample["step"], sample["group_id"]) for sample in samples}
@@ -54,6 +57,7 @@ def test_every_group_is_trained_on_once(finished: System) -> None:
     assert len({group for _, group in trained}) == STEPS * BATCH
 
 
+@pytest.mark.slow
 def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(finished: System) -> None:
     # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer
     # than those begun after it may still come too late.

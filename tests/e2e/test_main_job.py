@@ -144,12 +144,10 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(interrupted, tiny_model)
     assert "resumed" in second.log("ppo-trainer-0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
-    [
-        pytest.param("MODEL_NAME", "no-such-model", "no-such-model", marks=pytest.mark.slow),
-        ("DATASET", "no-such-file.jsonl", "no-such-file.jsonl"),
-    ],
+    [("MODEL_NAME", "no-such-model", "no-such-model"), ("DATASET", "no-such-file.jsonl", "no-such-file.jsonl")],
 )
 def test_what_cannot_be_had_stops_the_run_before_training(tiny_model, tmp_path, setting, value, said):
     settings = {setting: value}

@@ -38,6 +38,7 @@ def test_the_chat_template_leaves_the_question_as_it_is(made):
     assert tokenizer.apply_chat_template(turns, tokenize=False) == "3+4=7<end>"
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_weights(made, tmp_path):
     tiny_model.make(tmp_path / "again")
     digests = [

@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 BOUNDED = settings(
-    max_examples=5,
+    max_examples=3,
     phases=[Phase.generate],
     deadline=None,
     derandomize=True,

@@ -162,6 +162,7 @@ def test_requests_that_are_refused_do_not_close_the_workers_to_others(two: FakeN
     assert 400 in statuses
 
 
+@pytest.mark.slow
 def test_a_node_that_loses_the_shared_volume_ends_and_the_others_go_on(lost: FakeNodes) -> None:
     lost.start(0)
     lost.wait_registered([0])
