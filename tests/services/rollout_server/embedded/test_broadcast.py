@@ -21,17 +21,20 @@ from tests.services.rollout_server.embedded.conftest import PROMPT, settings_for
 Serving = Callable[..., Any]
 GROUP = "weights"
 
+# Leaves as the trainer does.
 TRAINER = """
 import sys
 import torch
 from safetensors.torch import load_file
 from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
+from trainer.__main__ import leave
 
 model, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = join_weights_group("127.0.0.1", port, 0, 2, "weights", "gloo", 60)
 for tensor in list(load_file(model + "/model.safetensors").values())[:count]:
     broadcast_weights((tensor * 1.5).to(torch.bfloat16), group, 60)
 leave_weights_group(group)
+leave(0)
 """
 
 
