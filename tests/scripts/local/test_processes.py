@@ -44,10 +44,14 @@ def family() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.skipif(not psutil.LINUX, reason="only Linux tells what processes share")
 def test_memory_that_processes_share_counts_once_and_the_peak_stays(family: subprocess.Popen[str]) -> None:
-    meter = MemoryMeter()
-    assert 100 * MEGABYTE < meter.measure() < 150 * MEGABYTE
-    peak = meter.peak
-    assert peak == meter.peak_by_node["some-task-0"]
+    # Other tests of this process may have left children of their own, without a node.
+    meter, later = MemoryMeter(), MemoryMeter()
+    meter.measure()
+    peak = meter.peak_by_node["some-task-0"]
+    assert 100 * MEGABYTE < peak < 150 * MEGABYTE
+    assert meter.peak >= peak
     family.communicate(timeout=30)
-    assert meter.measure() < 50 * MEGABYTE
-    assert meter.peak == peak
+    for one in (meter, later):
+        one.measure()
+    assert meter.peak_by_node["some-task-0"] == peak
+    assert "some-task-0" not in later.peak_by_node
