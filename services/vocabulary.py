@@ -26,7 +26,7 @@ def vocabulary_size(model: str, named_by: str) -> int:
         path = directory if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
         config: dict[str, Any] = json.loads((path / "config.json").read_text())
         # Models of several modalities describe each by itself.
-        return int((config | config.get("text_config", {}))["vocab_size"])
+        return int((config | (config.get("text_config") or {}))["vocab_size"])
     except KeyError:
         reason = "its config.json has no vocab_size"
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -14,6 +14,8 @@ def test_a_models_vocabulary_is_what_transformers_says(tiny_model):
 def test_a_model_of_several_modalities_says_it_for_its_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 5}, "vision_config": {}}))
     assert vocabulary_size(str(tmp_path), "MODEL_NAME") == 5
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 6, "text_config": None}))
+    assert vocabulary_size(str(tmp_path), "MODEL_NAME") == 6
 
 
 @pytest.mark.parametrize(
