@@ -277,7 +277,7 @@ class Transformers:
         started = time.perf_counter()
         for batch in batches:
             inputs = self.tokenizer(list(batch), return_tensors="pt", padding=True)
-            sampled = self.model.generate(  # type: ignore[operator]
+            sampled = self.model.generate(
                 **inputs,
                 do_sample=True,
                 temperature=1.0,

@@ -123,12 +123,12 @@ def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed
     model.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sampled = model.generate(  # type: ignore[misc]
+        sampled = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=4
         )
     model.train(training)
     completions = tokenizer.batch_decode(sampled[:, prompts.shape[1] :])
-    right = sum(
+    right: int = sum(
         completion.split(PAD)[0] == question.answer + END
         for completion, question in zip(completions, everything, strict=True)
     )

@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from services.logs import get_logger
+
+log = get_logger(__name__)
+
 COLLECTIVE_SECONDS = 3600.0
 """Longest wait in a collective, unless another is given."""
 
@@ -61,6 +65,8 @@ class Ranks:
                 reply = {"value": work()}
             except errors as error:
                 if self.world_size > 1:
+                    # Said first: the others may end sooner, and then this process is killed before its last words.
+                    log.warning("telling the other ranks", error=type(error).__name__, text=str(error))
                     self.broadcast_json({"error": type(error).__name__, "text": str(error)})
                 raise
         reply = self.broadcast_json(reply)

@@ -29,7 +29,7 @@ def first_line_number(completions: list[list[dict[str, str]]], answer: list[str]
     return rewards
 
 
-class Report(TrainerCallback):
+class Report(TrainerCallback):  # type: ignore[misc]
     """Prints every step; ends at a mean reward over three steps, or a time, when one is asked for."""
 
     def __init__(self, target: float | None, limit_seconds: float | None) -> None:

@@ -33,13 +33,13 @@ SOLVED: list[TResponseInputItem] = [
 ]
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def add(a: float, b: float) -> float:
     """The sum of a and b."""
     return _plain(a + b)
 
 
-@function_tool
+@function_tool  # type: ignore[untyped-decorator]
 def multiply(a: float, b: float) -> float:
     """The product of a and b."""
     return _plain(a * b)
@@ -47,8 +47,7 @@ def multiply(a: float, b: float) -> float:
 
 async def solve(example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float | None:
     """Lets the model of ``example`` solve it; returns the reward of its final answer."""
-    # It takes clients of httpx as well as those of its own httpx2, which alone its types name.
-    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)  # type: ignore[arg-type]
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
     agent = Agent(
         name="mathematician",
         instructions=INSTRUCTIONS,

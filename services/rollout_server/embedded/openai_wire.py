@@ -133,7 +133,7 @@ class ChatRequest(OpenAIRequest):
         try:
             ids = tokenizer.apply_chat_template(
                 messages,
-                tools=self.offered_tools,  # type: ignore[arg-type]  # a list of dicts, as it wants
+                tools=self.offered_tools,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
@@ -142,7 +142,7 @@ class ChatRequest(OpenAIRequest):
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
         assert isinstance(ids, list)
-        return ids  # type: ignore[return-value]  # of token ids, with these options
+        return ids
 
 
 class CompletionRequest(OpenAIRequest):
