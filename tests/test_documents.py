@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from trainer.config import ImportanceCorrection, Loss, TrainerSettings
-from trainer.grpo import AdvantageMethod, Aggregation, KLEstimator
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -22,6 +22,7 @@ ROLES = {
     "replay": ("services.replay_buffer.__main__", {"replay"}),
     "rollout": ("services.rollout_server.__main__", {"rollout"}),
     "trainer": ("trainer.__main__", {"trainer"}),
+    "collector": ("trainer.collector", {"collector"}),
     "local": ("scripts.run_local", {"local"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
     "head": ("services.evaluation_head.__main__", {"head"}),

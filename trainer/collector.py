@@ -23,13 +23,21 @@ from services.vocabulary import vocabulary_size
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
-from trainer.sources import COLLECTORS, collector_name
 
 log = get_logger(__name__)
 
 COLLECTED = Counter("collector_groups", "Groups pushed into the fresh queue.")
 
 FULL_QUEUE_POLL_SECONDS = 0.2
+
+COLLECTORS = "collectors"
+"""The consumer under whose name all collectors share the data-server's cursor."""
+EACH_COLLECTOR = "collector-"
+
+
+def collector_name(number: int) -> str:
+    """The consumer whose cursor says how far one collector has pushed its groups: 0, or NUM_EPOCHS when all."""
+    return f"{EACH_COLLECTOR}{number}"
 
 
 class Collector:

@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from services.protocol import SampleStrategy
 from services.settings import Settings
-from trainer.grpo import AdvantageMethod, Aggregation, KLEstimator
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
 
 
 class Mode(StrEnum):

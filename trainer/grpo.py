@@ -19,37 +19,13 @@ arXiv:2510.18855), decoupled objective (Hilton et al. 2021, arXiv:2110.00641; AR
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 import torch
 from torch import Tensor
 
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
+
 LOG_RATIO_LIMIT = 20.0
 """Log ratios are clamped to this absolute value before exp, so that one broken token cannot overflow the step."""
-
-
-class AdvantageMethod(StrEnum):
-    """How rewards of a group become advantages."""
-
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
-
-
-class Aggregation(StrEnum):
-    """How token losses become one number."""
-
-    TOKEN_MEAN = "token_mean"
-    SEQUENCE_MEAN = "sequence_mean"
-    CONSTANT_LENGTH = "constant_length"
-
-
-class KLEstimator(StrEnum):
-    """Which estimator of KL(theta || reference) is used, from samples of theta."""
-
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
 
 
 # --- rewards and advantages ------------------------------------------------------------------------------------------

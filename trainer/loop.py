@@ -19,11 +19,12 @@ from services import memory
 from services.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.logs import get_logger
 from services.protocol import Cursor, SampledGroup
+from trainer.advantages import training_group
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
-from trainer.experience import group_metrics, training_group
+from trainer.experience import group_metrics
 from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup, TrainingSequence
 from trainer.policy import Policy

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer import grpo
 from trainer.config import ImportanceCorrection, Loss, TrainerSettings
+from trainer.methods import KLEstimator
 from trainer.packing import MicroBatch
 
 
@@ -151,14 +152,14 @@ def _diagnose(
         "tokens": torch.full_like(loss, len(logprobs)),
         "entropy": entropies.sum(),
         # The tokens are the behaviour policy's, so KL(behaviour || theta) is what they estimate without bias.
-        "kl_behaviour": grpo.kl_penalty(batch.behaviour_logprobs, logprobs, grpo.KLEstimator.K3).sum(),
+        "kl_behaviour": grpo.kl_penalty(batch.behaviour_logprobs, logprobs, KLEstimator.K3).sum(),
         "clip_fraction_low": below.sum(),
         "clip_fraction_high": above.sum(),
     }
     if weights is not None:
         sums["importance_weight"] = weights.sum()
     if reference_logprobs is not None:
-        sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, grpo.KLEstimator.K3).sum()
+        sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, KLEstimator.K3).sum()
     maxima = {"log_ratio_max": log_ratio.max(), "negative_log_ratio_max": (-log_ratio).max()}
     weight = ratio if weights is None else weights
     by_sequence = torch.zeros(batch.n_sequences, device=weight.device)

@@ -11,22 +11,15 @@ from services.clients import DataClient, ReplayClient
 from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt, Split
+from trainer.advantages import has_signal
+from trainer.collector import COLLECTORS, EACH_COLLECTOR
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
-from trainer.experience import GroupMaker, has_signal, initial_priority
+from trainer.experience import GroupMaker, initial_priority
 
 log = get_logger(__name__)
 
 LEASE_WAIT_SECONDS = 5.0
-
-COLLECTORS = "collectors"
-"""The consumer under whose name all collectors share the data-server's cursor."""
-_EACH_COLLECTOR = "collector-"
-
-
-def collector_name(number: int) -> str:
-    """The consumer whose cursor says how far one collector has pushed its groups: 0, or NUM_EPOCHS when all."""
-    return f"{_EACH_COLLECTOR}{number}"
 
 
 @dataclass
@@ -189,7 +182,7 @@ class AsynchronousSource:
             return self.collector.done()
         stand = {consumer: cursor["epoch"] for consumer, cursor in (await self.data.stats()).cursors.items()}
         shared = stand.get(f"{COLLECTORS}/{Split.TRAIN.value}", 0)
-        each = [epoch for consumer, epoch in stand.items() if consumer.startswith(_EACH_COLLECTOR)]
+        each = [epoch for consumer, epoch in stand.items() if consumer.startswith(EACH_COLLECTOR)]
         return bool(each) and min(shared, *each) >= self.settings.num_epochs
 
     async def _prompts_are_used_up(self) -> bool:

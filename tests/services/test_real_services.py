@@ -148,8 +148,8 @@ async def test_a_lease_that_waits_does_not_hold_up_the_end(start_service: Any) -
         assert (await waiting).json()["lease_id"] is None
 
 
-def test_services_and_clients_import_neither_torch_nor_transformers() -> None:
-    light = "services.clients, services.reward_server.app, services.replay_buffer.app, services.rollout_client"
+def test_services_clients_and_collectors_import_neither_torch_nor_transformers() -> None:
+    light = "services.clients, services.reward_server.app, services.replay_buffer.app, trainer.collector"
     check = f"import sys, {light}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sympy')))"
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[2], check=False).returncode == 0
 

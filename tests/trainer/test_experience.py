@@ -9,8 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from services.protocol import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from trainer.advantages import has_signal, training_group
 from trainer.config import TrainerSettings
-from trainer.experience import derive_seed, group_metrics, has_signal, initial_priority, training_group
+from trainer.experience import derive_seed, group_metrics, initial_priority
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10, advantage_eps=0.0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.trainer.ragged import Ragged, Rows, pack_rows, random_ragged
 from trainer import grpo
-from trainer.grpo import AdvantageMethod, Aggregation, KLEstimator
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
 
 SEEDS = range(5)
 NAN = math.nan

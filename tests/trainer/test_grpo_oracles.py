@@ -25,7 +25,7 @@ trl_rewards = pytest.importorskip("trl.rewards", reason=WHY, exc_type=ImportErro
 
 from tests.trainer.ragged import Ragged, random_ragged  # noqa: E402
 from trainer import grpo  # noqa: E402
-from trainer.grpo import AdvantageMethod, Aggregation, KLEstimator  # noqa: E402
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator  # noqa: E402
 
 SEEDS = range(6)
 # verl's mean over a sequence adds 1e-8 to its length.

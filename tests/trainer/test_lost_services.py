@@ -14,10 +14,10 @@ from services.errors import DependencyLostError
 from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
+from trainer.advantages import training_group
 from trainer.checkpoint import CheckpointStore
 from trainer.conductor import Conductor
 from trainer.distributed import Ranks, join_ranks
-from trainer.experience import training_group
 from trainer.loop import Main, TrainingLoop
 from trainer.run_files import RunFiles
 from trainer.service_thread import ServiceThread

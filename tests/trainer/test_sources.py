@@ -17,12 +17,12 @@ from services.protocol import Cursor
 from services.rollout_client import RolloutClient
 from tests.fake_service import FakeService, Route, fake_service
 from trainer import curriculum
-from trainer.collector import Collector
+from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
 from trainer.evaluate import Evaluator
 from trainer.experience import GroupMaker
 from trainer.generation import LEAST_FAILURES
-from trainer.sources import AsynchronousSource, SynchronousSource, collector_name
+from trainer.sources import AsynchronousSource, SynchronousSource
 
 VOCAB_SIZE = 1000
 BAD = 7
