@@ -44,7 +44,8 @@ class Engine:
         if any(token >= 1000 for token in request["input_ids"]):
             return 400, {"error": {"message": "a token out of the vocabulary"}}
         with self.changed:
-            self.changed.wait_for(lambda: not self.updating)
+            # As SGLang has it: what comes to a paused engine waits at the door and is not among those that are aborted.
+            self.changed.wait_for(lambda: not self.updating and not self.paused)
             self.running += 1
             aborts = self.aborts
         try:
