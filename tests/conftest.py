@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
+
+from tests.models import made_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,15 +33,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """A directory with the tiny model, which is made anew only when what makes it has changed. Not to be written to."""
-    script = ROOT / "scripts" / "tiny_model.py"
-    directory = ROOT / ".cache" / "tests" / f"tiny-model-{hashlib.sha256(script.read_bytes()).hexdigest()[:12]}"
-    if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tiny-model-", dir=directory.parent))
-        # One thread is the fastest for so small a model.
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-m", "scripts.tiny_model", str(made)], check=True, env=environment)
-        with contextlib.suppress(OSError):  # another session was faster
-            made.rename(directory)
-    return directory
+    """A directory with the tiny model. Not to be written to."""
+    return made_once("tiny-model", [ROOT / "scripts/tiny_model.py"], "scripts.tiny_model")

@@ -16,6 +16,7 @@ from tests.scripts.local.runner import busy
 # The limits are for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+STEPS = 16
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
@@ -23,7 +24,8 @@ TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 @pytest.fixture(scope="module")
 def started(tiny_model, tmp_path_factory) -> Iterator[System]:
     """A run with two rollout and two trainer nodes."""
-    system = System(tmp_path_factory.mktemp("volume"), tiny_model, MAX_STEPS="30", REPLAY_EVERY="2", MIN_WORKERS="2")
+    settings = {"MAX_STEPS": str(STEPS), "REPLAY_EVERY": "2", "MIN_WORKERS": "2"}
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, **settings)
     yield system
     if system.process.poll() is None:  # what looked at it failed
         system.process.terminate()
@@ -59,7 +61,7 @@ def test_the_run_page_moves_with_the_run(watched):
 def test_a_run_says_what_it_did(finished):
     summary = finished.summary()
     assert summary["status"] == "succeeded"
-    assert summary["steps"] == 30
+    assert summary["steps"] == STEPS
     assert summary["dataset"] == "arithmetic"
     assert {"seconds", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "model", "device"} <= set(
         summary
@@ -68,12 +70,12 @@ def test_a_run_says_what_it_did(finished):
 
 def test_it_learns(finished):
     rewards = [record["reward_mean"] for record in finished.metrics() if "reward_mean" in record]
-    assert statistics.fmean(rewards[-10:]) > statistics.fmean(rewards[:5])
+    assert statistics.fmean(rewards[-8:]) > statistics.fmean(rewards[:4])
 
 
 def test_every_step_has_its_metrics(finished):
     records = finished.metrics()
-    assert [record["step"] for record in records] == list(range(1, 31))
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
         assert {"reward_mean", "loss", "entropy", "policy_version"} <= set(record)
         assert {"seconds_generate", "seconds_reward", "seconds_train", "seconds_publish"} <= set(record)
@@ -90,7 +92,7 @@ def test_every_component_was_up_and_has_a_log(finished):
 def test_every_version_reaches_both_rollout_nodes(finished):
     assert {record["workers"] for record in finished.metrics()} == {2}
     for node in ("rollout-server-0", "rollout-server-1"):
-        assert "policy/v000030" in finished.log(node)
+        assert f"policy/v{STEPS:06d}" in finished.log(node)
 
 
 def test_what_was_trained_loads_as_any_model(finished, tiny_model):

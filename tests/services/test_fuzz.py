@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import GenerationMode
-from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
 
 BOUNDED = settings(
     max_examples=3,
@@ -18,8 +15,6 @@ BOUNDED = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-# Our rules say more than a schema can (one logprob a token), and pydantic takes a true for a 1.
-NOT_PROMISED = [positive_data_acceptance, negative_data_rejection]
 # A request that takes longer has hung.
 SECONDS = 20.0
 
@@ -33,6 +28,13 @@ SECONDS = 20.0
     ],
 )
 def test_made_up_requests_get_documented_answers(start_service: Any, module: str, environment: dict[str, str]) -> None:
+    # Not above: it takes seconds, which every process that collects tests would spend.
+    import schemathesis
+    from schemathesis import GenerationMode
+    from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+    # Our rules say more than a schema can (one logprob a token), and pydantic takes a true for a 1.
+    not_promised = [positive_data_acceptance, negative_data_rejection]
     service = start_service(module, LOG_LEVEL="warning", **environment)
     schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
@@ -48,7 +50,7 @@ def test_made_up_requests_get_documented_answers(start_service: Any, module: str
                 if isinstance(case.body, dict) and isinstance(case.body.get("wait_seconds"), int | float):
                     # A lease may wait up to a minute, as it is asked to.
                     case.body["wait_seconds"] = min(case.body["wait_seconds"], 0.1)
-                case.call_and_validate(timeout=SECONDS, excluded_checks=NOT_PROMISED)
+                case.call_and_validate(timeout=SECONDS, excluded_checks=not_promised)
 
             check()
     assert service.terminate() == 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.models import made_once
 
 ROOT = Path(__file__).parents[3]
 
@@ -104,19 +103,6 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
 
 @pytest.fixture(scope="session")
 def tool_model() -> Path:
-    """A directory with the model that calls tools, made anew when what makes it has changed. Not to be written to."""
+    """A directory with the model that calls tools. Not to be written to."""
     sources = [Path(__file__).with_name("tool_model.py"), ROOT / "scripts/evaluation/math_agent.py"]
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-    directory = ROOT / ".cache" / "tests" / f"tool-model-{digest}"
-    if not directory.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".tool-model-", dir=directory.parent))
-        subprocess.run(
-            [sys.executable, "-m", "tests.scripts.evaluation.tool_model", str(made)],
-            check=True,
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        with contextlib.suppress(OSError):  # another session was faster
-            made.rename(directory)
-    return directory
+    return made_once("tool-model", sources, "tests.scripts.evaluation.tool_model")

@@ -193,9 +193,11 @@ def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:
         assert len(reply["output_ids"]) < 240
 
 
-async def test_the_client_gets_groups_through_the_router(server: Nodes, reference: Any) -> None:
-    async with RolloutClient(server.router, TOKEN, vocab_size=17) as client:
-        completions = await client.generate(PROMPT, SamplingParams(max_new_tokens=6, temperature=0.8), n=8)
+@pytest.mark.parametrize("seed_each", [False, True], ids=["a request a prompt", "a request a completion"])
+async def test_the_client_gets_groups_through_the_router(server: Nodes, reference: Any, seed_each: bool) -> None:
+    params = SamplingParams(max_new_tokens=6, temperature=0.8)
+    async with RolloutClient(server.router, TOKEN, vocab_size=17, seed_each_completion=seed_each) as client:
+        completions = await client.generate(PROMPT, params, n=8, seed=3)
     assert len(completions) == 8
     for completion in completions:
         assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
