@@ -32,12 +32,13 @@ FULL_QUEUE_POLL_SECONDS = 0.2
 
 COLLECTORS = "collectors"
 """The consumer under whose name all collectors share the data-server's cursor."""
-EACH_COLLECTOR = "collector-"
+COLLECTOR_PREFIX = "collector-"
+"""Of the consumers under whose names each collector says how far it is."""
 
 
 def collector_name(number: int) -> str:
     """The consumer whose cursor says how far one collector has pushed its groups: 0, or NUM_EPOCHS when all."""
-    return f"{EACH_COLLECTOR}{number}"
+    return f"{COLLECTOR_PREFIX}{number}"
 
 
 class Collector:

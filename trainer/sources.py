@@ -12,7 +12,7 @@ from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt, Split
 from trainer.advantages import has_signal
-from trainer.collector import COLLECTORS, EACH_COLLECTOR
+from trainer.collector import COLLECTOR_PREFIX, COLLECTORS
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
@@ -182,7 +182,7 @@ class AsynchronousSource:
             return self.collector.done()
         stand = {consumer: cursor["epoch"] for consumer, cursor in (await self.data.stats()).cursors.items()}
         shared = stand.get(f"{COLLECTORS}/{Split.TRAIN.value}", 0)
-        each = [epoch for consumer, epoch in stand.items() if consumer.startswith(EACH_COLLECTOR)]
+        each = [epoch for consumer, epoch in stand.items() if consumer.startswith(COLLECTOR_PREFIX)]
         return bool(each) and min(shared, *each) >= self.settings.num_epochs
 
     async def _prompts_are_used_up(self) -> bool:

@@ -154,7 +154,7 @@ def test_ranks_without_work_take_part(model: Path) -> None:
     groups = random_groups(4, n_groups=1, n_completions=2)
     with join_ranks() as ranks:
         expected = rank_jobs.update(ranks, model, {}, groups)
-    for trained in run_on_ranks(2, rank_jobs.update, model, {}, groups):
+    for trained in run_on_ranks(4, rank_jobs.update, model, {}, groups):
         assert_same_gradients(trained.gradients, expected.gradients, 1e-5)
         assert trained.result.metrics == pytest.approx(expected.result.metrics, rel=1e-4)
 
