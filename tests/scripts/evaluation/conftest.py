@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -99,6 +101,12 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
         if command.process.poll() is None:
             command.process.send_signal(signal.SIGTERM)
             command.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def math_agent() -> ModuleType:
+    """The built-in agent. Imported where it is used: the Agents SDK takes seconds, in each process that runs tests."""
+    return importlib.import_module("scripts.evaluation.math_agent")
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 
-from scripts.evaluation import math_agent
 from scripts.evaluation.samples import Kind
 from scripts.evaluation.servers import Server
 from scripts.evaluation.workflows import AgentWorkflow, Sampling
@@ -25,7 +25,7 @@ async def score(items: Any) -> list[RewardResult]:
     return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
 
 
-async def test_it_solves_by_its_tools_what_its_engine_says(tool_model: Path) -> None:
+async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleType, tool_model: Path) -> None:
     model = str(tool_model)
     app = create_app(RolloutSettings(model_name=model, engine_dtype="float32"))
     rows = questions()[::16]

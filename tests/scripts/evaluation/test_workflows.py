@@ -11,7 +11,6 @@ import openai
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from scripts.evaluation import math_agent
 from scripts.evaluation.samples import Kind
 from scripts.evaluation.servers import Server
 from scripts.evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError
@@ -83,7 +82,7 @@ async def play() -> AsyncIterator[Any]:
         await http.aclose()
 
 
-async def test_the_math_agent_uses_its_tools_and_is_scored(play):
+async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent, play):
     model = Model(call("multiply", '{"a": 6, "b": 7}'), call("add", '{"a": 42, "b": 0.5}'), {"content": "#### 42"})
     sample = await play(math_agent.solve, model)
     assert sample.result == RewardResult(reward=1.0, extracted="42")
@@ -100,12 +99,12 @@ async def test_the_math_agent_uses_its_tools_and_is_scored(play):
     [
         ([{"content": "It is 41."}], 0.0),
         ([call("divide", '{"a": 6, "b": 7}'), {"content": "42"}], 0.0),
-        ([call("add", '{"a": 1, "b": 1}')] * math_agent.MAX_TURNS, 0.0),
+        ([call("add", '{"a": 1, "b": 1}')] * 20, 0.0),
         ([call("add", '{"a": "x"}'), {"content": "42"}], 1.0),  # told that the arguments are wrong, it finds the answer
     ],
     ids=["wrong", "no such tool", "never ends", "wrong arguments"],
 )
-async def test_what_the_model_gets_wrong_is_wrong_and_no_failure(play, says, reward):
+async def test_what_the_model_gets_wrong_is_wrong_and_no_failure(math_agent, play, says, reward):
     assert (await play(math_agent.solve, Model(*says))).result.reward == reward
 
 
@@ -180,7 +179,7 @@ async def test_an_agent_that_does_not_end_is_ended(play):
         await play(agent, Model(), seconds=0.05)
 
 
-async def test_an_answer_that_cannot_be_scored_is_not_zero(play):
+async def test_an_answer_that_cannot_be_scored_is_not_zero(math_agent, play):
     async def cannot(items: list[RewardItem]) -> list[RewardResult]:
         return [RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason="too slow") for _ in items]
 
@@ -189,7 +188,7 @@ async def test_an_answer_that_cannot_be_scored_is_not_zero(play):
     assert not sample.is_scored
 
 
-async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(play):
+async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(math_agent, play):
     async def gone(_items: list[RewardItem]) -> list[RewardResult]:
         raise ScoringLostError("away")
 
