@@ -10,7 +10,7 @@ TORCH ?= torch==2.13.0
 # More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
 DEMO ?=
 # Processes that run the tests; 0: this one alone, which disturbs tests that are bound to time the least.
-WORKERS ?= 2
+WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help

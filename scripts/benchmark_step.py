@@ -49,6 +49,7 @@ class Side:
 
 def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
     """The steps of the job group."""
+    precision = "bfloat16" if work.bf16 else "float32"
     settings = {
         **QUESTIONS,
         "MODEL_NAME": work.model,
@@ -56,7 +57,8 @@ def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
         "GROUP_SIZE": work.group_size,
         "MAX_NEW_TOKENS": work.completion_tokens,
         "LEARNING_RATE": work.learning_rate,
-        "COMPUTE_TYPE": "bfloat16" if work.bf16 else "float32",
+        "COMPUTE_TYPE": precision,
+        "PUBLISH_TYPE": precision,
         "MAX_STEPS": work.steps,
         "SEED": work.seed,
     }

@@ -30,6 +30,7 @@ from transformers import (
 
 from services.errors import ConfigurationError
 from trainer.attention import SHARED_PROMPT_ATTENTION
+from trainer.collectives import PairwiseReduceScatter
 from trainer.config import ComputeType, TrainerSettings
 from trainer.distributed import Ranks
 from trainer.logprobs import token_logprobs
@@ -179,7 +180,7 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
-            state[name] = value.to("cpu", copy=True)
+            state[name] = value.to("cpu")
     if ranks.is_main:
         directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
@@ -258,10 +259,15 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
 
 
 def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks) -> None:
+    dtype = compute_type(settings, ranks.device)
+    if ranks.world_size == 1 and dtype is torch.float32:
+        # There is nothing to shard and nothing to cast, for which FSDP would copy every gradient twice.
+        policy.to(ranks.device)
+        return
     # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
     is_source = ranks.is_main and ranks.world_size > 1
     state = policy.state_dict() if is_source else {}
-    precision = MixedPrecisionPolicy(param_dtype=compute_type(settings, ranks.device), reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": precision,
@@ -270,6 +276,9 @@ def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, r
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(policy, **{**options, "reshard_after_forward": False})
+    if ranks.device.type == "cpu":
+        for module in (*layers, policy):
+            cast("FSDPModule", module).set_custom_reduce_scatter(PairwiseReduceScatter())
     if ranks.world_size == 1:
         return
     if not ranks.is_main:

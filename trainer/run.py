@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from services import logs
+from services import logs, memory
 from services.endpoints import Task
 from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.logs import get_logger
@@ -71,6 +71,7 @@ def run_rank() -> int:
         settings = TrainerSettings.load()
         logs.configure(Task.TRAINER.value, settings.log_level)
         transformers.utils.logging.disable_progress_bar()
+        memory.keep()
         try:
             with stop.handled(), join_ranks(settings.collective_deadline_seconds) as ranks:
                 train(settings, ranks, stop)

@@ -140,6 +140,7 @@ def _reply(process: subprocess.Popen[str], rank: int, end: float) -> Reply:
 def measure_here(work: Work, what: What) -> Reply:
     """What one process does."""
     settings = TrainerSettings.load()
+    memory.keep()
     seconds = []
     with join_ranks() as ranks:
         round_ = (

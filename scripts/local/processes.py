@@ -10,7 +10,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -70,37 +71,38 @@ class MemoryMeter:
     """Measures the memory of this process's descendants, by node.
 
     Pages that several processes share count once where the system tells (Linux's PSS). Asking for that makes it walk
-    through all pages while the process waits, some 50 ms a gigabyte; so it is asked where resident memory points to a
-    new peak, and meanwhile the same share of the resident memory is taken to be a node's own.
+    through all pages while the process waits, some 50 ms a gigabyte; so a node is asked when it has grown by
+    ``ASK_AFTER``, and meanwhile the same part of its files and shared memory is taken to be its own.
     """
+
+    ASK_AFTER = 1.05
 
     def __init__(self) -> None:
         self.peak = 0
         """The most that all had together, in bytes."""
         self.peak_by_node: dict[str, int] = {}
         self._nodes: dict[psutil.Process, str] = {}
-        self._own_share: dict[str, float] = {}
+        self._asked: dict[str, int] = {}
+        self._own_part: dict[str, float] = {}
+        """Of the pages that may be shared, how many count as the node's, when last asked."""
 
     def measure(self) -> int:
         """Bytes that all have together now."""
         processes: dict[str, list[psutil.Process]] = {}
-        resident: dict[str, int] = {}
+        private: Counter[str] = Counter()
+        shared: Counter[str] = Counter()
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error, OSError):  # gone meanwhile
-                node = self._node_of(child)
-                resident[node] = resident.get(node, 0) + child.memory_info().rss
+                node, memory = self._node_of(child), child.memory_info()
                 processes.setdefault(node, []).append(child)
-        used = {node: int(rss * self._own_share.get(node, 1.0)) for node, rss in resident.items()}
-
-        def ask(nodes: Collection[str]) -> None:
-            for node in nodes if psutil.LINUX else ():
-                used[node] = _proportional(processes[node])
-                self._own_share[node] = used[node] / max(resident[node], 1)
-
-        higher = {node for node in used if used[node] > self.peak_by_node.get(node, 0)}
-        ask(higher)
-        if sum(used.values()) > self.peak:
-            ask(used.keys() - higher)
+                may_be_shared = memory.shared if psutil.LINUX else 0
+                private[node] += memory.rss - may_be_shared
+                shared[node] += may_be_shared
+        used = {node: private[node] + int(shared[node] * self._own_part.get(node, 1.0)) for node in processes}
+        for node in used if psutil.LINUX else ():
+            if used[node] > self.ASK_AFTER * self._asked.get(node, 0):
+                used[node] = self._asked[node] = _proportional(processes[node])
+                self._own_part[node] = max(used[node] - private[node], 0) / max(shared[node], 1)
         for node in used:
             self.peak_by_node[node] = max(used[node], self.peak_by_node.get(node, 0))
         self.peak = max(self.peak, sum(used.values()))

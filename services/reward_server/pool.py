@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
@@ -31,6 +32,7 @@ ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 
 START_SECONDS = 60.0
 _END_SECONDS = 2.0
+_FORK_SERVER_POLL_SECONDS = 0.05
 _MEMORY_WATCH_SECONDS = 0.05
 
 # multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
@@ -119,8 +121,19 @@ class _Worker:
 
 
 def _start(process: ForkServerProcess) -> None:
-    with _PROCESSES:
-        process.start()
+    """Has multiprocessing's fork server start it; a server that was killed is replaced once it is seen to be dead."""
+    deadline = time.monotonic() + _END_SECONDS
+    while True:
+        try:
+            with _PROCESSES:
+                process.start()
+        except (ConnectionError, EOFError) as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("the server that starts workers is gone, asking again", error=repr(error))
+            time.sleep(_FORK_SERVER_POLL_SECONDS)
+        else:
+            return
 
 
 @dataclass

@@ -185,3 +185,11 @@ async def test_a_function_that_cannot_be_loaded_stops_the_start(scoring: Any, na
     with pytest.raises(ConfigurationError, match=r"cannot be loaded: .*correct it or its module"):
         async with scoring(reward_fn=name):
             pass
+
+
+async def test_the_server_that_starts_workers_may_be_killed(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:moody") as scorer:
+        worker = (await scorer.score([item("pid")]))[0].reward
+        psutil.Process(int(worker)).parent().kill()
+        results = await scorer.score([item("crash"), item("ok")])
+    assert [result.status for result in results] == [RewardStatus.ERROR, RewardStatus.SCORED]
