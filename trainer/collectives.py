@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# What FSDP's public set_custom_reduce_scatter takes; the class itself is not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 

@@ -170,13 +170,18 @@ class Learner:
         off_policy: bool,
         should_stop: Callable[[], bool] | None,
     ) -> tuple[dict[str, float], dict[str, float]]:
-        diagnostics = Diagnostics()
+        diagnostics, policy = Diagnostics(), cast("FSDPModule", self.policy)
         for index, pieces in enumerate(part.own):
             if should_stop is not None and self.ranks.any(should_stop()):
                 self.optimizer.zero_grad()
                 _reshard(self.policy)
                 raise StopRequestedError
-            self._plan_backward(is_last=index == len(part.own) - 1)
+            # Sharding, every micro-batch reduces its gradients and frees them and the gathered parameters; otherwise
+            # the last one does.
+            is_last = index == len(part.own) - 1
+            policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
+            policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
+            policy.set_is_last_backward(is_last)
             before = proximal[index] if proximal else None
             diagnostics.add(self._backward(self._packed(pieces), part.size, before, off_policy))
         total, maximum = self.ranks.total, self.ranks.maximum
@@ -189,15 +194,6 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return metrics, diagnostics.signal
-
-    def _plan_backward(self, *, is_last: bool) -> None:
-        """Sharding, every micro-batch reduces its gradients and frees them and the gathered parameters; otherwise the
-        last one does.
-        """
-        if isinstance(self.policy, FSDPModule):
-            self.policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
-            self.policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
-            self.policy.set_is_last_backward(is_last)
 
     def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None, off_policy: bool) -> Diagnostics:
         reference = self._reference_logprobs(batch)

@@ -259,15 +259,10 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
 
 
 def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks) -> None:
-    dtype = compute_type(settings, ranks.device)
-    if ranks.world_size == 1 and dtype is torch.float32:
-        # There is nothing to shard and nothing to cast, for which FSDP would copy every gradient twice.
-        policy.to(ranks.device)
-        return
     # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
     is_source = ranks.is_main and ranks.world_size > 1
     state = policy.state_dict() if is_source else {}
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=compute_type(settings, ranks.device), reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": precision,

@@ -70,7 +70,8 @@ def start_trainer(
                 node.kill()
 
 
-@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_nodes", [1, 2])
 def test_a_service_that_never_comes_up_uses_up_restarts(tiny_model, tmp_path, num_nodes):
     ended = run_trainer(tmp_path, num_nodes, {"MODEL_NAME": str(tiny_model)})
     assert [code for code, _ in ended] == [EXIT_FAILED] * num_nodes, ended

@@ -194,12 +194,7 @@ def test_without_sharding_parameters_are_gathered_once_a_step(
         to_unsharded(group)
 
     monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", remember)
-    # In bfloat16 one rank has its parameters sharded, too.
-    settings = {
-        "micro_batch_tokens": 60,
-        "activation_checkpointing": activation_checkpointing,
-        "compute_type": "bfloat16",
-    }
+    settings = {"micro_batch_tokens": 60, "activation_checkpointing": activation_checkpointing}
     sharding = make_learner(alone, model, **settings)
     sharding.update(CUT, 0)
     assert max(Counter(gathered).values()) > 2

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import httpx
+import pytest
 
 from scripts.evaluation.samples import Kind
 from scripts.evaluation.servers import Server
@@ -25,6 +26,7 @@ async def score(items: Any) -> list[RewardResult]:
     return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
 
 
+@pytest.mark.slow
 async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleType, tool_model: Path) -> None:
     model = str(tool_model)
     app = create_app(RolloutSettings(model_name=model, engine_dtype="float32"))

@@ -107,6 +107,7 @@ async def test_health_answers_while_weights_load_and_requests_run(serving: Servi
         assert [reply.status_code for reply in await asyncio.gather(*running)] == [200] * 8
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_place(start_service: StartService, tiny_model: Path) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model), ENGINE_MAX_RUNNING_REQUESTS="1")
     httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, trust_env=False)
