@@ -180,6 +180,7 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
+            # On a CPU no copy: everything is written before the parameters change.
             state[name] = value.to("cpu")
     if ranks.is_main:
         directory.mkdir(parents=True, exist_ok=True)
