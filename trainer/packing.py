@@ -2,7 +2,8 @@
 
 A *piece* is a prompt with some of its group's completions. In a micro-batch the tokens of its pieces lie one after the
 other in one row: prompt, completion, completion, ..., prompt, ... A completion's positions go on from its prompt's, and
-it sees its prompt and itself only; so a group's prompt is computed once, however many completions share it.
+it sees its prompt and itself only; so a group's prompt is computed once, however many completions share it. Of a
+completion all tokens but the last are there: nothing is predicted from that one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ class TrainingSequence:
                 "one a token is needed"
             )
 
+    @property
+    def read_ids(self) -> list[int]:
+        """The tokens that a forward pass reads: all from which a next one is predicted."""
+        return self.completion_ids[:-1]
+
 
 @dataclass(frozen=True)
 class TrainingGroup:
@@ -49,8 +55,8 @@ class TrainingGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a forward pass computes: the prompt once, and every completion."""
-        return sum(len(ids) for ids in self.all_ids())
+        """Tokens that a forward pass reads: the prompt once, and of every completion all but the last."""
+        return len(self.prompt_ids) + sum(len(sequence.read_ids) for sequence in self.sequences)
 
     def all_ids(self) -> Iterator[list[int]]:
         """The token ids of the prompt, then of each completion."""
@@ -63,14 +69,14 @@ class TrainingGroup:
 class AttentionLayout:
     """Where prompts and completions lie among the T packed tokens of a micro-batch.
 
-    P and C are the longest prompt and completion, B the number of pieces, S of completions. Rows are padded with
-    index 0 inside attention only; what is computed there is never read.
+    P is the length of the longest prompt and C of what is read of the longest completion (at least 1), B the number of
+    pieces, S of completions. Rows are padded with index 0 inside attention only; what is computed there is never used.
     """
 
     prompt_rows: Tensor
     """[B, P] int64: packed index of each prompt token."""
     completion_rows: Tensor
-    """[S, C] int64: packed index of each completion token."""
+    """[S, C] int64: packed index of each token that is read of a completion."""
     piece_of_completion: Tensor
     """[S] int64: which prompt a completion follows."""
     mask: Tensor
@@ -147,7 +153,7 @@ class _Size:
 
     @classmethod
     def of(cls, group: TrainingGroup) -> _Size:
-        lengths = [len(sequence.completion_ids) for sequence in group.sequences]
+        lengths = [len(sequence.read_ids) for sequence in group.sequences]
         return cls(group.tokens, len(lengths), len(group.prompt_ids), max(lengths, default=0))
 
     def __add__(self, other: _Size) -> _Size:
@@ -203,7 +209,7 @@ def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
     pieces: list[list[TrainingSequence]] = []
     size = _Size()
     for sequence in sorted(group.sequences, key=lambda sequence: len(sequence.completion_ids), reverse=True):
-        length = len(sequence.completion_ids)
+        length = len(sequence.read_ids)
         grown = size + _Size(length, 1, 0, length)
         if not pieces or not grown.fits(max_tokens):
             pieces.append([])
@@ -243,7 +249,7 @@ def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGro
 
 
 def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
-    """Packs pieces into one micro-batch; without pieces, into a filler of two tokens whose loss is 0."""
+    """Packs pieces into one micro-batch; without pieces, into a filler of one token whose loss is 0."""
     if not pieces:
         filler = TrainingGroup([0], [TrainingSequence([0], [0.0], advantage=0.0, weight=0.0)])
         return _pack([filler], is_filler=True)
@@ -265,11 +271,11 @@ def _pack(pieces: Sequence[TrainingGroup], is_filler: bool) -> MicroBatch:
         ids += piece.prompt_ids
         positions += range(prompt_length)
         for sequence in piece.sequences:
-            start, length = len(ids), len(sequence.completion_ids)
+            start, length = len(ids), len(sequence.read_ids)
             completion_starts.append((start, length))
             piece_of_completion.append(piece_index)
-            predict += [last_of_prompt, *range(start, start + length - 1)] if length else []
-            ids += sequence.completion_ids
+            predict += [last_of_prompt, *range(start, start + length)] if sequence.completion_ids else []
+            ids += sequence.read_ids
             positions += range(prompt_length, prompt_length + length)
             sequences.append(sequence)
     lengths = torch.tensor([len(s.completion_ids) for s in sequences])

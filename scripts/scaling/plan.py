@@ -119,7 +119,8 @@ class Batch:
     def work(self) -> Work:
         """The work of a step."""
         completions = self.prompts * self.group_size
-        tokens_of_group = self.prompt_tokens + self.group_size * self.completion_tokens
+        # The trainer does not read the last token of a completion.
+        tokens_of_group = self.prompt_tokens + self.group_size * (self.completion_tokens - 1)
         return Work(
             groups=self.prompts,
             completions=completions,

@@ -173,7 +173,7 @@ def test_positions_go_on_from_the_prompt_and_a_token_sees_its_own_past_only(grou
     for index, group in enumerate(groups):
         assert [position[t] for t in group.prompt_ids] == list(range(len(group.prompt_ids)))
         for sequence in group.sequences:
-            ids = sequence.completion_ids
+            ids = sequence.completion_ids[:-1]
             assert [position[t] for t in ids] == [len(group.prompt_ids) + i for i in range(len(ids))]
             assert layout.piece_of_completion[completion] == index
             keys = torch.cat([layout.prompt_rows[index], layout.completion_rows[completion]])
