@@ -90,8 +90,9 @@ class PolicyStore:
 
         A hold that is older than ``hold_seconds`` was left by a reader that died, and counts no more.
         """
-        held = self._held(hold_seconds)
-        for policy in self.published()[:-keep]:
+        superfluous = self.published()[:-keep]
+        held = self._held(hold_seconds) if superfluous else set()
+        for policy in superfluous:
             if policy.version not in held:
                 self._remove(policy)
 

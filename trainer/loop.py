@@ -235,8 +235,9 @@ class TrainingLoop:
         """Gives the rollout workers the policy."""
         self._phase("publish")
         started = time.perf_counter()
-        # Rollout workers on the same machine need room for the new weights beside the old.
-        memory.release()
+        if not self.settings.keep_memory:
+            # Rollout workers on the same machine need room for the new weights beside the old.
+            memory.release()
         metrics = self.publisher.publish(self.state.policy_version)
         if self.settings.publish_probe:
             metrics |= self.probe()

@@ -63,9 +63,10 @@ class RunFiles:
             self._wandb.log(metrics, step=step)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Writes summary.json and the reward curve."""
+        """Writes summary.json and, once there was a step, the reward curve."""
         _write(self.directory / "summary.json", summary)
-        draw_reward_curve(self.directory)
+        if (self.directory / "metrics.jsonl").exists():
+            draw_reward_curve(self.directory)
 
     def close(self) -> None:
         """Flushes what is buffered."""

@@ -31,6 +31,7 @@ QUESTIONS = {
     "EVAL_PROMPTS": "0",
     "CHECKPOINT_EVERY": "0",
     "REPLAY_GROUPS": "0",
+    "KEEP_MEMORY": "true",
 }
 """What all benchmarks of whole steps train on; nothing is measured of replay, evaluation and checkpoints."""
 

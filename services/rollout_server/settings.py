@@ -93,6 +93,11 @@ class RolloutSettings(Settings):
     engine_threads: int | None = Field(
         default=None, ge=1, description="Processor threads of the embedded engine; default all cores."
     )
+    keep_memory: bool = Field(
+        default=False,
+        description="The embedded engine keeps the memory of weights that were replaced for the next ones, instead of "
+        "giving it back to the system: they are ready in half the time. The trainer has a setting of that name, too.",
+    )
     engine_start_seconds: float = Field(
         default=1800.0,
         gt=0,

@@ -66,6 +66,12 @@ def test_the_newest_are_kept(store: PolicyStore) -> None:
     assert len(list(store.policy_dir.iterdir())) == 2
 
 
+def test_before_the_first_version_there_is_nothing_to_prune(tmp_path: Path) -> None:
+    store = PolicyStore(tmp_path / "not" / "yet")
+    store.prune(1, HOLD_SECONDS)
+    assert store.published() == []
+
+
 def test_what_is_held_is_not_pruned_until_it_is_released(store: PolicyStore) -> None:
     for version in range(1, 4):
         publish(store, version)

@@ -31,7 +31,7 @@ from services.weights_group import SOURCE, broadcast_weights, join_weights_group
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.policy import Policy, save_description
-from trainer.publishing.disk import MARGIN_SECONDS, published_dtype
+from trainer.publishing.disk import MARGIN_SECONDS, begin_version, commit_version, published_dtype
 from trainer.publishing.workers import registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
 
@@ -89,11 +89,10 @@ class BroadcastPublisher:
         self._sender.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, version: int, state: dict[str, Tensor]) -> None:
-        directory = self.store.begin(version)
+        directory = begin_version(self.store, version, self.settings)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         save_description(self.policy, directory, published_dtype(self.settings))
-        self.store.commit(version)
-        self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
+        commit_version(self.store, version, self.settings)
 
     async def _update_workers(self, version: int, state: dict[str, Tensor]) -> dict[str, float]:
         urls = await registered_workers(self.settings)

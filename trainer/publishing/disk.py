@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -31,13 +32,14 @@ class DiskPublisher:
 
     def publish(self, version: int) -> dict[str, float]:
         """See Publisher."""
-        directory = self.store.begin(version) if self.ranks.is_main else self.settings.policy_dir
+        directory = (
+            begin_version(self.store, version, self.settings) if self.ranks.is_main else self.settings.policy_dir
+        )
         save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            self.store.commit(version)
-            self.store.prune(self.settings.published_versions_kept, self.settings.publish_deadline_seconds)
+            commit_version(self.store, version, self.settings)
             # For enough workers to be registered, for them to load it, and for those that failed to catch up.
             deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version), deadline)
@@ -59,6 +61,22 @@ class DiskPublisher:
 
         served = await update_workers(self.settings, await registered_workers(self.settings), version, update)
         return {"workers": float(served), "pause_seconds": max(pauses)}
+
+
+def begin_version(store: PolicyStore, version: int, settings: TrainerSettings) -> Path:
+    """An empty directory to write a version into.
+
+    One that must go for it goes first, since a file that is written to pages just freed takes a quarter of the time;
+    but the newest stays.
+    """
+    store.prune(max(settings.published_versions_kept - 1, 1), settings.publish_deadline_seconds)
+    return store.begin(version)
+
+
+def commit_version(store: PolicyStore, version: int, settings: TrainerSettings) -> None:
+    """Makes a version visible that was written since ``begin_version``."""
+    store.commit(version)
+    store.prune(settings.published_versions_kept, settings.publish_deadline_seconds)
 
 
 def published_dtype(settings: TrainerSettings) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from services import logs, scaffold
+from services import logs, memory, scaffold
 from services.rollout_server.embedded.app import SERVICE, create_app
 from services.rollout_server.engines import Binds
 from services.rollout_server.settings import RolloutSettings
@@ -19,6 +19,8 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(SERVICE, settings.log_level)
+    if settings.keep_memory:
+        memory.keep()
     default = Binds.of(settings).engine
     host = arguments.host or default.host
     listener = scaffold.listen(host, default.port if arguments.port is None else arguments.port)

@@ -46,7 +46,9 @@ def create_app(settings: RolloutSettings) -> FastAPI:
         engine.start()
         prompts = wire.PromptLimits(model.architecture.vocab_size, model.context_length, loaded.end_ids)
         receiver = WeightsReceiver(model.architecture, model.device)
-        app.state.served = Served(loaded, engine, prompts, settings.model_name, settings.model_name, receiver)
+        app.state.served = Served(
+            loaded, engine, prompts, settings.model_name, settings.model_name, receiver, settings.keep_memory
+        )
         log.info(
             "model loaded",
             model=settings.model_name,

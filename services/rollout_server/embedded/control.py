@@ -161,7 +161,8 @@ async def _change(served: Served, weights: Weights, version: str | None, *, flus
         weights, served.engine.version if version is None else version, keeps_caches=not flush_cache
     )
     paused = await wait_for(change)
-    await scaffold.in_background(memory.release)
+    if not served.keep_memory:
+        await scaffold.in_background(memory.release)
     return paused
 
 

@@ -29,6 +29,8 @@ class Served:
     model_path: str
     model_name: str
     receiver: WeightsReceiver
+    keep_memory: bool
+    """Whether the memory of replaced weights is kept for the next ones."""
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

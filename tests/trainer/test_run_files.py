@@ -1,0 +1,38 @@
+"""The files of a run that ends before its first step, and how many versions lie on the volume while one is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.policy_store import PolicyStore
+from trainer.config import TrainerSettings
+from trainer.publishing.disk import begin_version, commit_version
+from trainer.run_files import RunFiles
+
+
+def test_a_run_that_fails_before_its_first_step_has_a_summary(tmp_path: Path) -> None:
+    files = RunFiles(TrainerSettings.load(shared_dir=tmp_path, run_id="r"), 0)
+    files.write_summary({"status": "failed", "accuracy_before": None})
+    files.close()
+    directory = tmp_path / "runs" / "r"
+    assert orjson.loads((directory / "summary.json").read_bytes())["status"] == "failed"
+    assert not (directory / "reward.png").exists()
+
+
+@pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])
+def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
+    tmp_path: Path, kept: int, while_writing: list[int]
+) -> None:
+    """But one is always there to be read, even if only one is kept."""
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", published_versions_kept=kept)
+    store = PolicyStore(settings.policy_dir)
+    for version in range(max(while_writing) + 1):
+        begin_version(store, version, settings)
+        commit_version(store, version, settings)
+    begin_version(store, 9, settings)
+    assert [policy.version for policy in store.published()] == while_writing
+    commit_version(store, 9, settings)
+    assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
