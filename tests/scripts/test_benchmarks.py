@@ -33,8 +33,23 @@ def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[
 
 def test_the_seconds_to_a_reward_end_with_the_step_that_reached_it() -> None:
     rewards = [0.0, 1.0, 1.0, 1.0, 1.0]
-    assert Side("ours", Steps([9.0, 1.0, 1.0, 2.0, 50.0], rewards), 0.9).seconds == 13.0
-    assert Side("TRL", Steps([9.0, 1.0], [0.0, 0.0]), 0.9).seconds == 10.0
+    lucky, never = Steps([9.0, 1.0, 1.0, 2.0, 50.0], rewards), Steps([9.0, 1.0], [0.0, 0.0])
+    side = Side("ours", 0.9, [lucky, never])
+    assert side.counts == [4, None]
+    assert side.steps == [4, 2]
+    assert side.seconds == [13.0, 10.0]
+    assert side.last_reward == pytest.approx(3 / 5)
+
+
+def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other() -> None:
+    fast, never = Steps([1.0] * 3, [1.0] * 3), Steps([5.0] * 3, [0.0] * 3)
+    for sides, shown in [
+        ([Side("ours", 0.9, [fast]), Side("TRL", 0.9, [Steps([5.0] * 3, [1.0] * 3)])], ["0.20", "1.00"]),
+        ([Side("ours", 0.9, [fast]), Side("TRL", 0.9, [never])], ["less than 0.20", ""]),
+        ([Side("ours", 0.9, [never]), Side("TRL", 0.9, [fast])], ["", "1.00"]),
+    ]:
+        table = benchmark_reward.show(sides)
+        assert list(table.columns[4].cells) == shown
 
 
 def test_the_demos_settings_are_what_trl_gets() -> None:
