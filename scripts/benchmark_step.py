@@ -59,6 +59,8 @@ def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
         "LEARNING_RATE": work.learning_rate,
         "COMPUTE_TYPE": precision,
         "PUBLISH_TYPE": precision,
+        # TRL keeps all logits, too.
+        "LOGIT_CHUNK_TOKENS": work.prompts * work.group_size * work.completion_tokens,
         "MAX_STEPS": work.steps,
         "SEED": work.seed,
     }

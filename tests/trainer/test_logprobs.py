@@ -52,6 +52,18 @@ def test_gradients_are_those_of_the_whole_logits(chunk: int, of: str) -> None:
         torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_a_second_backward_pass_gives_the_same_gradients(chunk: int) -> None:
+    """What the forward pass left is used up by the first."""
+    hidden, weight, targets = random_inputs()
+    logprobs, entropies = token_logprobs(hidden, weight, targets, 0.8, chunk)
+    loss = logprobs.sum() + entropies.square().sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["hidden", "weight"])
 def test_only_what_is_trained_gets_a_gradient(trained: tuple[bool, bool]) -> None:
     hidden, weight, targets = random_inputs()
