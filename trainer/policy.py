@@ -180,8 +180,10 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
-            # On a CPU no copy: everything is written before the parameters change.
-            state[name] = value.to("cpu")
+            # On a CPU no copy, since everything is written before the parameters change; but safetensors refuses a view
+            # of a part of a storage, which a gathered parameter can be.
+            is_part = value.untyped_storage().nbytes() != value.nbytes
+            state[name] = value.to("cpu", copy=is_part)
     if ranks.is_main:
         directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
