@@ -30,8 +30,8 @@ import psutil
 import pytest
 import yaml
 
-from tests import skypilot_options
 from tests.services.conftest import free_port
+from tests.skypilot_facts import check_command
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -233,13 +233,12 @@ def test_the_variables_of_a_guide_are_settings(page: str) -> None:
     assert named - {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "EPISODE", "ADD"} <= known_variables()
 
 
-def test_skypilot_takes_the_options_of_the_guides(tmp_path: Path) -> None:
+def test_skypilot_takes_the_options_of_the_guides() -> None:
     all_blocks = [block for page in PAGES for block in blocks(page)]
     commands = [line for block in all_blocks if "cluster" in block.words for line in block.text.splitlines()]
     assert len(commands) > 8
-    known = skypilot_options.options(tmp_path)
     for command in commands:
-        skypilot_options.check(command, known)
+        check_command(command)
 
 
 def test_settings_of_the_larger_model_are_the_trainers() -> None:

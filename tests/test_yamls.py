@@ -1,32 +1,17 @@
 """Every file that SkyPilot is to launch loads and validates with its own classes, with --env and --secret."""
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[1]
-SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
-FILES = [
-    str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml")])
-]
+from tests.skypilot_facts import FILES, ROOT, skypilot_facts
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SkyPilot makes of the files."""
-    if not SKYPILOT.exists():
-        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
-    environment = os.environ | {"HOME": str(tmp_path_factory.mktemp("home"))}
-    command = [SKYPILOT, ROOT / "tests/skypilot_overrides.py", *FILES]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Unknown fields" not in done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def loaded() -> dict[str, Any]:
+    """SkyPilot's own reading of the files."""
+    return skypilot_facts()["files"]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -7,17 +7,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from scripts.evaluation.settings import EvaluationSettings
 from tests.scripts.evaluation.conftest import ARITHMETIC
 from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.skypilot_facts import ROOT, check_command
 
-ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()
-SKY = ROOT / ".venv-sky/bin/sky"
 
 FENCES = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 HERE = [line for language, tag, text in FENCES if language == "bash" and not tag for line in text.splitlines()]
@@ -71,13 +69,15 @@ def test_its_commands_run(command, place, tiny_model):
 
 
 @pytest.mark.parametrize("command", ON_A_CLUSTER)
-def test_commands_for_a_cluster_have_options_that_exist(command, tmp_path):
+def test_commands_for_a_cluster_have_options_that_exist(command):
+    if command.startswith("sky "):
+        check_command(command)
+        return
     program, *words = shlex.split(command)
-    if program == "sky" and not SKY.exists():
-        pytest.skip(f"no SkyPilot at {SKY}; `make test` installs it")
-    start = [SKY, *words[:2]] if program == "sky" else [sys.executable, *words[:2]]
-    environment = os.environ | {"HOME": str(tmp_path), "COLUMNS": "200"}
-    page = subprocess.run([*start, "--help"], env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert program == ".venv/bin/python"
+    environment = os.environ | {"COLUMNS": "200"}
+    start = [sys.executable, *words[:2], "--help"]
+    page = subprocess.run(start, env=environment, cwd=ROOT, check=True, capture_output=True, text=True)
     for word in words[2:]:
         assert not word.startswith("--") or re.search(rf"(^|\s){word}\b", page.stdout), word
         assert not word.endswith(".yaml") or (ROOT / word).exists(), word

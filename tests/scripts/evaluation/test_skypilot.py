@@ -12,48 +12,39 @@ import yaml
 from scripts.local import spec
 from services.errors import EXIT_RECOVERABLE
 from tests.scripts.evaluation.conftest import ARITHMETIC
+from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 
-ROOT = Path(__file__).parents[3]
 YAML = ROOT / "evaluation" / "evaluate.yaml"
-SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
-
-
-def in_skypilots_environment(home, script, *arguments):
-    if not SKYPILOT.exists():
-        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
-    environment = os.environ | {"HOME": str(home), "LOADED": str(home / "out.json"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [SKYPILOT, script, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Unknown fields" not in done.stdout + done.stderr
-    return json.loads((home / "out.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    return in_skypilots_environment(home, ROOT / "tests/skypilot_loader.py", YAML, ROOT / "volume.yaml")
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
+    """What the scheduler asked of SkyPilot, by a script in SkyPilot's environment."""
     home = tmp_path_factory.mktemp("home")
-    return in_skypilots_environment(home, Path(__file__).with_name("skypilot_script.py"), home / "out.json")
+    loaded = skypilot_facts()  # skips the test where there is no SkyPilot
+    assert loaded
+    environment = os.environ | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+    script = Path(__file__).with_name("skypilot_script.py")
+    done = subprocess.run(
+        [SKYPILOT, script, home / "out.json"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((home / "out.json").read_text())
 
 
-def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation(loaded):
+def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
+    loaded = skypilot_facts()["files"]["evaluation/evaluate.yaml"]
     assert loaded["is_job_group"]
     assert loaded["primary_tasks"] == ["evaluate"]
     assert sorted(loaded["auxiliary_tasks"]) == ["reward-server", "rollout-server"]
     assert loaded["inter_connection"] is True
-    tasks = {task["name"]: task for task in loaded["tasks"]}
+    tasks = loaded["tasks"]
     assert {name for name, task in tasks.items() if task["accelerators"]} == {"rollout-server"}
     for task in tasks.values():
         assert task["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
         assert task["recovery"]["max_restarts_on_errors"] >= 1
     # A recovered evaluation goes on from the samples on the volume.
-    assert tasks["evaluate"]["volumes"] == {"/shared": loaded["volume"]["name"]}
+    assert tasks["evaluate"]["volumes"] == {"/shared": skypilot_facts()["volume"]["name"]}
     assert tasks["evaluate"]["envs"]["EVAL_OUTPUT"].startswith("/shared/")
 
 

@@ -17,9 +17,9 @@ import torch
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head import checkpoint
 from services.evaluation_head.settings import HeadSettings
-from tests import skypilot_options
 from tests.services.evaluation_head.policies import Lean
 from tests.services.waiting import stats_show
+from tests.skypilot_facts import check_command
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/evaluation_head.md").read_text()
@@ -82,12 +82,11 @@ def test_its_python_publishes_a_policy(tmp_path: Path) -> None:
     assert loaded.source.version == 2
 
 
-def test_skypilot_has_the_options_of_its_commands(tmp_path: Path) -> None:
+def test_skypilot_has_the_options_of_its_commands() -> None:
     commands = [line for line in ON_A_CLUSTER if line.startswith("sky ")]
     assert len(commands) > 8
-    known = skypilot_options.options(tmp_path)
     for command in commands:
-        skypilot_options.check(command, known)
+        check_command(command)
 
 
 def test_the_variables_it_names_are_settings() -> None:

@@ -1,0 +1,71 @@
+"""How SkyPilot itself reads this project's files, and the commands, options and calls that it has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[1]
+SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
+SCRIPT = ROOT / "tests/ask_skypilot.py"
+VOLUME = "volume.yaml"
+FILES = [
+    str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml")])
+]
+# Importing SkyPilot takes 5 s of processor time; other tests may leave it a small share.
+ASKING_SECONDS = 280.0
+
+
+@cache
+def skypilot_facts() -> dict[str, Any]:
+    """Return what tests/ask_skypilot.py says; one process asks for all, and again only when a file has changed.
+
+    Skips the test where SkyPilot is not installed.
+    """
+    if not SKYPILOT.exists():
+        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
+    sources = [SCRIPT, *(ROOT / file for file in [VOLUME, *FILES])]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+    path = ROOT / ".cache/tests" / f"skypilot-{digest}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock"), timeout=ASKING_SECONDS):
+        if not path.exists():
+            _ask(path)
+    return json.loads(path.read_text())
+
+
+def _ask(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as home:
+        out = Path(home) / "facts.json"
+        done = subprocess.run(
+            [SKYPILOT, SCRIPT, out, VOLUME, *FILES],
+            cwd=ROOT,
+            env=os.environ | {"HOME": home},
+            capture_output=True,
+            text=True,
+            timeout=ASKING_SECONDS,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "Unknown fields" not in done.stdout + done.stderr
+        path.write_text(out.read_text())
+
+
+def check_command(command: str) -> None:
+    """Assert that ``command``, a line that begins with ``sky``, has options that exist and names files that exist."""
+    known = skypilot_facts()["options"]
+    _, *words = shlex.split(command)
+    path = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
+    assert path in known, command
+    for word in words:
+        assert not word.startswith("-") or word in known[path], word
+        assert not word.endswith(".yaml") or (ROOT / word).exists(), word
