@@ -17,6 +17,7 @@ from services.run_page.components import ComponentWatch
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from services.scaffold import create_app, listen
+from trainer.checkpoint import RunState
 from trainer.config import TrainerSettings
 
 
@@ -28,6 +29,8 @@ class RunStatus:
     step: int = 0
     total_steps: int = 0
     policy_version: int = 0
+    state: RunState | None = None
+    """The state of the run once it is known, which has the accuracy before training."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def position(self) -> dict[str, Any]:
@@ -37,6 +40,7 @@ class RunStatus:
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
+            "accuracy_before": self.state.accuracy_before if self.state is not None else None,
         }
 
     def stats(self) -> dict[str, Any]:
