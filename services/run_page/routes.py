@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware.gzip import GZipMiddleware
 
 from services.problems import ProblemError
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import RewardCounts, RunDirectory
 from services.run_page.lines import Position
 from services.run_page.samples import Query as SampleQuery
 from services.run_page.samples import Spread
@@ -35,7 +35,7 @@ HEADERS = {
 GZIP_BYTES = 4096
 
 Now = Callable[[], dict[str, Any]]
-"""What goes on at this moment: phase, step, total_steps, policy_version, and the components."""
+"""What goes on at this moment: phase, step, total_steps, policy_version, accuracy_before, and the components."""
 
 
 class RunOverview(BaseModel):
@@ -63,6 +63,7 @@ class MetricsReply(BaseModel):
     restarted: bool
     unreadable: int
     columns: dict[str, list[float | None]]
+    reward_counts: list[RewardCounts | None]
 
 
 class GroupsQuery(BaseModel):
@@ -79,6 +80,8 @@ class GroupsQuery(BaseModel):
     reward_from: float | None = Field(default=None, allow_inf_nan=False)
     reward_to: float | None = Field(default=None, allow_inf_nan=False)
     spread: Spread = "any"
+    prompt_key: str = Field(default="", pattern="^([0-9a-f]{16})?$")
+    recurring: bool = False
 
 
 class GroupsReply(BaseModel):
@@ -131,6 +134,7 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
                 "restarted": read.restarted,
                 "unreadable": read.unreadable,
                 "columns": read.columns,
+                "reward_counts": read.reward_counts,
             }
         )
 

@@ -5,10 +5,12 @@ The file has a line a completion, and the completions of a group stand together.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +41,10 @@ class Query:
     reward_to: float | None = None
     """A group is found when a completion of it has a reward within these bounds, ends included."""
     spread: Spread = "any"
+    prompt_key: str = ""
+    """Only groups of the prompt with this key, which ``prompt_key`` computes."""
+    recurring: bool = False
+    """Only groups whose prompt was sampled more than once."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,11 @@ class Found:
     before: int | None
     searched_to_step: int | None
     total: int
+
+
+def prompt_key(prompt: str) -> str:
+    """Return the name that a prompt has in queries, where its text could be too long."""
+    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
 
 
 class SampleIndex:
@@ -68,6 +79,9 @@ class SampleIndex:
         # Lowest and highest reward; infinite the wrong way round where no completion could be scored.
         self._lows = array("d")
         self._highs = array("d")
+        # The keys of the prompts as numbers, which take less memory, and how many groups each prompt has.
+        self._prompts = array("Q")
+        self._groups_of_prompt: Counter[int] = Counter()
 
     def refresh(self) -> None:
         """Takes in what was appended since the last call."""
@@ -93,6 +107,9 @@ class SampleIndex:
             self._ends.append(start)
             self._lows.append(math.inf)
             self._highs.append(-math.inf)
+            prompt = int(prompt_key(str(record.get("prompt"))), 16)
+            self._prompts.append(prompt)
+            self._groups_of_prompt[prompt] += 1
         self._ends[-1] = start + len(line)
         if (reward := record.get("reward")) is not None:
             self._lows[-1] = min(self._lows[-1], reward)
@@ -111,7 +128,9 @@ class SampleIndex:
             while number > 0 and len(found) < query.limit and time.monotonic() < end:
                 number -= 1
                 if self._may_fit(number, query) and (group := self._read(file, number, query)) is not None:
-                    found.append({"number": number, **group})
+                    count = self._groups_of_prompt[self._prompts[number]]
+                    key = f"{self._prompts[number]:016x}"
+                    found.append({"number": number, "prompt_key": key, "groups_of_prompt": count, **group})
         step = self._steps[number] if number < total else None
         return Found(found, number if number > 0 else None, step, total)
 
@@ -120,6 +139,10 @@ class SampleIndex:
         if query.step_from is not None and step < query.step_from:
             return False
         if query.step_to is not None and step > query.step_to:
+            return False
+        if query.prompt_key and self._prompts[number] != int(query.prompt_key, 16):
+            return False
+        if query.recurring and self._groups_of_prompt[self._prompts[number]] < 2:
             return False
         if query.spread != "any" and (query.spread == "mixed") != (low < high):
             return False

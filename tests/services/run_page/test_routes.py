@@ -35,7 +35,8 @@ async def test_a_run_is_told_whole(serving, runs):
         assert [run["name"] for run in reply["runs"]] == ["one", "two"]
         assert reply["runs"][0]["summary"]["status"] == "succeeded"
         metrics = (await client.get("/api/metrics", params={"run": "two"})).json()
-        assert metrics["columns"]["step"] == [0, 1, 2, 3, 4, 5]
+        assert metrics["columns"]["step"] == [1, 2, 3, 4, 5]
+        assert metrics["reward_counts"] == [[[0.0, 20], [1.0, 12]]] * 5
         after = {"run": "two", "file": metrics["file"], "offset": metrics["offset"]}
         assert (await client.get("/api/metrics", params=after)).json()["columns"] == {}
         groups = (await client.get("/api/groups", params={"run": "two", "step_to": 1, "spread": "mixed"})).json()

@@ -1,0 +1,88 @@
+// One prompt over the steps at which it was sampled: a column a step, oldest first, with its completions.
+
+import { get } from "./api.js";
+import { completion, meanReward, strip } from "./cards.js";
+import { h, show } from "./dom.js";
+import { count, number } from "./format.js";
+
+const PAGE = 20;
+
+export class Followed {
+  /** ``fail`` is called with what a request failed with, ``close`` when all groups are wanted again. */
+  constructor(fail, close) {
+    this.fail = fail;
+    this.isOpen = false;
+    this.groups = [];
+    this.head = h("div");
+    this.older = h("button", { type: "button", hidden: true, onclick: () => this.read(this.before) }, "Earlier steps");
+    this.columns = h("div", { class: "steps", tabindex: "0", role: "group", "aria-label": "completions by step" });
+    const back = h("button", { type: "button", onclick: close }, "Back to all groups");
+    this.element = h("div", { id: "followed", hidden: true }, h("div", { class: "controls" }, back, this.older), this.head, this.columns);
+  }
+
+  /** Shows the prompt of ``group``, which is one of ``run``. */
+  open(run, group) {
+    Object.assign(this, { isOpen: true, run, key: group.prompt_key, prompt: group, groups: [] });
+    show(this.element, true);
+    return this.read(null);
+  }
+
+  close() {
+    this.isOpen = false;
+    show(this.element, false);
+  }
+
+  /** Adds the steps that have come since. */
+  refresh() {
+    return this.read(null);
+  }
+
+  /** Reads the newest groups of the prompt before ``before`` (null: of all), and shows them with those there are. */
+  async read(before) {
+    const key = this.key;
+    try {
+      let found = [];
+      let next = before;
+      do {
+        const reply = await get("api/groups", { run: this.run, prompt_key: key, before: next, limit: PAGE - found.length });
+        found.push(...reply.groups);
+        next = reply.before;
+      } while (next !== null && found.length < PAGE);
+      if (key !== this.key || !this.isOpen) return;
+      const isFirst = !this.groups.length;
+      const known = new Set(this.groups.map((group) => group.number));
+      const added = found.filter((group) => !known.has(group.number));
+      if (isFirst || before !== null) this.before = next;
+      if (!added.length) return;
+      this.groups = [...this.groups, ...added].sort((a, b) => a.number - b.number);
+      this.draw();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  draw() {
+    show(this.older, this.before !== null);
+    const [first, last] = [this.groups[0], this.groups.at(-1)];
+    const means = this.groups.length > 1 ? `${number(meanReward(first))} → ${number(meanReward(last))}` : number(meanReward(first));
+    this.head.replaceChildren(
+      h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, this.prompt.prompt ?? "")),
+      h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, String(this.prompt.ground_truth ?? ""))),
+      h("p", { role: "status" }, `${count(this.groups.length)} groups, step ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
+    );
+    this.columns.replaceChildren(...this.groups.map(column));
+  }
+}
+
+function column(group) {
+  const mean = meanReward(group);
+  const versions = [...new Set(group.completions.map((record) => record.policy_version))].sort((a, b) => a - b);
+  return h(
+    "section",
+    { class: "card step", "aria-label": `step ${group.step}` },
+    h("header", null, h("strong", null, `step ${count(group.step)}`), strip(group.completions)),
+    h("p", { class: "muted" }, `policy version ${versions.map(count).join(", ")}`),
+    h("p", null, "mean reward ", h("b", null, number(mean))),
+    group.completions.map((record) => completion(record, mean, "")),
+  );
+}
