@@ -24,6 +24,7 @@ UNSCORABLE = Counter(
 
 SCORING_TRIES = 2
 HISTOGRAM_BARS = 20
+REWARD_DIGITS = 6
 
 
 class GroupMaker:
@@ -134,14 +135,19 @@ def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:
 def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
     """Return how many completions have each reward, as (reward, count) in ascending order.
 
-    More than HISTOGRAM_BARS different rewards are counted in that many intervals of equal width, each under its middle.
+    Rewards are rounded to REWARD_DIGITS digits, so that sums of the same parts are the same reward. More than
+    HISTOGRAM_BARS different rewards are counted in that many intervals of equal width, each under its middle.
     """
-    rewards = [e.reward for g in groups for e in g.experiences if e.reward is not None]
+    rewards = [_rounded(e.reward) for g in groups for e in g.experiences if e.reward is not None]
     if len(set(rewards)) > HISTOGRAM_BARS:
         low, width = min(rewards), (max(rewards) - min(rewards)) / HISTOGRAM_BARS
         places = (min(int((reward - low) / width), HISTOGRAM_BARS - 1) for reward in rewards)
-        rewards = [low + (place + 0.5) * width for place in places]
+        rewards = [_rounded(low + (place + 0.5) * width) for place in places]
     return sorted(Count(rewards).items())
+
+
+def _rounded(reward: float) -> float:
+    return float(f"{reward:.{REWARD_DIGITS}g}")
 
 
 def derive_seed(*parts: int | str) -> int:

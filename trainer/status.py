@@ -20,6 +20,9 @@ from services.scaffold import create_app, listen
 from trainer.checkpoint import RunState
 from trainer.config import TrainerSettings
 
+BEFORE = {"accuracy_before", "accuracy_before_stderr"}
+"""The fields of the run's state that the page shows as step 0."""
+
 
 @dataclass
 class RunStatus:
@@ -40,7 +43,7 @@ class RunStatus:
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
-            "accuracy_before": self.state.accuracy_before if self.state is not None else None,
+            **(self.state.model_dump(include=BEFORE) if self.state is not None else {}),
         }
 
     def stats(self) -> dict[str, Any]:

@@ -43,9 +43,13 @@ class RunDirectory:
     name: str
     path: Path
     samples: SampleIndex = field(init=False)
+    """Groups that were trained on."""
+    evaluations: SampleIndex = field(init=False)
+    """Greedy completions of held-out prompts, a group each."""
 
     def __post_init__(self) -> None:
         self.samples = SampleIndex(self.path / "samples.jsonl")
+        self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
     def settings(self) -> dict[str, Any]:
         """The trainer's settings, from config.json; empty as long as there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from fastapi.responses import FileResponse, Response
@@ -35,7 +35,7 @@ HEADERS = {
 GZIP_BYTES = 4096
 
 Now = Callable[[], dict[str, Any]]
-"""What goes on at this moment: phase, step, total_steps, policy_version, accuracy_before, and the components."""
+"""What goes on at this moment: phase, step, total_steps, policy_version, components; accuracy_before, once known."""
 
 
 class RunOverview(BaseModel):
@@ -72,6 +72,7 @@ class GroupsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     run: str
+    source: Literal["training", "evaluation"] = "training"
     before: int | None = Field(default=None, ge=0)
     limit: int = Field(default=10, ge=1, le=100)
     text: str = Field(default="", max_length=1000)
@@ -140,10 +141,11 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
 
     @app.get("/api/groups", response_model=GroupsReply, tags=["run page"])
     async def get_groups(query: Annotated[GroupsQuery, Query()]) -> Response:
-        """Groups of samples.jsonl with their completions, searched from the newest on."""
+        """Groups of samples.jsonl, or of evaluations.jsonl, with their completions, searched from the newest on."""
         directory = find(query.run)
-        wanted = SampleQuery(**query.model_dump(exclude={"run"}))
-        found = await asyncio.to_thread(directory.samples.search, wanted)
+        wanted = SampleQuery(**query.model_dump(exclude={"run", "source"}))
+        index = directory.samples if query.source == "training" else directory.evaluations
+        found = await asyncio.to_thread(index.search, wanted)
         return JsonResponse(
             {
                 "groups": found.groups,

@@ -1,4 +1,5 @@
-"""Finds groups in samples.jsonl, which grows without bound: an index of where each group lies, and a search over it.
+"""Finds groups in samples.jsonl or evaluations.jsonl, which grow without bound: an index of where each group lies, and
+a search over it.
 
 The file has a line a completion, and the completions of a group stand together. Only what is shown is read again.
 """
@@ -72,7 +73,7 @@ class SampleIndex:
 
     def _forget(self) -> None:
         self._position = Position()
-        self._last: tuple[int, str] | None = None
+        self._last: tuple[int, str, int] | None = None
         self._steps = array("q")
         self._starts = array("q")
         self._ends = array("q")
@@ -99,7 +100,9 @@ class SampleIndex:
         record = parse(line)
         if record is None:
             return
-        key = (int(record["step"]), str(record.get("group_id")))
+        prompt = int(prompt_key(str(record.get("prompt"))), 16)
+        # Completions of evaluations have no group, but a prompt each.
+        key = (int(record["step"]), str(record.get("group_id")), prompt)
         if key != self._last:
             self._last = key
             self._steps.append(key[0])
@@ -107,7 +110,6 @@ class SampleIndex:
             self._ends.append(start)
             self._lows.append(math.inf)
             self._highs.append(-math.inf)
-            prompt = int(prompt_key(str(record.get("prompt"))), 16)
             self._prompts.append(prompt)
             self._groups_of_prompt[prompt] += 1
         self._ends[-1] = start + len(line)

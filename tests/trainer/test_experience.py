@@ -121,6 +121,7 @@ def test_a_batch_tells_the_means_of_the_parts_of_its_rewards() -> None:
 def test_a_batch_counts_its_rewards() -> None:
     groups = [group(experience(1.0), experience(0.0)), group(experience(None), experience(1.0))]
     assert reward_counts(groups) == [(0.0, 1), (1.0, 2)]
+    assert reward_counts([group(experience(0.1 + 0.2), experience(0.3))]) == [(0.3, 2)]
     many = reward_counts([group(*(experience(place / 100) for place in range(101)))])
     assert len(many) == 20
     assert sum(count for _, count in many) == 101

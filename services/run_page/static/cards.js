@@ -16,19 +16,19 @@ export function card(group, needle, follow) {
   const link = h("button", { type: "button", class: "link", onclick: () => follow(group) }, `Follow this prompt (${count(others + 1)} groups)`);
   return h(
     "article",
-    { class: "card group", "aria-label": `group ${group.group_id} of step ${group.step}` },
+    { class: "card group", "aria-label": `${group.group_id ? `group ${group.group_id}` : "evaluation"} of step ${group.step}` },
     h(
       "header",
       null,
       h("strong", null, `step ${count(group.step)}`),
-      h("span", { class: "muted" }, `group ${group.group_id}`),
+      h("span", { class: "muted" }, group.group_id ? `group ${group.group_id}` : "evaluation"),
       h("span", null, "mean reward ", h("b", null, number(mean))),
       strip(group.completions),
       others > 0 ? link : null,
     ),
     h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, marked(group.prompt ?? "", needle))),
     h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
-    h("div", { class: "completions", tabindex: "0", "aria-label": "completions" }, group.completions.map((c) => completion(c, mean, needle))),
+    h("div", { class: "completions", tabindex: "0", role: "group", "aria-label": "completions" }, completions(group, needle)),
   );
 }
 
@@ -44,11 +44,18 @@ export function strip(completions) {
   return h("span", { class: "strip", "aria-hidden": "true" }, bars);
 }
 
-/** A completion beside the ``mean`` reward of its group. */
-export function completion(record, mean, needle) {
+/** The completions of a group, each with its place among them. */
+export function completions(group, needle) {
+  const mean = group.completions.length > 1 ? meanReward(group) : null;
+  return group.completions.map((record) => completion(record, mean, needle));
+}
+
+/** A completion beside the ``mean`` reward of its group (null: it is the only one). */
+function completion(record, mean, needle) {
   const result = record.result ?? {};
-  const side = record.reward === null || record.reward === undefined ? "none" : Math.sign(record.reward - mean);
-  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"] }[side];
+  const isScored = record.reward !== null && record.reward !== undefined;
+  const side = !isScored ? "none" : mean === null ? "alone" : Math.sign(record.reward - mean);
+  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"], alone: ["", "even"] }[side];
   const components = Object.entries(result.components ?? {});
   const facts = [
     ["answer read", result.extracted],

@@ -1,7 +1,7 @@
 // One prompt over the steps at which it was sampled: a column a step, oldest first, with its completions.
 
 import { get } from "./api.js";
-import { completion, meanReward, strip } from "./cards.js";
+import { completions, meanReward, strip } from "./cards.js";
 import { h, show } from "./dom.js";
 import { count, number } from "./format.js";
 
@@ -20,9 +20,9 @@ export class Followed {
     this.element = h("div", { id: "followed", hidden: true }, h("div", { class: "controls" }, back, this.older), this.head, this.columns);
   }
 
-  /** Shows the prompt of ``group``, which is one of ``run``. */
-  open(run, group) {
-    Object.assign(this, { isOpen: true, run, key: group.prompt_key, prompt: group, groups: [] });
+  /** Shows the prompt of ``group``, which is one of ``run``, from its training or its evaluations. */
+  open(run, source, group) {
+    Object.assign(this, { isOpen: true, run, source, key: group.prompt_key, prompt: group, groups: [] });
     show(this.element, true);
     return this.read(null);
   }
@@ -44,7 +44,7 @@ export class Followed {
       let found = [];
       let next = before;
       do {
-        const reply = await get("api/groups", { run: this.run, prompt_key: key, before: next, limit: PAGE - found.length });
+        const reply = await get("api/groups", { run: this.run, source: this.source, prompt_key: key, before: next, limit: PAGE - found.length });
         found.push(...reply.groups);
         next = reply.before;
       } while (next !== null && found.length < PAGE);
@@ -76,13 +76,14 @@ export class Followed {
 
 function column(group) {
   const mean = meanReward(group);
-  const versions = [...new Set(group.completions.map((record) => record.policy_version))].sort((a, b) => a - b);
+  const known = group.completions.map((record) => record.policy_version).filter((version) => version !== undefined);
+  const versions = [...new Set(known)].sort((a, b) => a - b);
   return h(
     "section",
     { class: "card step", "aria-label": `step ${group.step}` },
     h("header", null, h("strong", null, `step ${count(group.step)}`), strip(group.completions)),
-    h("p", { class: "muted" }, `policy version ${versions.map(count).join(", ")}`),
+    versions.length ? h("p", { class: "muted" }, `policy version ${versions.map(count).join(", ")}`) : null,
     h("p", null, "mean reward ", h("b", null, number(mean))),
-    group.completions.map((record) => completion(record, mean, "")),
+    completions(group, ""),
   );
 }

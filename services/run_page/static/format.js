@@ -1,9 +1,9 @@
 // Numbers and times as people read them.
 
 const UNITS = [
-  [1e9, "G"],
-  [1e6, "M"],
-  [1e5, "k"],
+  [1e9, 1e9, "G"],
+  [1e6, 1e6, "M"],
+  [1e5, 1e3, "k"],
 ];
 
 /** A number with about ``digits`` significant digits: 0.0312, 12.4, 1,234, 1.2M, 3.1e-7. */
@@ -12,8 +12,8 @@ export function number(value, digits = 3) {
   const rounded = Number(value.toPrecision(digits));
   const size = Math.abs(rounded);
   if (size === 0) return "0";
-  for (const [from, unit] of UNITS) {
-    if (size >= from) return `${trim((rounded / (unit === "k" ? 1e3 : from)).toPrecision(digits))}${unit}`;
+  for (const [from, unit, name] of UNITS) {
+    if (size >= from) return `${trim((rounded / unit).toPrecision(digits))}${name}`;
   }
   if (size < 1e-4) return value.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e");
   if (size >= 1000) return count(value);

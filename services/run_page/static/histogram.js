@@ -18,11 +18,12 @@ export class Histogram {
     this.canvas = h("canvas", { tabindex: "0", role: "img" });
     this.frame = h("div", { class: "frame" }, this.canvas);
     this.chosen = h("input", { type: "number", min: 1, class: "short", placeholder: "newest", oninput: changed });
+    this.what = h("span");
     this.element = h(
       "figure",
       { id: "plot-histogram", class: "card", hidden: true },
       caption({ title: TITLE, unit: "number of completions by reward" }),
-      h("label", { class: "muted" }, "Step ", this.chosen, " ", (this.what = h("span"))),
+      h("div", { class: "muted choice" }, h("label", null, "Step ", this.chosen), " ", this.what),
       this.frame,
       saveButton(TITLE, () => this.save()),
     );

@@ -86,7 +86,7 @@ export class Plots {
   place(spec, runs, xs, parent, used) {
     const compares = runs.length > 1;
     for (const [source, , spread] of spec.series) {
-      for (const run of runs) for (const name of [...names(run, source), spread]) used.add(name);
+      for (const run of runs) for (const name of names(run, source)) used.add(name).add(spread?.(name));
     }
     if (compares && spec.compared) used.add(spec.compared[0][0]);
     if (spec.id === "seconds") used.add("seconds_step");
@@ -114,7 +114,7 @@ export class Plots {
           ? { color: seriesColor(run.index), dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
-        lines.push({ label: compares ? `${run.name}${place ? `, ${own}` : ""}` : own, xs, ys, spread: run.column(around), run: run.name, entry, ...look });
+        lines.push({ label: compares ? `${run.name}${place ? `, ${own}` : ""}` : own, xs, ys, spread: around ? run.column(around(name)) : null, run: run.name, entry, ...look });
       }
     }
     return lines;

@@ -29,10 +29,12 @@ export class Samples {
   makeForm() {
     const field = (label, properties) => h("label", null, label, " ", h("input", properties));
     this.run = h("select", { name: "run", "aria-label": "run" });
+    this.source = h("select", { name: "source" }, h("option", { value: "training" }, "training"), h("option", { value: "evaluation" }, "evaluations"));
     const form = h(
       "form",
       { class: "controls", id: "samples-form", onsubmit: (event) => event.preventDefault() },
       this.run,
+      h("label", null, "From ", this.source),
       field("Text", { name: "text", type: "search", placeholder: "in prompts and completions", size: 24 }),
       field("Steps", { name: "step_from", type: "number", min: 0, placeholder: "first", class: "short" }),
       field("to", { name: "step_to", type: "number", min: 0, placeholder: "last", class: "short" }),
@@ -65,7 +67,7 @@ export class Samples {
   }
 
   fileName(ending) {
-    return `${this.run.value}-samples.${ending}`;
+    return `${this.run.value}-${this.source.value}-samples.${ending}`;
   }
 
   /** The shown completions as lines of samples.jsonl. */
@@ -80,7 +82,7 @@ export class Samples {
   follow(group) {
     show(this.browser, group === null);
     if (group === null) this.followed.close();
-    else this.followed.open(this.run.value, group);
+    else this.followed.open(this.run.value, this.source.value, group);
   }
 
   /** Takes the runs there are to choose from. */
@@ -106,7 +108,7 @@ export class Samples {
     if (!this.hasStarted) return this.start();
     if (this.followed.isOpen) return this.followed.refresh();
     try {
-      const { total } = await get("api/groups", { run: this.run.value, limit: 1, before: 0 });
+      const { total } = await get("api/groups", { run: this.run.value, source: this.source.value, limit: 1, before: 0 });
       const newer = total - this.total;
       show(this.fresh, newer > 0);
       setText(this.fresh, `Show ${count(newer)} newer groups`);

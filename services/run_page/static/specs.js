@@ -5,23 +5,24 @@ const perSecond = (tokens, seconds) => ({
   make: (a, b) => (a === null || !b ? null : a / b),
 });
 const billions = (name) => ({ needs: [name], make: (value) => (value === null ? null : value / 1e9) });
+const stderr = (metric) => `${metric}_stderr`;
 const without = (start) => (metric) => metric.replace(start, "");
 
-// A series is [metric, label, spread]: a metric is a name, a pattern of names, or made of others; spread names the
-// metric that is drawn around it. `compared` is what several runs show, `name` labels metrics found by a pattern.
+// A series is [metric, label, spread]: a metric is a name, a pattern of names, or made of others; spread gives the name of
+// what is drawn around it. `compared` is what several runs show, `name` labels metrics found by a pattern.
 export const PLOTS = [
   {
     id: "reward",
     title: "Reward",
     unit: "mean over completions, band: standard deviation",
-    series: [["reward_mean", "reward", "reward_std"]],
+    series: [["reward_mean", "reward", () => "reward_std"]],
   },
   {
     id: "accuracy",
     title: "Accuracy",
     unit: "share of held-out prompts, bars: standard error",
     markers: true,
-    series: [["accuracy", "greedy pass@1", "accuracy_stderr"], [/^avg_at_\d+$/], [/^pass_at_\d+$/]],
+    series: [["accuracy", "greedy pass@1", stderr], [/^avg_at_\d+$/, null, stderr], [/^pass_at_\d+$/, null, stderr]],
     name: (metric) => metric.replace("_at_", "@"),
   },
   { id: "reward-parts", title: "Parts of the reward", unit: "mean over completions, before weights", series: [[/^reward_part_/]], name: without("reward_part_") },
@@ -49,7 +50,7 @@ export const PLOTS = [
     title: "Time by phase",
     unit: "seconds a step",
     stacked: true,
-    series: [/wait/, /generate/, /reward/, /store/, /train/, /publish/, /evaluate/].map((p) => [
+    series: [/wait/, /generate/, /reward/, /score/, /store/, /train/, /publish/, /evaluate/].map((p) => [
       new RegExp(`^seconds_(?!step)${p.source}$`),
     ]),
     compared: [["seconds_step", "step"]],

@@ -80,6 +80,12 @@ def group(step: int, number: int, *, rewards: list[float | None], **fields: Any)
     ]
 
 
+def held_out(step: int, number: int) -> dict[str, Any]:
+    """A line of evaluations.jsonl: the greedy completion of a held-out prompt, which is right from step 20 on."""
+    answer = {"prompt": f"What is {number} times 3?", "ground_truth": str(3 * number), "completion": f"{step} {number}"}
+    return {"step": step, **answer, "reward": float(step >= 20), "finish_reason": "stop"}
+
+
 def append(path: Path, records: list[dict[str, Any]]) -> None:
     """Appends lines, as the trainer does."""
     with path.open("ab") as stream:
@@ -97,6 +103,9 @@ def write_run(path: Path, steps: int, *, level: float = 0.4, ended: bool = True,
         samples += group(step, 2 * step, rewards=[0.0, 1.0, 0.0, 0.5])
         samples += group(step, 2 * step + 1, rewards=[1.0, 1.0])
     append(path / "samples.jsonl", samples)
+    append(
+        path / "evaluations.jsonl", [held_out(step, number) for step in range(0, steps + 1, 20) for number in (1, 2)]
+    )
     if ended:
         summary = {"status": "succeeded", "steps": steps, "seconds": 2.5 * steps, "dataset": "gsm8k", "device": "cpu"}
         summary |= {"accuracy_before": level, "accuracy_before_stderr": 0.06, "reward_first": 0.1 + 0.2}

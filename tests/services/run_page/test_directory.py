@@ -90,7 +90,9 @@ def test_the_counts_of_a_steps_rewards_come_beside_its_metrics(tmp_path):
 
 def test_the_outcome_is_rounded_for_people(tmp_path):
     run = RunDirectory("run", tmp_path)
-    (tmp_path / "summary.json").write_text('{"reward_last":0.30000000000000004,"seconds":12345.678,"steps":7,"model":"m"}')
+    (tmp_path / "summary.json").write_text(
+        '{"reward_last":0.30000000000000004,"seconds":12345.678,"steps":7,"model":"m"}'
+    )
     assert run.summary() == {"reward_last": 0.3, "seconds": 12346, "steps": 7, "model": "m"}
 
 
