@@ -43,7 +43,15 @@ export class Chart {
     this.legend = h("div", { class: "legend" });
     this.spoken = h("p", { class: "spoken", "aria-live": "polite" });
     this.frame = h("div", { class: "frame" }, this.base, this.top, this.tip);
-    this.element = h("figure", { id: `plot-${spec.id}`, class: "card" }, caption(spec), this.legend, this.frame, this.spoken, saveButton(spec.title, () => this.save()));
+    this.element = h(
+      "figure",
+      { id: `plot-${spec.id}`, class: "card" },
+      caption(spec),
+      this.legend,
+      this.frame,
+      this.spoken,
+      saveButton(spec.title, () => this.save()),
+    );
     this.listen();
   }
 
@@ -56,10 +64,12 @@ export class Chart {
 
   showLegend() {
     const entries = new Map(this.lines.map((line) => [line.entry.key, line.entry]));
-    const signature = [...entries.values()].map((e) => `${e.key} ${e.color} ${e.dash}`).join("\n");
+    // Of several runs a plot may show one series of many, which its title does not say.
+    const isNeeded = entries.size > 1 || this.spec.isPartial;
+    const signature = [isNeeded, ...[...entries.values()].map((e) => `${e.key} ${e.color} ${e.dash}`)].join("\n");
     if (signature === this.legendSignature) return;
     this.legendSignature = signature;
-    show(this.legend, entries.size > 1);
+    show(this.legend, isNeeded);
     this.legend.replaceChildren(
       ...[...entries.values()].map((entry) => {
         const pressed = !this.hidden.has(entry.key);
@@ -152,7 +162,8 @@ export class Chart {
     const context = this.base.getContext("2d");
     context.clearRect(0, 0, width, HEIGHT);
     this.paint(context, this.plane);
-    this.top.setAttribute("aria-label", `${this.spec.title}, ${this.spec.unit}. ${this.describe()} Arrow keys move along the steps.`);
+    const name = `${this.spec.title}, ${this.spec.unit}.`;
+    this.top.setAttribute("aria-label", `${name} ${this.describe()} Arrow keys move along the steps.`);
     this.drawCursor();
   }
 
@@ -177,7 +188,8 @@ export class Chart {
   paint(context, plane) {
     const { stacked, markers, whole } = this.spec;
     const isTime = this.view.axis === "time";
-    paintAxes(context, plane, { name: this.view.axis, whole: !isTime, label: isTime ? duration : undefined, wholeHeights: whole });
+    const xAxis = isTime ? { name: "time", label: duration } : { name: "step", whole: true };
+    paintAxes(context, plane, { ...xAxis, wholeHeights: whole });
     within(context, plane, () => {
       for (const line of this.drawn) {
         if (stacked) {
@@ -207,7 +219,8 @@ export class Chart {
     return (this.drawn ?? [])
       .map((line) => {
         const at = x === null ? line.ys.findLastIndex((y) => y !== null) : this.placeOf(line, x);
-        return { line, x: line.xs[at] ?? null, value: line.ys[at] ?? null, smooth: line.smooth?.[at], spread: line.spread?.[at] ?? null };
+        const [place, value, around] = [line.xs, line.ys, line.spread].map((values) => values?.[at] ?? null);
+        return { line, x: place, value, spread: around, smooth: line.smooth?.[at] };
       })
       .filter((entry) => entry.value !== null);
   }
@@ -260,7 +273,9 @@ export class Chart {
   }
 
   placeTip(x, values, width) {
-    const rows = values.map((entry) => h("div", null, swatch(entry.line), h("span", null, entry.line.label), h("b", null, inWords(entry))));
+    const rows = values.map((entry) =>
+      h("div", null, swatch(entry.line), h("span", null, entry.line.label), h("b", null, inWords(entry))),
+    );
     this.tip.replaceChildren(h("div", { class: "muted" }, this.view.place(this.view.cursor)), ...rows);
     const left = x + 14 + this.tip.offsetWidth > width ? x - 14 - this.tip.offsetWidth : x + 14;
     this.tip.style.left = `${Math.max(0, left)}px`;
@@ -274,7 +289,8 @@ export function caption({ title, unit }) {
 
 /** A button that saves the plot called ``title`` as a picture. It stands last, so that keys reach the plot first. */
 export function saveButton(title, onclick) {
-  return h("button", { type: "button", class: "save", "aria-label": `Save ${title} as a picture`, title: "Save as a picture", onclick }, "PNG");
+  const label = `Save ${title} as a picture`;
+  return h("button", { type: "button", class: "save", "aria-label": label, title: label, onclick }, "PNG");
 }
 
 function inWords({ value, spread: around }) {

@@ -41,10 +41,11 @@ export class Followed {
   async read(before) {
     const key = this.key;
     try {
-      let found = [];
+      const found = [];
       let next = before;
       do {
-        const reply = await get("api/groups", { run: this.run, source: this.source, prompt_key: key, before: next, limit: PAGE - found.length });
+        const query = { run: this.run, source: this.source, prompt_key: key, before: next };
+        const reply = await get("api/groups", { ...query, limit: PAGE - found.length });
         found.push(...reply.groups);
         next = reply.before;
       } while (next !== null && found.length < PAGE);
@@ -64,11 +65,11 @@ export class Followed {
   draw() {
     show(this.older, this.before !== null);
     const [first, last] = [this.groups[0], this.groups.at(-1)];
-    const means = this.groups.length > 1 ? `${number(meanReward(first))} → ${number(meanReward(last))}` : number(meanReward(first));
+    const means = [...new Set([first, last])].map((group) => number(meanReward(group))).join(" → ");
     this.head.replaceChildren(
       h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, this.prompt.prompt ?? "")),
       h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, String(this.prompt.ground_truth ?? ""))),
-      h("p", { role: "status" }, `${count(this.groups.length)} groups, step ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
+      h("p", { role: "status" }, `${count(this.groups.length)} groups, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
     );
     this.columns.replaceChildren(...this.groups.map(column));
   }

@@ -60,7 +60,7 @@ export class Histogram {
     const rewards = [...new Set(this.runs.flatMap((run) => run.counts.map(([reward]) => reward)))].sort((a, b) => a - b);
     const amounts = this.runs.flatMap((run) => run.counts.map(([, amount]) => amount));
     const [low, high] = bounds([rewards], null, 0) ?? [0, 1];
-    const room = 0.08 * (high - low) || 0.5;
+    const room = 0.12 * (high - low) || 0.5;
     // Room for the numbers above the columns.
     const plane = new Plane(width, height, [low - room, high + room], [0, 1.15 * Math.max(1, ...amounts)]);
     paintAxes(context, plane, { name: "reward", wholeHeights: true });

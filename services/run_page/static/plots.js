@@ -99,7 +99,7 @@ export class Plots {
       this.charts.set(spec.id, chart);
       parent.append(chart.element);
     }
-    chart.spec = { ...spec, stacked: spec.stacked && !compares };
+    chart.spec = { ...spec, stacked: spec.stacked && !compares, isPartial: compares && Boolean(spec.compared) };
     chart.update(lines);
   }
 
@@ -114,7 +114,9 @@ export class Plots {
           ? { color: seriesColor(run.index), dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
-        lines.push({ label: compares ? `${run.name}${place ? `, ${own}` : ""}` : own, xs, ys, spread: around ? run.column(around(name)) : null, run: run.name, entry, ...look });
+        const spread = around ? run.column(around(name)) : null;
+        const full = compares ? `${run.name}${place ? `, ${own}` : ""}` : own;
+        lines.push({ label: full, run: run.name, xs, ys, spread, entry, ...look });
       }
     }
     return lines;

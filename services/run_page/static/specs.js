@@ -25,7 +25,13 @@ export const PLOTS = [
     series: [["accuracy", "greedy pass@1", stderr], [/^avg_at_\d+$/, null, stderr], [/^pass_at_\d+$/, null, stderr]],
     name: (metric) => metric.replace("_at_", "@"),
   },
-  { id: "reward-parts", title: "Parts of the reward", unit: "mean over completions, before weights", series: [[/^reward_part_/]], name: without("reward_part_") },
+  {
+    id: "reward-parts",
+    title: "Parts of the reward",
+    unit: "mean over completions, before weights",
+    series: [[/^reward_part_/]],
+    name: without("reward_part_"),
+  },
   { id: "loss", title: "Loss", unit: "of an update, no unit", series: [["loss", "fresh groups"], ["replay_loss", "replayed groups"]] },
   {
     id: "kl",
@@ -130,7 +136,13 @@ export const PLOTS = [
     whole: true,
     series: [["unscorable", "completions not scorable"], ["updates_skipped", "updates not finite"]],
   },
-  { id: "evaluation", title: "Reward of evaluations", unit: "mean over held-out prompts", markers: true, series: [["eval_reward", "greedy"]] },
+  {
+    id: "evaluation",
+    title: "Reward of evaluations",
+    unit: "mean over held-out prompts",
+    markers: true,
+    series: [["eval_reward", "greedy"]],
+  },
   {
     id: "evaluated",
     title: "Held-out prompts in each evaluation",
@@ -140,7 +152,13 @@ export const PLOTS = [
     series: [["eval_prompts", "asked"], ["eval_left_out", "left out"]],
   },
   { id: "learning-rate", title: "Learning rate", unit: "of the optimizer", series: [["learning_rate", "learning rate"]] },
-  { id: "workers", title: "Rollout workers", unit: "number that serve the newest policy", whole: true, series: [["workers", "workers"]] },
+  {
+    id: "workers",
+    title: "Rollout workers",
+    unit: "number that serve the newest policy",
+    whole: true,
+    series: [["workers", "workers"]],
+  },
   { id: "memory", title: "Peak memory", unit: "GB, trainer's rank 0", series: [[billions("peak_memory_bytes"), "peak"]] },
 ];
 

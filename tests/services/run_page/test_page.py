@@ -363,6 +363,7 @@ def test_several_runs_are_compared(open_page, tmp_path):
     page.locator("#plot-reward canvas.top").press("End")
     expect(page.locator("#plot-reward .tip")).to_contain_text("slow")
     expect(page.locator("#plot-reward .tip")).to_contain_text("fast")
+    expect(page.locator("#plot-groups .legend")).to_have_text("fresh, all rewards equal")
     page.get_by_label("show fast").uncheck()
     page.locator("#plot-reward canvas.top").press("End")
     expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")
