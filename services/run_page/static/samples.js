@@ -53,7 +53,7 @@ export class Samples {
   }
 
   saving() {
-    const button = (kind, write) => h("button", { type: "button", onclick: write }, `Save what is shown as ${kind}`);
+    const button = (kind, write) => h("button", { type: "button", onclick: write }, `Save shown as ${kind}`);
     return h(
       "div",
       { class: "controls" },

@@ -281,10 +281,10 @@ def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
     page.get_by_role("link", name="Samples").click()
     page.get_by_placeholder("first").fill("41")
     expect(page.locator("article.group")).to_have_count(1)
-    [line] = saved(page, "Save what is shown as JSONL", "run-training-samples.jsonl").splitlines()
+    [line] = saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines()
     record = json.loads(line)
     assert (record["step"], record["prompt"], record["completion"]) == (41, "What is 99 plus 1?", '=1+1, "so"')
-    [row] = csv.DictReader(saved(page, "Save what is shown as CSV", "run-training-samples.csv").decode().splitlines())
+    [row] = csv.DictReader(saved(page, "Save shown as CSV", "run-training-samples.csv").decode().splitlines())
     assert row["completion"] == """'=1+1, "so\"""", "a spreadsheet must not run what a model wrote"
 
 
