@@ -26,10 +26,20 @@ export function card(group, needle, follow) {
       strip(group.completions),
       others > 0 ? link : null,
     ),
-    h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, marked(group.prompt ?? "", needle))),
-    h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
+    ...question(group, needle),
     h("div", { class: "completions", tabindex: "0", role: "group", "aria-label": "completions" }, completions(group, needle)),
   );
+}
+
+/** The prompt of a group, as it was given and as the model saw it, and its ground truth. */
+export function question(group, needle) {
+  const text = (words) => h("pre", { tabindex: "0" }, marked(words, needle));
+  const rendered = group.rendered_prompt ?? group.prompt;
+  return [
+    h("div", { class: "prompt" }, h("h3", null, "Prompt"), text(group.prompt ?? "")),
+    rendered === group.prompt ? null : h("details", null, h("summary", null, "As the model saw it"), text(rendered)),
+    h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
+  ];
 }
 
 /** The rewards of a group as small bars. */

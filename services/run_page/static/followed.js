@@ -1,7 +1,7 @@
 // One prompt over the steps at which it was sampled: a column a step, oldest first, with its completions.
 
 import { get } from "./api.js";
-import { completions, meanReward, strip } from "./cards.js";
+import { completions, meanReward, question, strip } from "./cards.js";
 import { h, show } from "./dom.js";
 import { count, number } from "./format.js";
 
@@ -67,8 +67,7 @@ export class Followed {
     const [first, last] = [this.groups[0], this.groups.at(-1)];
     const means = [...new Set([first, last])].map((group) => number(meanReward(group))).join(" → ");
     this.head.replaceChildren(
-      h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, this.prompt.prompt ?? "")),
-      h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, String(this.prompt.ground_truth ?? ""))),
+      ...question(this.prompt, "").filter(Boolean),
       h("p", { role: "status" }, `${count(this.groups.length)} groups, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
     );
     this.columns.replaceChildren(...this.groups.map(column));

@@ -73,8 +73,8 @@ export class Samples {
   /** The shown completions as lines of samples.jsonl. */
   records() {
     const groups = this.followed.isOpen ? this.followed.groups : this.groups;
-    return groups.flatMap(({ step, group_id, prompt, ground_truth, completions }) =>
-      completions.map((completion) => ({ step, group_id, prompt, ground_truth, ...completion })),
+    return groups.flatMap(({ number, prompt_key, groups_of_prompt, completions, ...shared }) =>
+      completions.map((completion) => ({ ...shared, ...completion })),
     );
   }
 

@@ -149,7 +149,7 @@ export const PLOTS = [
     unit: "number of prompts",
     whole: true,
     markers: true,
-    series: [["eval_prompts", "asked"], ["eval_left_out", "left out"]],
+    series: [["eval_prompts", "asked"], ["eval_over_limit", "over the verifier's limits"], ["eval_left_out", "left out"]],
   },
   { id: "learning-rate", title: "Learning rate", unit: "of the optimizer", series: [["learning_rate", "learning rate"]] },
   {

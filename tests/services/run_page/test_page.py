@@ -214,13 +214,15 @@ def test_it_is_used_by_keyboard_alone(open_page, tmp_path):
 
 def test_samples_show_a_groups_completions_side_by_side(open_page, tmp_path):
     run = write_run(tmp_path / "run", 12)
-    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None]))
+    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None], rendered_prompt="<|user|>What is 99 plus 1?"))
     page = open_page(view(run), "/#samples")
     first = page.locator("article.group").first
     expect(first.locator(".completion")).to_have_count(3)
     tops = [box.bounding_box()["y"] for box in first.locator(".completion").all()]
     assert len(set(tops)) == 1
-    expect(first).to_contain_text("What is 99 plus 1?")
+    expect(first.locator(".prompt")).to_contain_text("What is 99 plus 1?")
+    first.get_by_text("As the model saw it").click()
+    expect(first.get_by_text("<|user|>What is 99 plus 1?")).to_be_visible()
     expect(first.locator(".completion").nth(0)).to_contain_text("▲")
     expect(first.locator(".completion").nth(1)).to_contain_text("compared as numbers")
     expect(first.locator(".completion").nth(2)).to_contain_text("not scored")
