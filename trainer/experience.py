@@ -6,6 +6,8 @@ import hashlib
 import math
 import statistics
 import time
+from collections import Counter as Count
+from collections import defaultdict
 from collections.abc import Sequence
 
 from prometheus_client import Counter
@@ -21,6 +23,8 @@ UNSCORABLE = Counter(
 )
 
 SCORING_TRIES = 2
+HISTOGRAM_BARS = 20
+REWARD_DIGITS = 6
 
 
 class GroupMaker:
@@ -115,7 +119,35 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
-    return metrics
+    return metrics | _reward_parts(experiences)
+
+
+def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return the mean value of each reward function before its weight; nothing where there is only one function."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for experience in experiences:
+        for name, value in experience.result.components.items():
+            if value is not None:
+                values[name].append(value)
+    return {f"reward_part_{name}": statistics.fmean(found) for name, found in values.items()} if len(values) > 1 else {}
+
+
+def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
+    """Return how many completions have each reward, as (reward, count) in ascending order.
+
+    Rewards are rounded to REWARD_DIGITS digits, so that sums of the same parts are the same reward. More than
+    HISTOGRAM_BARS different rewards are counted in that many intervals of equal width, each under its middle.
+    """
+    rewards = [_rounded(e.reward) for g in groups for e in g.experiences if e.reward is not None]
+    if len(set(rewards)) > HISTOGRAM_BARS:
+        low, width = min(rewards), (max(rewards) - min(rewards)) / HISTOGRAM_BARS
+        places = (min(int((reward - low) / width), HISTOGRAM_BARS - 1) for reward in rewards)
+        rewards = [_rounded(low + (place + 0.5) * width) for place in places]
+    return sorted(Count(rewards).items())
+
+
+def _rounded(reward: float) -> float:
+    return float(f"{reward:.{REWARD_DIGITS}g}")
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -90,16 +90,29 @@ MEASURES: tuple[Measure, ...] = (
 DERIVED = {
     "step": "Number of the step.",
     "time": "When the step ended, in seconds since 1970.",
+    "reward_counts": "How many completions have each reward: [reward, count] pairs; rewards of more than 20 values are "
+    "counted in 20 intervals, each under its middle.",
     "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
 }
 """Columns that Prometheus has otherwise."""
 
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
-_AT_K = re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")
+REWARD_PART = Measure(
+    "reward_part_<function>",
+    "trainer_reward_part_mean",
+    "Mean value of each reward function of a REWARD_FN with several, before its weight.",
+)
+NAMED = (
+    (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
+    (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
+)
+"""Measures of several columns each; what a column's name has in the pattern's groups are the metric's labels."""
 
 
 def _register() -> dict[str, Counter | Gauge]:
-    metrics: dict[str, Counter | Gauge] = {AT_K.name: Gauge(AT_K.name, AT_K.help, ["measure", "k"])}
+    metrics: dict[str, Counter | Gauge] = {
+        measure.name: Gauge(measure.name, measure.help, list(pattern.groupindex)) for measure, pattern in NAMED
+    }
     for measure in MEASURES:
         if measure.name not in metrics:
             kind = Counter if measure.name.endswith("_total") else Gauge
@@ -116,12 +129,21 @@ def export(step: int, metrics: Mapping[str, float]) -> None:
     STEP.set(step)
     STEPS.inc()
     for column, value in metrics.items():
-        if match := _AT_K.fullmatch(column):
-            _METRICS[AT_K.name].labels(**match.groupdict()).set(value)  # type: ignore[union-attr]
-        elif (measure := _BY_COLUMN.get(column)) is not None:
-            metric = _METRICS[measure.name]
-            child = metric.labels(**measure.labels) if measure.labels else metric
-            if isinstance(child, Counter):
-                child.inc(value)
-            else:
-                child.set(value)
+        found = _measure(column)
+        if found is None:
+            continue
+        metric = _METRICS[found[0].name]
+        child = metric.labels(**found[1]) if found[1] else metric
+        if isinstance(child, Counter):
+            child.inc(value)
+        else:
+            child.set(value)
+
+
+def _measure(column: str) -> tuple[Measure, Mapping[str, str]] | None:
+    """Return the measure of a column with the metric's labels; None for a column that is not exported."""
+    for measure, pattern in NAMED:
+        if match := pattern.fullmatch(column):
+            return measure, match.groupdict()
+    known = _BY_COLUMN.get(column)
+    return None if known is None else (known, known.labels)

@@ -125,7 +125,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         state = _resume(settings, ranks, policy, learner, checkpoints)
-        status.step = state.step
+        status.step, status.state = state.step, state
         main = None
         if thread is not None and conductor is not None:
             _start_source(settings, thread, conductor, state)

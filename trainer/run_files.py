@@ -13,6 +13,7 @@ import orjson
 from services.protocol import Group
 from trainer import exported
 from trainer.config import TrainerSettings
+from trainer.experience import reward_counts
 
 AVERAGED_STEPS = 3
 """Steps at the start and at the end over which the summary averages rewards."""
@@ -36,7 +37,8 @@ class RunFiles:
 
     def record_step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Appends one step's metrics and a few of its groups."""
-        _append(self.directory / "metrics.jsonl", [{"step": step, "time": time.time(), **metrics}])
+        line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
+        _append(self.directory / "metrics.jsonl", [line])
         _append(
             self.directory / "samples.jsonl",
             [

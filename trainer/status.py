@@ -17,7 +17,11 @@ from services.run_page.components import ComponentWatch
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from services.scaffold import create_app, listen
+from trainer.checkpoint import RunState
 from trainer.config import TrainerSettings
+
+BEFORE = {"accuracy_before", "accuracy_before_stderr"}
+"""The fields of the run's state that the page shows as step 0."""
 
 
 @dataclass
@@ -28,6 +32,8 @@ class RunStatus:
     step: int = 0
     total_steps: int = 0
     policy_version: int = 0
+    state: RunState | None = None
+    """The state of the run once it is known, which has the accuracy before training."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def position(self) -> dict[str, Any]:
@@ -37,6 +43,7 @@ class RunStatus:
             "step": self.step,
             "total_steps": self.total_steps,
             "policy_version": self.policy_version,
+            **(self.state.model_dump(include=BEFORE) if self.state is not None else {}),
         }
 
     def stats(self) -> dict[str, Any]:

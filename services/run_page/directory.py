@@ -15,6 +15,10 @@ from services.run_page.samples import SampleIndex
 
 RECORDS_A_REPLY = 1000
 SIGNIFICANT_DIGITS = 6
+SUMMARY_DIGITS = 4
+
+RewardCounts = list[tuple[float, int]]
+"""How many completions of a step have each reward."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Columns:
     """
 
     columns: dict[str, list[float | None]]
+    reward_counts: list[RewardCounts | None]
     end: Position
     restarted: bool
     more: bool
@@ -38,17 +43,21 @@ class RunDirectory:
     name: str
     path: Path
     samples: SampleIndex = field(init=False)
+    """Groups that were trained on."""
+    evaluations: SampleIndex = field(init=False)
+    """Greedy completions of held-out prompts, a group each."""
 
     def __post_init__(self) -> None:
         self.samples = SampleIndex(self.path / "samples.jsonl")
+        self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
     def settings(self) -> dict[str, Any]:
         """The trainer's settings, from config.json; empty as long as there is none."""
         return _read_object(self.path / "config.json")
 
     def summary(self) -> dict[str, Any]:
-        """The outcome, from summary.json; empty as long as there is none."""
-        return _read_object(self.path / "summary.json")
+        """The outcome, from summary.json, rounded for people; empty as long as there is none."""
+        return {name: _rounded(value) for name, value in _read_object(self.path / "summary.json").items()}
 
     def metrics(self, start: Position) -> Columns:
         """The metrics of up to RECORDS_A_REPLY steps after ``start``."""
@@ -56,8 +65,10 @@ class RunDirectory:
         parsed = [parse(line) for line in read.lines]
         records = [record for record in parsed if record is not None]
         names = dict.fromkeys(name for record in records for name in record)
+        names.pop("reward_counts", None)
         columns = {name: [_number(record.get(name)) for record in records] for name in names}
-        return Columns(columns, read.end, read.restarted, read.more, len(parsed) - len(records))
+        counts = [record.get("reward_counts") for record in records]
+        return Columns(columns, counts, read.end, read.restarted, read.more, len(parsed) - len(records))
 
 
 def find_runs(paths: list[Path]) -> list[RunDirectory]:
@@ -109,3 +120,10 @@ def _number(value: Any) -> float | None:
         return None
     # Times and byte counts are whole or need their digits.
     return value if isinstance(value, int) or abs(value) >= 1e6 else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def _rounded(value: Any) -> Any:
+    """Return ``value`` to SUMMARY_DIGITS digits, but to no fewer than its whole ones, if it is a fraction."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(value) if abs(value) >= 10**SUMMARY_DIGITS else float(f"{value:.{SUMMARY_DIGITS}g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query
 from fastapi.responses import FileResponse, Response
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware.gzip import GZipMiddleware
 
 from services.problems import ProblemError
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import RewardCounts, RunDirectory
 from services.run_page.lines import Position
 from services.run_page.samples import Query as SampleQuery
 from services.run_page.samples import Spread
@@ -35,7 +35,7 @@ HEADERS = {
 GZIP_BYTES = 4096
 
 Now = Callable[[], dict[str, Any]]
-"""What goes on at this moment: phase, step, total_steps, policy_version, and the components."""
+"""What goes on at this moment: phase, step, total_steps, policy_version, components; accuracy_before, once known."""
 
 
 class RunOverview(BaseModel):
@@ -63,6 +63,7 @@ class MetricsReply(BaseModel):
     restarted: bool
     unreadable: int
     columns: dict[str, list[float | None]]
+    reward_counts: list[RewardCounts | None]
 
 
 class GroupsQuery(BaseModel):
@@ -71,6 +72,7 @@ class GroupsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     run: str
+    source: Literal["training", "evaluation"] = "training"
     before: int | None = Field(default=None, ge=0)
     limit: int = Field(default=10, ge=1, le=100)
     text: str = Field(default="", max_length=1000)
@@ -79,6 +81,8 @@ class GroupsQuery(BaseModel):
     reward_from: float | None = Field(default=None, allow_inf_nan=False)
     reward_to: float | None = Field(default=None, allow_inf_nan=False)
     spread: Spread = "any"
+    prompt_key: str = Field(default="", pattern="^([0-9a-f]{16})?$")
+    recurring: bool = False
 
 
 class GroupsReply(BaseModel):
@@ -131,15 +135,17 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
                 "restarted": read.restarted,
                 "unreadable": read.unreadable,
                 "columns": read.columns,
+                "reward_counts": read.reward_counts,
             }
         )
 
     @app.get("/api/groups", response_model=GroupsReply, tags=["run page"])
     async def get_groups(query: Annotated[GroupsQuery, Query()]) -> Response:
-        """Groups of samples.jsonl with their completions, searched from the newest on."""
+        """Groups of samples.jsonl, or of evaluations.jsonl, with their completions, searched from the newest on."""
         directory = find(query.run)
-        wanted = SampleQuery(**query.model_dump(exclude={"run"}))
-        found = await asyncio.to_thread(directory.samples.search, wanted)
+        wanted = SampleQuery(**query.model_dump(exclude={"run", "source"}))
+        index = directory.samples if query.source == "training" else directory.evaluations
+        found = await asyncio.to_thread(index.search, wanted)
         return JsonResponse(
             {
                 "groups": found.groups,

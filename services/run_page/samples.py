@@ -1,14 +1,17 @@
-"""Finds groups in samples.jsonl, which grows without bound: an index of where each group lies, and a search over it.
+"""Finds groups in samples.jsonl or evaluations.jsonl, which grow without bound: an index of where each group lies, and
+a search over it.
 
 The file has a line a completion, and the completions of a group stand together. Only what is shown is read again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 import time
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +42,10 @@ class Query:
     reward_to: float | None = None
     """A group is found when a completion of it has a reward within these bounds, ends included."""
     spread: Spread = "any"
+    prompt_key: str = ""
+    """Only groups of the prompt with this key, which ``prompt_key`` computes."""
+    recurring: bool = False
+    """Only groups whose prompt was sampled more than once."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,11 @@ class Found:
     total: int
 
 
+def prompt_key(prompt: str) -> str:
+    """Return the name that a prompt has in queries, where its text could be too long."""
+    return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
+
+
 class SampleIndex:
     """Where the groups of a file lie. May be used from several threads."""
 
@@ -61,13 +73,16 @@ class SampleIndex:
 
     def _forget(self) -> None:
         self._position = Position()
-        self._last: tuple[int, str] | None = None
+        self._last: tuple[int, str, int] | None = None
         self._steps = array("q")
         self._starts = array("q")
         self._ends = array("q")
         # Lowest and highest reward; infinite the wrong way round where no completion could be scored.
         self._lows = array("d")
         self._highs = array("d")
+        # The keys of the prompts as numbers, which take less memory, and how many groups each prompt has.
+        self._prompts = array("Q")
+        self._groups_of_prompt: Counter[int] = Counter()
 
     def refresh(self) -> None:
         """Takes in what was appended since the last call."""
@@ -85,7 +100,9 @@ class SampleIndex:
         record = parse(line)
         if record is None:
             return
-        key = (int(record["step"]), str(record.get("group_id")))
+        prompt = int(prompt_key(str(record.get("prompt"))), 16)
+        # Completions of evaluations have no group, but a prompt each.
+        key = (int(record["step"]), str(record.get("group_id")), prompt)
         if key != self._last:
             self._last = key
             self._steps.append(key[0])
@@ -93,6 +110,8 @@ class SampleIndex:
             self._ends.append(start)
             self._lows.append(math.inf)
             self._highs.append(-math.inf)
+            self._prompts.append(prompt)
+            self._groups_of_prompt[prompt] += 1
         self._ends[-1] = start + len(line)
         if (reward := record.get("reward")) is not None:
             self._lows[-1] = min(self._lows[-1], reward)
@@ -111,7 +130,9 @@ class SampleIndex:
             while number > 0 and len(found) < query.limit and time.monotonic() < end:
                 number -= 1
                 if self._may_fit(number, query) and (group := self._read(file, number, query)) is not None:
-                    found.append({"number": number, **group})
+                    count = self._groups_of_prompt[self._prompts[number]]
+                    key = f"{self._prompts[number]:016x}"
+                    found.append({"number": number, "prompt_key": key, "groups_of_prompt": count, **group})
         step = self._steps[number] if number < total else None
         return Found(found, number if number > 0 else None, step, total)
 
@@ -120,6 +141,10 @@ class SampleIndex:
         if query.step_from is not None and step < query.step_from:
             return False
         if query.step_to is not None and step > query.step_to:
+            return False
+        if query.prompt_key and self._prompts[number] != int(query.prompt_key, 16):
+            return False
+        if query.recurring and self._groups_of_prompt[self._prompts[number]] < 2:
             return False
         if query.spread != "any" and (query.spread == "mixed") != (low < high):
             return False
@@ -142,7 +167,7 @@ class SampleIndex:
         if not _is_unbounded(query) and not any(_overlap(reward, reward, query) for reward in rewards):
             return None
         first = records[0]
-        shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "ground_truth")}
+        shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
         completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
         return {**shared, "completions": completions}
 

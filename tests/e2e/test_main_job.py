@@ -55,6 +55,7 @@ def test_the_run_page_moves_with_the_run(watched):
     services = {"data-server", "reward-server", "replay-buffer", "router", "ppo-trainer"}
     assert watched.healthy == services | {"rollout-server-0", "rollout-server-1"}
     assert "step 2," in watched.cursor
+    assert "step 0: greedy pass@1" in watched.accuracy
     assert not watched.phone_is_wide
 
 
@@ -80,6 +81,8 @@ def test_every_step_has_its_metrics(finished):
         assert {"reward_mean", "loss", "entropy", "policy_version"} <= set(record)
         assert {"seconds_generate", "seconds_reward", "seconds_train", "seconds_publish"} <= set(record)
         assert record["policy_version"] == record["step"]
+        scored = record["completions"] - record["unscorable"]
+        assert sum(count for _, count in record["reward_counts"]) == scored
 
 
 def test_every_component_was_up_and_has_a_log(finished):

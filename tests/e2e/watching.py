@@ -34,6 +34,8 @@ class Watch:
     healthy: set[str]
     cursor: str
     """Where the keyboard has put the cursor of the plots: Home, then one step on."""
+    accuracy: str
+    """The first point of the accuracy plot in words."""
     phone_is_wide: bool
     problems: list[str]
 
@@ -62,10 +64,12 @@ def watch(system: System) -> Watch:
         screenshot(phone, system.run_dir.parent / "run-page-phone.png")
         is_wide = is_wider_than_window(phone)
         cursor = walk_by_keyboard(desk)
+        desk.locator("#plot-accuracy canvas.top").press("Home")
+        accuracy = desk.locator("#plot-accuracy .spoken").inner_text()
         desk.get_by_role("link", name="Components").click()
         expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * SECONDS)
         healthy = desk.locator(".component:has(.pill.good) strong").all_inner_texts()
-        return Watch(first, later, set(healthy), cursor, is_wide, [one for page in problems for one in page])
+        return Watch(first, later, set(healthy), cursor, accuracy, is_wide, [one for page in problems for one in page])
 
 
 def look(page: Page) -> Sight:

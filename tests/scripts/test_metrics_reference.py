@@ -55,6 +55,7 @@ def test_columns_of_a_step_reach_their_metrics(metrics):
     for measure in exported.MEASURES:
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
     assert metrics[exported.AT_K.name].labels == ("measure", "k")
+    assert metrics[exported.REWARD_PART.name].labels == ("function",)
 
 
 def selectors(node, inside=None):

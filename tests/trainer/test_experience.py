@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from services.protocol import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from trainer.advantages import has_signal, training_group
 from trainer.config import TrainerSettings
-from trainer.experience import derive_seed, group_metrics, initial_priority
+from trainer.experience import derive_seed, group_metrics, initial_priority, reward_counts
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10, advantage_eps=0.0)
 
@@ -106,6 +106,26 @@ def test_a_batch_tells_of_its_completions() -> None:
     assert metrics["reward_mean"] == pytest.approx(2 / 3)
     assert (metrics["completions"], metrics["unscorable"], metrics["zero_variance_groups"]) == (4, 1, 1)
     assert (metrics["truncation_rate"], metrics["length_max"], metrics["staleness_max"]) == (0.25, 6, 2)
+
+
+def test_a_batch_tells_the_means_of_the_parts_of_its_rewards() -> None:
+    scored = [RewardResult(reward=0.5 * math + 1, components={"math": math, "own:brief": 1.0}) for math in (0.0, 1.0)]
+    failed = RewardResult(reward=None, status="error", components={"math": 1.0, "own:brief": None})
+    metrics = group_metrics([group(*(experience(1.0, result=result) for result in (*scored, failed)))], 1)
+    assert metrics["reward_part_math"] == pytest.approx(2 / 3)
+    assert metrics["reward_part_own:brief"] == 1.0
+    alone = RewardResult(reward=1.0, components={"math": 1.0})
+    assert not any(name.startswith("reward_part_") for name in group_metrics([group(experience(1.0, result=alone))], 1))
+
+
+def test_a_batch_counts_its_rewards() -> None:
+    groups = [group(experience(1.0), experience(0.0)), group(experience(None), experience(1.0))]
+    assert reward_counts(groups) == [(0.0, 1), (1.0, 2)]
+    assert reward_counts([group(experience(0.1 + 0.2), experience(0.3))]) == [(0.3, 2)]
+    many = reward_counts([group(*(experience(place / 100) for place in range(101)))])
+    assert len(many) == 20
+    assert sum(count for _, count in many) == 101
+    assert many[0] == (pytest.approx(0.025), 5)
 
 
 def test_seeds_depend_on_every_part() -> None:

@@ -2,11 +2,12 @@
 
 import { color } from "./colors.js";
 import { h, setText, show } from "./dom.js";
-import { duration, number } from "./format.js";
-import { bounds, decimate, nearest, smooth, stack, ticks } from "./series.js";
+import { count, duration, number } from "./format.js";
+import { Plane, disc, line, paintArea, paintAxes, paintErrors, paintLine, size, within } from "./paint.js";
+import { savePicture } from "./picture.js";
+import { bounds, nearest, smooth, spread, stack } from "./series.js";
 
-const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
-const HEIGHT = 200;
+export const HEIGHT = 200;
 const DRAG_PIXELS = 6;
 
 /** What all plots share: the x axis, its range, smoothing, and where the cursor is. */
@@ -21,6 +22,11 @@ export class View extends EventTarget {
   set(change) {
     Object.assign(this, change);
     this.dispatchEvent(new Event("cursor" in change && Object.keys(change).length === 1 ? "cursor" : "view"));
+  }
+
+  /** A place on the x axis in words. */
+  place(x) {
+    return this.axis === "time" ? duration(x) : `step ${count(x)}`;
   }
 }
 
@@ -40,15 +46,16 @@ export class Chart {
     this.element = h(
       "figure",
       { id: `plot-${spec.id}`, class: "card" },
-      h("figcaption", null, h("strong", null, spec.title), " ", h("span", { class: "muted" }, spec.unit ?? "")),
+      caption(spec),
       this.legend,
       this.frame,
       this.spoken,
+      saveButton(spec.title, () => this.save()),
     );
     this.listen();
   }
 
-  /** Takes new lines: [{label, color, dash, xs, ys, entry}], ys with null for gaps. ``entry`` is the legend's key. */
+  /** Takes new lines: [{label, color, dash, xs, ys, spread, entry}], ys with null for gaps. ``entry`` is the legend's key. */
   update(lines) {
     this.lines = lines;
     this.showLegend();
@@ -57,22 +64,21 @@ export class Chart {
 
   showLegend() {
     const entries = new Map(this.lines.map((line) => [line.entry.key, line.entry]));
-    const signature = [...entries.values()].map((e) => `${e.key} ${e.color} ${e.dash}`).join("\n");
+    // Of several runs a plot may show one series of many, which its title does not say.
+    const isNeeded = entries.size > 1 || this.spec.isPartial;
+    const signature = [isNeeded, ...[...entries.values()].map((e) => `${e.key} ${e.color} ${e.dash}`)].join("\n");
     if (signature === this.legendSignature) return;
     this.legendSignature = signature;
-    show(this.legend, entries.size > 1);
+    show(this.legend, isNeeded);
     this.legend.replaceChildren(
       ...[...entries.values()].map((entry) => {
-        const swatch = h("i", { class: "swatch" });
-        swatch.style.setProperty("--swatch", entry.color);
-        swatch.classList.toggle("dashed", entry.dash.length > 0);
         const pressed = !this.hidden.has(entry.key);
         const toggle = (event) => {
           if (!this.hidden.delete(entry.key)) this.hidden.add(entry.key);
           event.currentTarget.setAttribute("aria-pressed", String(!this.hidden.has(entry.key)));
           this.draw();
         };
-        return h("button", { type: "button", "aria-pressed": String(pressed), onclick: toggle }, swatch, entry.label);
+        return h("button", { type: "button", "aria-pressed": String(pressed), onclick: toggle }, swatch(entry), entry.label);
       }),
     );
   }
@@ -93,7 +99,7 @@ export class Chart {
     top.addEventListener("pointerup", () => {
       const selected = this.selection;
       from = this.selection = null;
-      if (selected) this.view.set({ range: selected.map((x) => this.valueAt(x)).sort((a, b) => a - b) });
+      if (selected) this.view.set({ range: selected.map((x) => this.plane.valueAt(x)).sort((a, b) => a - b) });
     });
     top.addEventListener("pointercancel", () => (from = this.selection = null));
     top.addEventListener("pointerleave", () => this.view.set({ cursor: null }));
@@ -105,14 +111,14 @@ export class Chart {
 
   /** Puts the cursor to the step nearest to a pixel. */
   point(pixel) {
-    const x = nearest(this.positions(), this.valueAt(pixel));
+    const x = nearest(this.positions(), this.plane.valueAt(pixel));
     if (x !== null && (x !== this.view.cursor || this.selection)) this.view.set({ cursor: x });
   }
 
   key(event) {
     const positions = this.positions();
     if (!positions.length) return;
-    const [first, last] = this.range;
+    const [first, last] = this.plane.range;
     const at = this.view.cursor === null ? positions.length - 1 : positions.indexOf(nearest(positions, this.view.cursor));
     const stride = event.shiftKey ? Math.max(1, Math.round(positions.length / 20)) : 1;
     const targets = { ArrowLeft: at - stride, ArrowRight: at + stride, Home: 0, End: positions.length - 1 };
@@ -137,7 +143,7 @@ export class Chart {
   /** The x of every step within the range that has a value, of all lines together. */
   positions() {
     if (this.steps) return this.steps;
-    const [first, last] = this.range;
+    const [first, last] = this.plane.range;
     const all = new Set();
     for (const { xs, ys } of this.visible()) {
       xs.forEach((x, i) => x !== null && ys[i] !== null && x >= first && x <= last && all.add(x));
@@ -145,113 +151,67 @@ export class Chart {
     return (this.steps = [...all].sort((a, b) => a - b));
   }
 
-  valueAt(pixel) {
-    const [first, last] = this.range;
-    return first + ((pixel - MARGIN.left) / this.plotWidth) * (last - first);
-  }
-
-  x(value) {
-    const [first, last] = this.range;
-    return MARGIN.left + ((value - first) / (last - first || 1)) * this.plotWidth;
-  }
-
-  y(value) {
-    const [low, high] = this.heights;
-    return MARGIN.top + (1 - (value - low) / (high - low || 1)) * this.plotHeight;
-  }
-
   draw() {
     const width = this.frame.clientWidth;
     if (!width) return;
     for (const canvas of [this.base, this.top]) size(canvas, width, HEIGHT);
-    this.plotWidth = width - MARGIN.left - MARGIN.right;
-    this.plotHeight = HEIGHT - MARGIN.top - MARGIN.bottom;
-    const lines = this.visible();
     this.steps = null;
-    this.range = this.view.range ?? this.view.extent ?? [0, 1];
-    if (this.range[0] === this.range[1]) this.range = [this.range[0] - 0.5, this.range[1] + 0.5];
-    const { smoothing } = this.view;
-    this.drawn = lines.map((line) => ({ ...line, smooth: this.spec.stacked ? line.ys : smooth(line.ys, smoothing) }));
+    this.drawn = this.visible().map((line) => this.prepared(line));
     if (this.spec.stacked) stack(this.drawn);
-    const heights = bounds(
-      this.drawn.flatMap((line) => (this.spec.stacked ? [line.upper] : [line.ys, line.smooth])),
-      { xs: this.drawn.flatMap((line) => (this.spec.stacked ? [line.xs] : [line.xs, line.xs])), range: this.range },
-      0.06,
-    ) ?? [0, 1];
-    this.heights = this.spec.stacked ? [0, heights[1]] : heights;
-    this.paint(this.base.getContext("2d"));
-    this.top.setAttribute("aria-label", `${this.spec.title}. ${this.describe()} Arrow keys move along the steps.`);
+    this.plane = this.planeOf(width, HEIGHT);
+    const context = this.base.getContext("2d");
+    context.clearRect(0, 0, width, HEIGHT);
+    this.paint(context, this.plane);
+    const name = `${this.spec.title}, ${this.spec.unit}.`;
+    this.top.setAttribute("aria-label", `${name} ${this.describe()} Arrow keys move along the steps.`);
     this.drawCursor();
   }
 
-  paint(context) {
-    context.clearRect(0, 0, this.frame.clientWidth, HEIGHT);
-    this.paintAxes(context, color("--line"), color("--muted"));
-    context.save();
-    context.beginPath();
-    // Points on the edge are drawn whole.
-    context.rect(MARGIN.left - 4, MARGIN.top - 4, this.plotWidth + 8, this.plotHeight + 8);
-    context.clip();
-    for (const line of this.drawn) {
-      if (this.spec.stacked) this.paintArea(context, line);
-      else {
-        const isSmooth = this.view.smoothing > 0;
-        if (isSmooth) this.paintLine(context, line, line.ys, 0.25, 1);
-        this.paintLine(context, line, line.smooth, 1, 1.7);
+  /** A line with what is drawn of it: ``smooth``, and ``lower`` and ``upper`` where it has a spread. */
+  prepared(line) {
+    if (this.spec.stacked) return line;
+    const smoothed = smooth(line.ys, this.view.smoothing);
+    const edges = line.spread && spread(smoothed, smooth(line.spread, this.view.smoothing));
+    return { ...line, smooth: smoothed, ...edges };
+  }
+
+  planeOf(width, height) {
+    let range = this.view.range ?? this.view.extent ?? [0, 1];
+    if (range[0] === range[1]) range = [range[0] - 0.5, range[1] + 0.5];
+    const drawn = this.drawn.flatMap((line) =>
+      [this.spec.stacked ? null : line.ys, line.smooth, line.lower, line.upper].filter(Boolean).map((ys) => ({ xs: line.xs, ys })),
+    );
+    const heights = bounds(drawn.map(({ ys }) => ys), { xs: drawn.map(({ xs }) => xs), range }, 0.06) ?? [0, 1];
+    return new Plane(width, height, range, this.spec.stacked ? [0, heights[1]] : heights);
+  }
+
+  paint(context, plane) {
+    const { stacked, markers, whole } = this.spec;
+    const isTime = this.view.axis === "time";
+    const xAxis = isTime ? { name: "time", label: duration } : { name: "step", whole: true };
+    paintAxes(context, plane, { ...xAxis, wholeHeights: whole });
+    within(context, plane, () => {
+      for (const line of this.drawn) {
+        if (stacked) {
+          paintArea(context, plane, line, line.lower, line.upper, 0.75);
+          continue;
+        }
+        if (line.lower && markers) paintErrors(context, plane, line, line.lower, line.upper);
+        else if (line.lower) paintArea(context, plane, line, line.lower, line.upper, 0.14);
+        if (this.view.smoothing > 0) paintLine(context, plane, line, line.ys, { alpha: 0.25, width: 1, markers });
+        paintLine(context, plane, line, line.smooth, { markers });
       }
-    }
-    context.restore();
+    });
   }
 
-  paintAxes(context, grid, text) {
-    context.font = "11px system-ui, sans-serif";
-    context.lineWidth = 1;
-    context.strokeStyle = grid;
-    context.fillStyle = text;
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const value of ticks(...this.heights, 5)) {
-      const y = Math.round(this.y(value)) + 0.5;
-      line(context, MARGIN.left, y, MARGIN.left + this.plotWidth, y);
-      context.fillText(number(value), MARGIN.left - 6, y);
-    }
-    context.textBaseline = "top";
-    const seconds = this.view.axis === "time";
-    for (const value of ticks(...this.range, Math.max(2, Math.floor(this.plotWidth / 50)), !seconds)) {
-      const label = seconds ? duration(value) : number(value, 6);
-      context.textAlign = this.x(value) > MARGIN.left + this.plotWidth - 14 ? "right" : "center";
-      context.fillText(label, Math.min(this.x(value), MARGIN.left + this.plotWidth), HEIGHT - MARGIN.bottom + 6);
-    }
-  }
-
-  paintLine(context, series, ys, alpha, width) {
-    const points = decimate(series.xs, ys, this.range, this.plotWidth);
-    context.globalAlpha = alpha;
-    context.strokeStyle = context.fillStyle = series.color;
-    context.lineWidth = width;
-    context.lineJoin = "round";
-    context.setLineDash(series.dash);
-    context.beginPath();
-    for (const [i, [x, y]] of points.entries()) context[i ? "lineTo" : "moveTo"](this.x(x), this.y(y));
-    context.stroke();
-    context.setLineDash([]);
-    if (this.spec.markers || points.length < 30) {
-      for (const [x, y] of points) disc(context, this.x(x), this.y(y), this.spec.markers ? 3 : 2);
-    }
-    context.globalAlpha = 1;
-  }
-
-  paintArea(context, series) {
-    const upper = decimate(series.xs, series.upper, this.range, this.plotWidth);
-    const lower = decimate(series.xs, series.lower, this.range, this.plotWidth);
-    context.beginPath();
-    for (const [i, [x, y]] of upper.entries()) context[i ? "lineTo" : "moveTo"](this.x(x), this.y(y));
-    for (const [x, y] of lower.reverse()) context.lineTo(this.x(x), this.y(y));
-    context.closePath();
-    context.fillStyle = series.color;
-    context.globalAlpha = 0.75;
-    context.fill();
-    context.globalAlpha = 1;
+  save() {
+    const runs = new Set(this.drawn.map((line) => line.run));
+    savePicture(this.spec.id, {
+      title: this.spec.title,
+      unit: runs.size > 1 ? this.spec.unit : `${this.spec.unit} · ${[...runs]}`,
+      entries: this.drawn,
+      paint: (context, width, height) => this.paint(context, this.planeOf(width, height)),
+    });
   }
 
   /** What stands at the cursor, or at the newest step. */
@@ -259,52 +219,53 @@ export class Chart {
     return (this.drawn ?? [])
       .map((line) => {
         const at = x === null ? line.ys.findLastIndex((y) => y !== null) : this.placeOf(line, x);
-        return { line, x: line.xs[at] ?? null, value: at < 0 ? null : line.ys[at], smooth: line.smooth?.[at] };
+        const [place, value, around] = [line.xs, line.ys, line.spread].map((values) => values?.[at] ?? null);
+        return { line, x: place, value, spread: around, smooth: line.smooth?.[at] };
       })
-      .filter((entry) => entry.value !== null && entry.value !== undefined);
+      .filter((entry) => entry.value !== null);
   }
 
   /** Where in a line ``x`` is. Of several runs over time, no two have a step at the same moment: the nearest counts. */
   placeOf(line, x) {
     if (this.view.axis === "step") return line.xs.indexOf(x);
     const near = nearest(line.xs, x);
-    return near !== null && Math.abs(near - x) <= (this.range[1] - this.range[0]) / 50 ? line.xs.indexOf(near) : -1;
+    const { range } = this.plane;
+    return near !== null && Math.abs(near - x) <= (range[1] - range[0]) / 50 ? line.xs.indexOf(near) : -1;
   }
 
   describe() {
     const values = this.valuesAt(this.view.cursor);
     if (!values.length) return "No value.";
-    const at = values[0].x;
-    const where = this.view.axis === "time" ? duration(at) : `step ${at}`;
-    return `${where}: ${values.map(({ line, value }) => `${line.label} ${number(value)}`).join(", ")}.`;
+    return `${this.view.place(values[0].x)}: ${values.map((entry) => `${entry.line.label} ${inWords(entry)}`).join(", ")}.`;
   }
 
   drawCursor() {
+    if (!this.plane) return;
     const context = this.top.getContext("2d");
-    const width = this.frame.clientWidth;
-    context.clearRect(0, 0, width, HEIGHT);
+    const { plane } = this;
+    context.clearRect(0, 0, plane.width, plane.height);
     const { cursor } = this.view;
     const values = cursor === null ? [] : this.valuesAt(cursor);
-    const isWithin = cursor !== null && this.range && cursor >= this.range[0] && cursor <= this.range[1];
+    const isWithin = cursor !== null && cursor >= plane.range[0] && cursor <= plane.range[1];
     show(this.tip, isWithin && values.length > 0 && this.isActive());
     if (this.selection) {
       context.fillStyle = "rgb(128 128 128 / 0.25)";
       const [a, b] = this.selection;
-      context.fillRect(Math.min(a, b), MARGIN.top, Math.abs(b - a), this.plotHeight);
+      context.fillRect(Math.min(a, b), plane.top, Math.abs(b - a), plane.plotHeight);
     }
     if (!isWithin) return;
-    const x = this.x(cursor);
+    const x = plane.x(cursor);
     context.strokeStyle = color("--muted");
     context.setLineDash([3, 3]);
-    line(context, x, MARGIN.top, x, MARGIN.top + this.plotHeight);
+    line(context, x, plane.top, x, plane.top + plane.plotHeight);
     context.setLineDash([]);
     if (!this.spec.stacked) {
       for (const { line: series, value, smooth: smoothed } of values) {
         context.fillStyle = series.color;
-        disc(context, x, this.y(this.view.smoothing > 0 ? smoothed : value), 3.5);
+        disc(context, x, plane.y(this.view.smoothing > 0 ? smoothed : value), 3.5);
       }
     }
-    if (!this.tip.hidden) this.placeTip(x, values, width);
+    if (!this.tip.hidden) this.placeTip(x, values, plane.width);
   }
 
   isActive() {
@@ -312,38 +273,32 @@ export class Chart {
   }
 
   placeTip(x, values, width) {
-    const where = this.view.axis === "time" ? duration(this.view.cursor) : `step ${this.view.cursor}`;
-    const rows = values.map(({ line: series, value }) => {
-      const swatch = h("i", { class: "swatch" });
-      swatch.style.setProperty("--swatch", series.color);
-      swatch.classList.toggle("dashed", series.dash.length > 0);
-      return h("div", null, swatch, h("span", null, series.label), h("b", null, number(value, 4)));
-    });
-    this.tip.replaceChildren(h("div", { class: "muted" }, where), ...rows);
+    const rows = values.map((entry) =>
+      h("div", null, swatch(entry.line), h("span", null, entry.line.label), h("b", null, inWords(entry))),
+    );
+    this.tip.replaceChildren(h("div", { class: "muted" }, this.view.place(this.view.cursor)), ...rows);
     const left = x + 14 + this.tip.offsetWidth > width ? x - 14 - this.tip.offsetWidth : x + 14;
     this.tip.style.left = `${Math.max(0, left)}px`;
   }
 }
 
-function size(canvas, width, height) {
-  const scale = window.devicePixelRatio || 1;
-  const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
-  if (canvas.width !== wide || canvas.height !== high) {
-    canvas.width = wide;
-    canvas.height = high;
-  }
-  canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
+/** The title of a plot, which says quantity and unit. */
+export function caption({ title, unit }) {
+  return h("figcaption", null, h("strong", null, title), " ", h("span", { class: "muted" }, unit));
 }
 
-function line(context, x0, y0, x1, y1) {
-  context.beginPath();
-  context.moveTo(x0, y0);
-  context.lineTo(x1, y1);
-  context.stroke();
+/** A button that saves the plot called ``title`` as a picture. It stands last, so that keys reach the plot first. */
+export function saveButton(title, onclick) {
+  const label = `Save ${title} as a picture`;
+  return h("button", { type: "button", class: "save", "aria-label": label, title: label, onclick }, "PNG");
 }
 
-function disc(context, x, y, radius) {
-  context.beginPath();
-  context.arc(x, y, radius, 0, 2 * Math.PI);
-  context.fill();
+function inWords({ value, spread: around }) {
+  return around === null ? number(value) : `${number(value)} ± ${number(around, 2)}`;
+}
+
+function swatch({ color: shown, dash }) {
+  const element = h("i", { class: dash.length ? "swatch dashed" : "swatch" });
+  element.style.setProperty("--swatch", shown);
+  return element;
 }

@@ -7,8 +7,9 @@ export class RunData {
   constructor(overview, index) {
     this.index = index;
     this.isShown = true;
-    this.take(overview);
+    this.before = null;
     this.forget();
+    this.take(overview);
   }
 
   /** Takes in what the server says of the run as a whole. */
@@ -17,6 +18,27 @@ export class RunData {
     this.path = overview.path;
     this.settings = overview.settings;
     this.summary = overview.summary;
+    this.takeBefore(overview.summary);
+  }
+
+  /** Takes in the accuracy before training, which a run that goes on and a summary tell, as the row of step 0. */
+  takeBefore({ accuracy_before: accuracy, accuracy_before_stderr: error }) {
+    if (accuracy === null || accuracy === undefined) return;
+    this.before = { step: 0, accuracy, ...(error === null || error === undefined ? {} : { accuracy_stderr: error }) };
+    this.placeBefore();
+  }
+
+  placeBefore() {
+    const isThere = this.column("step")?.[0] === 0;
+    for (const name of Object.keys(this.before ?? {})) {
+      if (!this.columns.has(name)) this.columns.set(name, new Array(this.length).fill(null));
+    }
+    for (const [name, column] of this.columns) {
+      const value = this.before[name] ?? null;
+      if (!isThere) column.unshift(value);
+      else if (value !== null) column[0] = value;
+    }
+    if (!isThere) this.length += 1;
   }
 
   forget() {
@@ -25,6 +47,9 @@ export class RunData {
     this.length = 0;
     this.unreadable = 0;
     this.columns = new Map();
+    /** Of each step: how many completions have each reward, as [[reward, count]]. */
+    this.rewardCounts = new Map();
+    if (this.before) this.placeBefore();
   }
 
   /** Reads what was appended since the last call; true when there was something. Calls ``progress`` between parts. */
@@ -39,14 +64,15 @@ export class RunData {
       this.file = reply.file;
       this.offset = reply.offset;
       this.unreadable += reply.unreadable;
-      changed = this.append(reply.columns) || changed;
+      changed = this.append(reply.columns, reply.reward_counts) || changed;
       if (!reply.more) return changed;
       progress();
     }
   }
 
-  append(columns) {
+  append(columns, rewardCounts) {
     const steps = columns.step ?? [];
+    for (const [i, step] of steps.entries()) if (rewardCounts[i]?.length) this.rewardCounts.set(step, rewardCounts[i]);
     for (const [name, values] of Object.entries(columns)) {
       let column = this.columns.get(name);
       if (!column) this.columns.set(name, (column = new Array(this.length).fill(null)));
@@ -76,12 +102,14 @@ export class RunData {
     return values.length ? values.reduce((a, b) => a + b) / values.length : null;
   }
 
-  /** Where each step stands on the x axis: its number, or the seconds since the first. */
+  /** Where each step stands on the x axis: its number, or the seconds since the first one began. */
   xs(axis) {
     const steps = this.column("step") ?? [];
     if (axis === "step") return steps;
     const times = this.column("time") ?? [];
-    return times.map((time) => (time === null ? null : time - times[0]));
+    const first = times.findIndex((time) => time !== null);
+    const start = times[first] - (this.column("seconds_step")?.[first] ?? 0);
+    return steps.map((step, i) => (step === 0 ? 0 : times[i] === null ? null : times[i] - start));
   }
 
   get status() {

@@ -1,16 +1,44 @@
 // Numbers and times as people read them.
 
+const UNITS = [
+  [1e9, 1e9, "G"],
+  [1e6, 1e6, "M"],
+  [1e5, 1e3, "k"],
+];
+
 /** A number with about ``digits`` significant digits: 0.0312, 12.4, 1,234, 1.2M, 3.1e-7. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
+  const rounded = Number(value.toPrecision(digits));
+  const size = Math.abs(rounded);
   if (size === 0) return "0";
-  if (size >= 1e9) return `${trim((value / 1e9).toPrecision(digits))}G`;
-  if (size >= 1e6) return `${trim((value / 1e6).toPrecision(digits))}M`;
-  if (size >= 1e5) return `${trim((value / 1e3).toPrecision(digits))}k`;
+  for (const [from, unit, name] of UNITS) {
+    if (size >= from) return `${trim((rounded / unit).toPrecision(digits))}${name}`;
+  }
   if (size < 1e-4) return value.toExponential(Math.max(0, digits - 2)).replace(/\.?0+e/, "e");
-  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size >= 1000) return count(value);
   return trim(value.toPrecision(digits));
+}
+
+/** A whole number with all its digits: 1,234,567. */
+export function count(value) {
+  return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
+}
+
+/** The labels of an axis: as many decimals as tell one value from the next, the same for all. */
+export function tickLabels(values) {
+  if (values.length < 2) return values.map((value) => number(value));
+  const place = (value) => Math.floor(Math.log10(Math.abs(value)) + 1e-9);
+  const top = Math.max(...values.map(Math.abs));
+  const last = place(values[1] - values[0]);
+  return values.map((value) => {
+    // What should be 0 may be 1e-17.
+    if (Math.abs(value) < 1e-9 * top) return "0";
+    if (top >= 1e5) return number(value, Math.max(1, place(value) - last + 1));
+    if (top < 1e-3) return value.toExponential(Math.max(0, place(value) - last));
+    const decimals = Math.min(12, Math.max(0, -last));
+    return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });
+  });
 }
 
 function trim(text) {

@@ -4,10 +4,11 @@ import { TokenError, UnreachableError, forgetToken, get, hasToken, keepToken } f
 import { look, showComponents } from "./components.js";
 import { RunData } from "./data.js";
 import { byId, h, setText, show } from "./dom.js";
-import { clock, duration, number } from "./format.js";
-import { Plots, compare, summarise } from "./plots.js";
+import { clock, count, duration, number } from "./format.js";
+import { Plots } from "./plots.js";
 import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
+import { compare, summarise } from "./summary.js";
 
 const POLL_MILLISECONDS = 2000;
 const OVERVIEW_EVERY = 5;
@@ -73,6 +74,7 @@ async function poll() {
   try {
     if (page.turns++ % OVERVIEW_EVERY === 0) await readOverview();
     page.now = page.isLive ? await get("api/now") : null;
+    if (page.now) page.runs[0].takeBefore(page.now);
     const changes = await Promise.all(page.runs.map((run) => run.read(draw)));
     page.answered = Date.now() / 1000;
     show(byId("trouble"), false);
@@ -186,11 +188,11 @@ function showHeader(runs, now) {
     byId("progress-bar").value = Math.min(step, total);
     const pace = run.recent("seconds_step", 5);
     const left = ended || pace === null ? "" : `, ${duration(pace * (total - step))} left`;
-    const took = ended ? `, ${duration(run.summary.seconds)}` : "";
-    setText(byId("progress-text"), `step ${step} of ${total}${took}${left}`);
+    const took = ended ? `, ${duration(run.summary.seconds)} of training` : "";
+    setText(byId("progress-text"), `step ${count(step)} of ${count(total)}${took}${left}`);
   }
   const lost = run.unreadable ? `, ${run.unreadable} broken lines` : "";
-  const title = isOne ? `${number(run.last("reward_mean"))} · step ${step} · ${run.name}${lost}` : `${runs.length} runs`;
+  const title = isOne ? `${number(run.last("reward_mean"))} · step ${count(step)} · ${run.name}${lost}` : `${runs.length} runs`;
   if (document.title !== title) document.title = title;
 }
 

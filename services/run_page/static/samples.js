@@ -1,8 +1,11 @@
-// The browser of samples: groups, newest first, with their completions side by side.
+// The browser of samples: groups, newest first, with their completions side by side; or one prompt over the steps.
 
 import { get } from "./api.js";
-import { byId, h, marked, setText, show } from "./dom.js";
-import { number } from "./format.js";
+import { card } from "./cards.js";
+import { byId, h, setText, show } from "./dom.js";
+import { save, saveCsv } from "./download.js";
+import { Followed } from "./followed.js";
+import { count } from "./format.js";
 
 const PAGE = 6;
 
@@ -16,23 +19,29 @@ export class Samples {
     this.older = h("button", { type: "button", hidden: true, onclick: () => this.search(this.before) }, "Older groups");
     this.fresh = h("button", { type: "button", hidden: true, onclick: () => this.start() }, "Show the newest");
     this.form = this.makeForm();
-    byId("samples").replaceChildren(this.form, this.fresh, this.list, this.state, this.older);
+    this.groups = [];
+    this.browser = h("div", null, this.form, this.fresh, this.list, this.state, this.older);
+    this.followed = new Followed(fail, () => this.follow(null));
+    byId("samples").replaceChildren(this.saving(), this.browser, this.followed.element);
     this.search_ = 0;
   }
 
   makeForm() {
     const field = (label, properties) => h("label", null, label, " ", h("input", properties));
     this.run = h("select", { name: "run", "aria-label": "run" });
+    this.source = h("select", { name: "source" }, h("option", { value: "training" }, "training"), h("option", { value: "evaluation" }, "evaluations"));
     const form = h(
       "form",
       { class: "controls", id: "samples-form", onsubmit: (event) => event.preventDefault() },
       this.run,
+      h("label", null, "From ", this.source),
       field("Text", { name: "text", type: "search", placeholder: "in prompts and completions", size: 24 }),
       field("Steps", { name: "step_from", type: "number", min: 0, placeholder: "first", class: "short" }),
       field("to", { name: "step_to", type: "number", min: 0, placeholder: "last", class: "short" }),
       field("Reward", { name: "reward_from", type: "number", step: "any", placeholder: "lowest", class: "short" }),
       field("to", { name: "reward_to", type: "number", step: "any", placeholder: "highest", class: "short" }),
       h("label", null, "Groups ", h("select", { name: "spread" }, h("option", { value: "any" }, "all"), h("option", { value: "mixed" }, "whose rewards differ"), h("option", { value: "equal" }, "whose rewards are equal"))),
+      h("label", null, h("input", { type: "checkbox", name: "recurring", value: "true" }), "of prompts sampled more than once"),
       h("button", { type: "reset", onclick: () => setTimeout(() => this.start()) }, "Clear"),
     );
     let wait;
@@ -41,6 +50,39 @@ export class Samples {
       wait = setTimeout(() => this.start(), 250);
     });
     return form;
+  }
+
+  saving() {
+    const button = (kind, write) => h("button", { type: "button", onclick: write }, `Save shown as ${kind}`);
+    return h(
+      "div",
+      { class: "controls" },
+      button("JSONL", () => save(this.fileName("jsonl"), this.records().map((record) => `${JSON.stringify(record)}\n`), "application/jsonl")),
+      button("CSV", () => {
+        const records = this.records();
+        const names = [...new Set(records.flatMap(Object.keys))];
+        saveCsv(this.fileName("csv"), names, records.map((record) => names.map((name) => record[name])));
+      }),
+    );
+  }
+
+  fileName(ending) {
+    return `${this.run.value}-${this.source.value}-samples.${ending}`;
+  }
+
+  /** The shown completions as lines of samples.jsonl. */
+  records() {
+    const groups = this.followed.isOpen ? this.followed.groups : this.groups;
+    return groups.flatMap(({ number, prompt_key, groups_of_prompt, completions, ...shared }) =>
+      completions.map((completion) => ({ ...shared, ...completion })),
+    );
+  }
+
+  /** Shows the prompt of ``group`` over the steps; without one, the groups again. */
+  follow(group) {
+    show(this.browser, group === null);
+    if (group === null) this.followed.close();
+    else this.followed.open(this.run.value, this.source.value, group);
   }
 
   /** Takes the runs there are to choose from. */
@@ -55,6 +97,7 @@ export class Samples {
 
   /** Shows the samples of one step. */
   choose(step) {
+    this.follow(null);
     this.form.reset();
     this.form.elements.step_from.value = this.form.elements.step_to.value = String(step);
     this.start();
@@ -63,11 +106,12 @@ export class Samples {
   /** Called when the page has become visible, and whenever the run has gone on. */
   async refresh() {
     if (!this.hasStarted) return this.start();
+    if (this.followed.isOpen) return this.followed.refresh();
     try {
-      const { total } = await get("api/groups", { run: this.run.value, limit: 1, before: 0 });
-      const count = total - this.total;
-      show(this.fresh, count > 0);
-      setText(this.fresh, `Show ${count} newer groups`);
+      const { total } = await get("api/groups", { run: this.run.value, source: this.source.value, limit: 1, before: 0 });
+      const newer = total - this.total;
+      show(this.fresh, newer > 0);
+      setText(this.fresh, `Show ${count(newer)} newer groups`);
     } catch (error) {
       this.fail(error);
     }
@@ -76,6 +120,7 @@ export class Samples {
   start() {
     this.hasStarted = true;
     show(this.fresh, false);
+    this.groups = [];
     this.list.replaceChildren();
     return this.search(null);
   }
@@ -93,7 +138,8 @@ export class Samples {
         this.total = reply.total;
         before = reply.before;
         wanted -= reply.groups.length;
-        this.list.append(...reply.groups.map((group) => card(group, query.text)));
+        this.groups.push(...reply.groups);
+        this.list.append(...reply.groups.map((group) => card(group, query.text, (chosen) => this.follow(chosen))));
         setText(this.state, this.describe(reply, wanted > 0 && before !== null));
       } while (wanted > 0 && before !== null);
       this.before = before;
@@ -104,65 +150,11 @@ export class Samples {
   }
 
   describe(reply, goesOn) {
-    const count = this.list.childElementCount;
+    const groups = `${count(this.groups.length)} groups`;
+    const step = count(reply.searched_to_step);
     if (!reply.total) return "No samples yet.";
-    if (goesOn) return `${count} groups; searching, at step ${reply.searched_to_step} …`;
-    if (reply.before === null) return count ? `${count} groups, no more.` : "No group fits.";
-    return `${count} groups, down to step ${reply.searched_to_step}.`;
+    if (goesOn) return `${groups}; searching, at step ${step} …`;
+    if (reply.before === null) return this.groups.length ? `${groups}, no more.` : "No group fits.";
+    return `${groups}, down to step ${step}.`;
   }
-}
-
-function card(group, needle) {
-  const rewards = group.completions.map((c) => c.reward).filter((reward) => reward !== null && reward !== undefined);
-  const mean = rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
-  return h(
-    "article",
-    { class: "card group", "aria-label": `group ${group.group_id} of step ${group.step}` },
-    h(
-      "header",
-      null,
-      h("strong", null, `step ${group.step}`),
-      h("span", { class: "muted" }, `group ${group.group_id}`),
-      h("span", null, "mean reward ", h("b", null, number(mean))),
-      strip(group.completions),
-    ),
-    h("div", { class: "prompt" }, h("h3", null, "Prompt"), h("pre", { tabindex: "0" }, marked(group.prompt ?? "", needle))),
-    h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
-    h("div", { class: "completions", tabindex: "0", "aria-label": "completions" }, group.completions.map((c) => completion(c, mean, needle))),
-  );
-}
-
-/** The rewards of a group as small bars. */
-function strip(completions) {
-  const rewards = completions.map((c) => c.reward ?? 0);
-  const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
-  const bars = completions.map((c) => {
-    const bar = h("i", { class: c.reward === null ? "bar missing" : "bar" });
-    bar.style.setProperty("--height", `${8 + (92 * ((c.reward ?? low) - low)) / (high - low)}%`);
-    return bar;
-  });
-  return h("span", { class: "strip", "aria-hidden": "true" }, bars);
-}
-
-function completion(record, mean, needle) {
-  const result = record.result ?? {};
-  const side = record.reward === null || record.reward === undefined ? "none" : Math.sign(record.reward - mean);
-  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"] }[side];
-  const components = Object.entries(result.components ?? {});
-  const facts = [
-    ["answer read", result.extracted],
-    ["verifier", result.reason],
-    ["status", result.status === "scored" ? null : result.status],
-    ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
-    ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],
-    ["tokens", record.tokens],
-    ["policy version", record.policy_version],
-  ].filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h(
-    "div",
-    { class: "completion" },
-    h("p", { class: `reward ${look}` }, h("b", null, number(record.reward)), " ", h("span", null, word)),
-    h("pre", { tabindex: "0" }, marked(record.completion ?? "", needle)),
-    h("dl", null, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, marked(String(value), needle))]).flat()),
-  );
 }

@@ -12,14 +12,20 @@ export function smooth(ys, weight) {
   });
 }
 
-/** Gives each line its ``lower`` and ``upper`` edge, each on top of the one before; null counts as 0. */
+/** Gives each line its ``lower`` and ``upper`` edge, each on top of the one before; null counts as 0 beside others. */
 export function stack(lines) {
-  let below = null;
+  let below = lines[0]?.xs.map((_, i) => (lines.some((line) => line.ys[i] !== null) ? 0 : null));
   for (const line of lines) {
-    line.lower = below ?? new Array(line.xs.length).fill(0);
-    line.upper = line.ys.map((y, i) => line.lower[i] + (y ?? 0));
+    line.lower = below;
+    line.upper = line.ys.map((y, i) => (line.lower[i] === null ? null : line.lower[i] + (y ?? 0)));
     below = line.upper;
   }
+}
+
+/** The edges of ``around`` above and below ``ys``, with null where either is not there. */
+export function spread(ys, around) {
+  const edge = (sign) => ys.map((y, i) => (y === null || around[i] === null ? null : y + sign * around[i]));
+  return { lower: edge(-1), upper: edge(1) };
 }
 
 /**

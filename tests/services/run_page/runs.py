@@ -10,9 +10,7 @@ import orjson
 
 
 def metrics(step: int, level: float = 0.4) -> dict[str, Any]:
-    """A line of metrics.jsonl; ``level`` is the reward at the start. Step 0 stands for the evaluation before it."""
-    if step == 0:
-        return {"step": 0, "time": 1_700_000_000.0, "workers": 2.0, "seconds_publish": 0.2, "accuracy": level}
+    """A line of metrics.jsonl; ``level`` is the reward at the start."""
     reward = 1 - (1 - level) * math.exp(-step / 100) + 0.03 * math.sin(step)
     record = {
         "step": step,
@@ -29,6 +27,9 @@ def metrics(step: int, level: float = 0.4) -> dict[str, Any]:
         "staleness_max": 0.0,
         "reward_mean": reward,
         "reward_std": 0.4,
+        "reward_part_math": reward - 0.1,
+        "reward_part_my_rewards:brevity": 0.5,
+        "reward_counts": [[0.0, 20], [1.0, 12]],
         "loss": 0.02 * math.sin(step / 3),
         "entropy": 0.8 - 0.0004 * step,
         "kl_behaviour": 1e-4 * (1 + math.sin(step / 5)),
@@ -47,7 +48,7 @@ def metrics(step: int, level: float = 0.4) -> dict[str, Any]:
         "lovely_metric": float(step),
     }
     if step % 20 == 0:
-        record["accuracy"] = min(1.0, reward)
+        record |= {"accuracy": min(1.0, reward), "accuracy_stderr": 0.05}
     return record
 
 
@@ -79,6 +80,12 @@ def group(step: int, number: int, *, rewards: list[float | None], **fields: Any)
     ]
 
 
+def held_out(step: int, number: int) -> dict[str, Any]:
+    """A line of evaluations.jsonl: the greedy completion of a held-out prompt, which is right from step 20 on."""
+    answer = {"prompt": f"What is {number} times 3?", "ground_truth": str(3 * number), "completion": f"{step} {number}"}
+    return {"step": step, **answer, "reward": float(step >= 20), "finish_reason": "stop"}
+
+
 def append(path: Path, records: list[dict[str, Any]]) -> None:
     """Appends lines, as the trainer does."""
     with path.open("ab") as stream:
@@ -90,13 +97,17 @@ def write_run(path: Path, steps: int, *, level: float = 0.4, ended: bool = True,
     path.mkdir(parents=True)
     config = {"model_name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 4, "learning_rate": 1e-6, **settings}
     (path / "config.json").write_bytes(orjson.dumps(config))
-    append(path / "metrics.jsonl", [metrics(step, level) for step in range(steps + 1)])
+    append(path / "metrics.jsonl", [metrics(step, level) for step in range(1, steps + 1)])
     samples: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         samples += group(step, 2 * step, rewards=[0.0, 1.0, 0.0, 0.5])
         samples += group(step, 2 * step + 1, rewards=[1.0, 1.0])
     append(path / "samples.jsonl", samples)
+    append(
+        path / "evaluations.jsonl", [held_out(step, number) for step in range(0, steps + 1, 20) for number in (1, 2)]
+    )
     if ended:
         summary = {"status": "succeeded", "steps": steps, "seconds": 2.5 * steps, "dataset": "gsm8k", "device": "cpu"}
+        summary |= {"accuracy_before": level, "accuracy_before_stderr": 0.06, "reward_first": 0.1 + 0.2}
         (path / "summary.json").write_bytes(orjson.dumps(summary))
     return path

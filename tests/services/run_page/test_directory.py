@@ -31,7 +31,7 @@ def read_all(run, start):
 def test_each_step_is_read_once_as_the_file_grows(tmp_path):
     run = RunDirectory("run", write_run(tmp_path / "run", 3))
     steps, _, end = read_all(run, Position())
-    assert steps == [0, 1, 2, 3]
+    assert steps == [1, 2, 3]
     append(run.path / "metrics.jsonl", [metrics(4)])
     steps, restarts, end = read_all(run, end)
     assert (steps, restarts) == ([4], 0)
@@ -43,7 +43,7 @@ def test_a_long_run_comes_in_parts(tmp_path):
     first = run.metrics(Position())
     assert first.more
     assert len(steps_of(first)) == RECORDS_A_REPLY
-    assert read_all(run, first.end)[0] == list(range(RECORDS_A_REPLY, 2 * RECORDS_A_REPLY + 1))
+    assert read_all(run, first.end)[0] == list(range(RECORDS_A_REPLY + 1, 2 * RECORDS_A_REPLY + 1))
 
 
 def test_a_line_that_is_being_written_waits(tmp_path):
@@ -62,12 +62,12 @@ def test_a_resumed_run_is_read_from_its_start_again(tmp_path):
     _, _, end = read_all(run, Position())
     # As the trainer does when it drops the steps after its checkpoint.
     partial = run.path / ".metrics.partial"
-    append(partial, [metrics(step) for step in range(6)])
+    append(partial, [metrics(step) for step in range(1, 6)])
     os.rename(partial, run.path / "metrics.jsonl")
     append(run.path / "metrics.jsonl", [metrics(step) for step in range(6, 30)])
     steps, restarts, _ = read_all(run, end)
     assert restarts == 1
-    assert steps == list(range(30))
+    assert steps == list(range(1, 30))
 
 
 def test_what_a_step_lacks_or_is_not_finite_is_none(tmp_path):
@@ -78,6 +78,22 @@ def test_what_a_step_lacks_or_is_not_finite_is_none(tmp_path):
     columns = run.metrics(Position()).columns
     assert columns["loss"] == [0.123457, None, None]
     assert columns["accuracy"] == [None, 0.5, None]
+
+
+def test_the_counts_of_a_steps_rewards_come_beside_its_metrics(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    append(run.path / "metrics.jsonl", [{"step": 2}])
+    read = run.metrics(Position())
+    assert read.reward_counts == [[[0.0, 20], [1.0, 12]], None]
+    assert "reward_counts" not in read.columns
+
+
+def test_the_outcome_is_rounded_for_people(tmp_path):
+    run = RunDirectory("run", tmp_path)
+    (tmp_path / "summary.json").write_text(
+        '{"reward_last":0.30000000000000004,"seconds":12345.678,"steps":7,"model":"m"}'
+    )
+    assert run.summary() == {"reward_last": 0.3, "seconds": 12346, "steps": 7, "model": "m"}
 
 
 def test_broken_lines_are_counted_and_left_out(tmp_path):
@@ -92,7 +108,7 @@ def test_a_run_that_has_just_begun_is_empty(tmp_path):
     run = RunDirectory("run", tmp_path / "not-there-yet")
     assert (run.settings(), run.summary(), run.metrics(Position()).columns) == ({}, {}, {})
     write_run(run.path, 1)
-    assert read_all(run, Position())[0] == [0, 1]
+    assert read_all(run, Position())[0] == [1]
 
 
 def test_a_directory_of_runs_stands_for_all_of_them(tmp_path):

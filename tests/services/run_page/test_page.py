@@ -1,5 +1,7 @@
 """The page in a real browser: it loads, follows a run, is used by mouse, keyboard and phone, and trusts no text."""
 
+import csv
+import json
 import re
 from contextlib import ExitStack, asynccontextmanager
 
@@ -64,6 +66,7 @@ NOW = {
     "step": 3,
     "total_steps": 100,
     "policy_version": 3,
+    "accuracy_before": 0.25,
     "components": [
         {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
         | {"detail": None, "milliseconds": 1.2, "policy_version": None, "seconds_since_answer": 0.1},
@@ -95,7 +98,56 @@ def test_a_run_opens_with_its_plots(open_page, tmp_path):
     page.get_by_text("Further metrics").click()
     expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
     assert is_drawn(page, "#plot-reward canvas")
+    assert is_drawn(page, "#plot-histogram canvas")
     assert not is_wider_than_window(page)
+
+
+def test_plots_say_quantity_unit_and_rounded_numbers(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 40)))
+    expect(page.locator("#plot-groups figcaption")).to_have_text(re.compile("Groups in each step number of groups"))
+    page.get_by_text("Further metrics").click()
+    expect(page.locator("#plot-metric-lovely_metric")).to_be_visible()
+    for figure in page.locator("figure:visible").all():
+        assert all(figure.locator(f"figcaption {part}").inner_text() for part in ("strong", ".muted"))
+    texts = [page.locator("main").inner_text()]
+    texts += [canvas.get_attribute("aria-label") for canvas in page.locator("canvas[role=img]:visible").all()]
+    page.get_by_role("link", name="Settings").click()
+    texts.append(page.locator("#settings").inner_text())
+    assert "0.3" in texts[-1]
+    assert not [text for text in texts if re.search(r"\d\.\d{8}", text)]
+    shown = page.evaluate("""async () => {
+        const { number, tickLabels } = await import("/static/format.js");
+        const numbers = [0.1 + 0.2, 999.6, 12345, 1234567, 0.00001234].map((value) => number(value));
+        return [numbers, tickLabels([0.998, 1, 1.002])];
+    }""")
+    assert shown == [["0.3", "1,000", "12,345", "1.23M", "1.2e-5"], ["0.998", "1.000", "1.002"]]
+
+
+def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    append(run / "metrics.jsonl", [metrics(41) | {"reward_counts": [[0.25, 7]]}])
+    page = open_page(view(run))
+    expect(page.locator("#plot-reward canvas.top")).to_have_attribute(
+        "aria-label", re.compile(r"reward 0\.\d+ ± 0\.4\.")
+    )
+    parts = re.compile(r"step 41: math 0\.\d+, my_rewards:brevity 0\.5\.")
+    expect(page.locator("#plot-reward-parts canvas.top")).to_have_attribute("aria-label", parts)
+    histogram = page.locator("#plot-histogram canvas")
+    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41: 7 with reward 0\.25\."))
+    page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("3")
+    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 3: 20 with reward 0, 12 with reward 1\."))
+    page.locator("#plot-reward canvas.top").press("End")
+    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41:"))
+
+
+def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
+    page = open_page(view(write_run(tmp_path / "run", 40)))
+    page.locator("#plot-accuracy canvas.top").press("Home")
+    expect(page.locator("#cursor")).to_have_text("step 0, before training")
+    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 0: greedy pass@1 0.4 ± 0.06.")
+    page.get_by_label("Against").select_option("time")
+    page.locator("#plot-accuracy canvas.top").press("Home")
+    expect(page.locator("#plot-accuracy .spoken")).to_contain_text("0.0s: greedy pass@1 0.4")
 
 
 def is_drawn(page, canvas):
@@ -162,13 +214,15 @@ def test_it_is_used_by_keyboard_alone(open_page, tmp_path):
 
 def test_samples_show_a_groups_completions_side_by_side(open_page, tmp_path):
     run = write_run(tmp_path / "run", 12)
-    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None]))
+    append(run / "samples.jsonl", group(13, 99, rewards=[1.0, 0.0, None], rendered_prompt="<|user|>What is 99 plus 1?"))
     page = open_page(view(run), "/#samples")
     first = page.locator("article.group").first
     expect(first.locator(".completion")).to_have_count(3)
     tops = [box.bounding_box()["y"] for box in first.locator(".completion").all()]
     assert len(set(tops)) == 1
-    expect(first).to_contain_text("What is 99 plus 1?")
+    expect(first.locator(".prompt")).to_contain_text("What is 99 plus 1?")
+    first.get_by_text("As the model saw it").click()
+    expect(first.get_by_text("<|user|>What is 99 plus 1?")).to_be_visible()
     expect(first.locator(".completion").nth(0)).to_contain_text("▲")
     expect(first.locator(".completion").nth(1)).to_contain_text("compared as numbers")
     expect(first.locator(".completion").nth(2)).to_contain_text("not scored")
@@ -192,6 +246,56 @@ def test_samples_are_searched_and_filtered(open_page, tmp_path):
     expect(page.locator("article.group")).to_have_count(4)
     form.get_by_placeholder("highest").fill("0.6")
     expect(page.locator("article.group")).to_have_count(2)
+
+
+def test_a_prompt_is_followed_over_the_steps_at_which_it_was_sampled(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    append(run / "samples.jsonl", group(41, 7, rewards=[0.0, 1.0]) + group(42, 7, rewards=[1.0, 1.0]))
+    page = open_page(view(run), "/#samples")
+    page.get_by_label("of prompts sampled more than once").check()
+    expect(page.locator("article.group")).to_have_count(3)
+    page.get_by_role("button", name="Follow this prompt (3 groups)").first.click()
+    columns = page.locator("#followed section.step")
+    expect(columns.locator("strong")).to_have_text(["step 3", "step 41", "step 42"])
+    assert len({column.bounding_box()["y"] for column in columns.all()}) == 1
+    expect(columns.nth(1)).to_contain_text("policy version 40")
+    expect(columns.nth(1)).to_contain_text("mean reward 0.5")
+    expect(columns.nth(1).locator(".completion")).to_have_count(2)
+    expect(page.locator("#followed")).to_contain_text("What is 7 plus 1?")
+    assert not is_wider_than_window(page)
+    page.get_by_role("button", name="Back to all groups").click()
+    page.get_by_label("From").select_option("evaluation")
+    expect(page.locator("article.group")).to_have_count(6)
+    page.get_by_role("button", name="Follow this prompt (3 groups)").last.click()
+    expect(columns.locator("strong")).to_have_text(["step 0", "step 20", "step 40"])
+    expect(page.locator("#followed")).to_contain_text("mean reward 0 → 1")
+
+
+def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    append(run / "samples.jsonl", group(41, 99, rewards=[1.0], completion='=1+1, "so"'))
+    page = open_page(view(run))
+    rows = list(csv.DictReader(saved(page, "Save metrics as CSV", "run-metrics.csv").decode().splitlines()))
+    assert [row["step"] for row in rows] == [str(step) for step in range(41)]
+    assert (rows[0]["accuracy"], rows[0]["loss"], rows[20]["accuracy_stderr"]) == ("0.4", "", "0.05")
+    for plot, name in (("Reward", "reward"), ("Rewards of one step", "rewards-of-step-40")):
+        assert saved(page, f"Save {plot} as a picture", f"{name}.png").startswith(b"\x89PNG")
+    page.get_by_role("link", name="Samples").click()
+    page.get_by_placeholder("first").fill("41")
+    expect(page.locator("article.group")).to_have_count(1)
+    [line] = saved(page, "Save shown as JSONL", "run-training-samples.jsonl").splitlines()
+    record = json.loads(line)
+    assert (record["step"], record["prompt"], record["completion"]) == (41, "What is 99 plus 1?", '=1+1, "so"')
+    [row] = csv.DictReader(saved(page, "Save shown as CSV", "run-training-samples.csv").decode().splitlines())
+    assert row["completion"] == """'=1+1, "so\"""", "a spreadsheet must not run what a model wrote"
+
+
+def saved(page, button, name):
+    """The content of the file ``name`` that a button saves."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button, exact=True).click()
+    assert download.value.suggested_filename == name
+    return download.value.path().read_bytes()
 
 
 HOSTILE = [
@@ -222,6 +326,8 @@ def test_numbers_move_while_the_run_goes_on(open_page, tmp_path):
     run, now = write_run(tmp_path / "run", 3, ended=False), dict(NOW)
     page = open_page(live(run, now))
     expect(page.locator("#progress-text")).to_contain_text("step 3 of 100")
+    before = re.compile(r"step 0: greedy pass@1 0\.25\.")
+    expect(page.locator("#plot-accuracy canvas.top")).to_have_attribute("aria-label", before)
     append(run / "metrics.jsonl", [metrics(4), metrics(5)])
     now["phase"] = "publish"
     expect(page.locator("#progress-text")).to_contain_text("step 5 of 100")
@@ -259,6 +365,7 @@ def test_several_runs_are_compared(open_page, tmp_path):
     page.locator("#plot-reward canvas.top").press("End")
     expect(page.locator("#plot-reward .tip")).to_contain_text("slow")
     expect(page.locator("#plot-reward .tip")).to_contain_text("fast")
+    expect(page.locator("#plot-groups .legend")).to_have_text("fresh, all rewards equal")
     page.get_by_label("show fast").uncheck()
     page.locator("#plot-reward canvas.top").press("End")
     expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")

@@ -35,11 +35,14 @@ async def test_a_run_is_told_whole(serving, runs):
         assert [run["name"] for run in reply["runs"]] == ["one", "two"]
         assert reply["runs"][0]["summary"]["status"] == "succeeded"
         metrics = (await client.get("/api/metrics", params={"run": "two"})).json()
-        assert metrics["columns"]["step"] == [0, 1, 2, 3, 4, 5]
+        assert metrics["columns"]["step"] == [1, 2, 3, 4, 5]
+        assert metrics["reward_counts"] == [[[0.0, 20], [1.0, 12]]] * 5
         after = {"run": "two", "file": metrics["file"], "offset": metrics["offset"]}
         assert (await client.get("/api/metrics", params=after)).json()["columns"] == {}
         groups = (await client.get("/api/groups", params={"run": "two", "step_to": 1, "spread": "mixed"})).json()
         assert [group["step"] for group in groups["groups"]] == [1]
+        held_out = (await client.get("/api/groups", params={"run": "two", "source": "evaluation"})).json()["groups"]
+        assert [(group["step"], len(group["completions"])) for group in held_out] == [(0, 1), (0, 1)]
         assert (await client.get("/api/now")).json() is None
 
 
@@ -52,6 +55,7 @@ async def test_unknown_runs_files_and_options_are_refused_in_words(serving, runs
         assert misspelt.status_code == 422
         assert "stepfrom" in misspelt.json()["detail"]
         assert (await client.get("/api/metrics", params={"run": "one", "offset": -1})).status_code == 422
+        assert (await client.get("/api/groups", params={"run": "one", "prompt_key": "words"})).status_code == 422
 
 
 async def test_with_a_token_the_page_loads_without_it_and_its_data_does_not(serving, runs):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from services.run_page import samples
-from services.run_page.samples import Query, SampleIndex
+from services.run_page.samples import Query, SampleIndex, prompt_key
 from tests.services.run_page.runs import append, group, write_run
 
 
@@ -56,6 +56,16 @@ def test_a_group_is_found_by_the_reward_of_any_completion(index, low, high, grou
 def test_groups_that_teach_nothing_can_be_left_out_or_sought(index):
     assert {len(g["completions"]) for g in index.search(Query(limit=100, spread="mixed")).groups} == {4}
     assert {len(g["completions"]) for g in index.search(Query(limit=100, spread="equal")).groups} == {2}
+
+
+def test_a_prompt_is_found_at_every_step_at_which_it_was_sampled(index):
+    again = group(11, 4, rewards=[1.0, 1.0])
+    append(index.path, again)
+    newest = index.search(Query(limit=1)).groups[0]
+    assert newest["groups_of_prompt"] == 2
+    assert steps(index.search(Query(prompt_key=newest["prompt_key"]))) == [11, 2]
+    assert steps(index.search(Query(limit=100, recurring=True))) == [11, 2]
+    assert index.search(Query(prompt_key=prompt_key("never asked"))).groups == []
 
 
 @pytest.mark.parametrize("text", ["what is 14 plus", "I SAY 14.", "compared as numbers", "run-0-14", "15"])

@@ -1,0 +1,86 @@
+// Groups of samples as cards, and their completions with reward, text and what the verifier said.
+
+import { h, marked } from "./dom.js";
+import { count, number } from "./format.js";
+
+/** The mean reward of a group; null where nothing could be scored. */
+export function meanReward(group) {
+  const rewards = group.completions.map((c) => c.reward).filter((reward) => reward !== null && reward !== undefined);
+  return rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
+}
+
+/** A group with ``needle`` marked; ``follow`` is called with a group whose prompt is wanted at all its steps. */
+export function card(group, needle, follow) {
+  const mean = meanReward(group);
+  const others = group.groups_of_prompt - 1;
+  const link = h("button", { type: "button", class: "link", onclick: () => follow(group) }, `Follow this prompt (${count(others + 1)} groups)`);
+  return h(
+    "article",
+    { class: "card group", "aria-label": `${group.group_id ? `group ${group.group_id}` : "evaluation"} of step ${group.step}` },
+    h(
+      "header",
+      null,
+      h("strong", null, `step ${count(group.step)}`),
+      h("span", { class: "muted" }, group.group_id ? `group ${group.group_id}` : "evaluation"),
+      h("span", null, "mean reward ", h("b", null, number(mean))),
+      strip(group.completions),
+      others > 0 ? link : null,
+    ),
+    ...question(group, needle),
+    h("div", { class: "completions", tabindex: "0", role: "group", "aria-label": "completions" }, completions(group, needle)),
+  );
+}
+
+/** The prompt of a group, as it was given and as the model saw it, and its ground truth. */
+export function question(group, needle) {
+  const text = (words) => h("pre", { tabindex: "0" }, marked(words, needle));
+  const rendered = group.rendered_prompt ?? group.prompt;
+  return [
+    h("div", { class: "prompt" }, h("h3", null, "Prompt"), text(group.prompt ?? "")),
+    rendered === group.prompt ? null : h("details", null, h("summary", null, "As the model saw it"), text(rendered)),
+    h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
+  ];
+}
+
+/** The rewards of a group as small bars. */
+export function strip(completions) {
+  const rewards = completions.map((c) => c.reward ?? 0);
+  const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
+  const bars = completions.map((c) => {
+    const bar = h("i", { class: c.reward === null ? "bar missing" : "bar" });
+    bar.style.setProperty("--height", `${8 + (92 * ((c.reward ?? low) - low)) / (high - low)}%`);
+    return bar;
+  });
+  return h("span", { class: "strip", "aria-hidden": "true" }, bars);
+}
+
+/** The completions of a group, each with its place among them. */
+export function completions(group, needle) {
+  const mean = group.completions.length > 1 ? meanReward(group) : null;
+  return group.completions.map((record) => completion(record, mean, needle));
+}
+
+/** A completion beside the ``mean`` reward of its group (null: it is the only one). */
+function completion(record, mean, needle) {
+  const result = record.result ?? {};
+  const isScored = record.reward !== null && record.reward !== undefined;
+  const side = !isScored ? "none" : mean === null ? "alone" : Math.sign(record.reward - mean);
+  const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"], alone: ["", "even"] }[side];
+  const components = Object.entries(result.components ?? {});
+  const facts = [
+    ["answer read", result.extracted],
+    ["verifier", result.reason],
+    ["status", result.status === "scored" ? null : result.status],
+    ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
+    ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],
+    ["tokens", record.tokens === undefined ? null : count(record.tokens)],
+    ["policy version", record.policy_version],
+  ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h(
+    "div",
+    { class: "completion" },
+    h("p", { class: `reward ${look}` }, h("b", null, number(record.reward)), " ", h("span", null, word)),
+    h("pre", { tabindex: "0" }, marked(record.completion ?? "", needle)),
+    h("dl", null, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, marked(String(value), needle))]).flat()),
+  );
+}

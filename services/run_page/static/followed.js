@@ -1,0 +1,89 @@
+// One prompt over the steps at which it was sampled: a column a step, oldest first, with its completions.
+
+import { get } from "./api.js";
+import { completions, meanReward, question, strip } from "./cards.js";
+import { h, show } from "./dom.js";
+import { count, number } from "./format.js";
+
+const PAGE = 20;
+
+export class Followed {
+  /** ``fail`` is called with what a request failed with, ``close`` when all groups are wanted again. */
+  constructor(fail, close) {
+    this.fail = fail;
+    this.isOpen = false;
+    this.groups = [];
+    this.head = h("div");
+    this.older = h("button", { type: "button", hidden: true, onclick: () => this.read(this.before) }, "Earlier steps");
+    this.columns = h("div", { class: "steps", tabindex: "0", role: "group", "aria-label": "completions by step" });
+    const back = h("button", { type: "button", onclick: close }, "Back to all groups");
+    this.element = h("div", { id: "followed", hidden: true }, h("div", { class: "controls" }, back, this.older), this.head, this.columns);
+  }
+
+  /** Shows the prompt of ``group``, which is one of ``run``, from its training or its evaluations. */
+  open(run, source, group) {
+    Object.assign(this, { isOpen: true, run, source, key: group.prompt_key, prompt: group, groups: [] });
+    show(this.element, true);
+    return this.read(null);
+  }
+
+  close() {
+    this.isOpen = false;
+    show(this.element, false);
+  }
+
+  /** Adds the steps that have come since. */
+  refresh() {
+    return this.read(null);
+  }
+
+  /** Reads the newest groups of the prompt before ``before`` (null: of all), and shows them with those there are. */
+  async read(before) {
+    const key = this.key;
+    try {
+      const found = [];
+      let next = before;
+      do {
+        const query = { run: this.run, source: this.source, prompt_key: key, before: next };
+        const reply = await get("api/groups", { ...query, limit: PAGE - found.length });
+        found.push(...reply.groups);
+        next = reply.before;
+      } while (next !== null && found.length < PAGE);
+      if (key !== this.key || !this.isOpen) return;
+      const isFirst = !this.groups.length;
+      const known = new Set(this.groups.map((group) => group.number));
+      const added = found.filter((group) => !known.has(group.number));
+      if (isFirst || before !== null) this.before = next;
+      if (!added.length) return;
+      this.groups = [...this.groups, ...added].sort((a, b) => a.number - b.number);
+      this.draw();
+    } catch (error) {
+      this.fail(error);
+    }
+  }
+
+  draw() {
+    show(this.older, this.before !== null);
+    const [first, last] = [this.groups[0], this.groups.at(-1)];
+    const means = [...new Set([first, last])].map((group) => number(meanReward(group))).join(" → ");
+    this.head.replaceChildren(
+      ...question(this.prompt, "").filter(Boolean),
+      h("p", { role: "status" }, `${count(this.groups.length)} groups, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
+    );
+    this.columns.replaceChildren(...this.groups.map(column));
+  }
+}
+
+function column(group) {
+  const mean = meanReward(group);
+  const known = group.completions.map((record) => record.policy_version).filter((version) => version !== undefined);
+  const versions = [...new Set(known)].sort((a, b) => a - b);
+  return h(
+    "section",
+    { class: "card step", "aria-label": `step ${group.step}` },
+    h("header", null, h("strong", null, `step ${count(group.step)}`), strip(group.completions)),
+    versions.length ? h("p", { class: "muted" }, `policy version ${versions.map(count).join(", ")}`) : null,
+    h("p", null, "mean reward ", h("b", null, number(mean))),
+    completions(group, ""),
+  );
+}

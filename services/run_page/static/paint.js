@@ -1,0 +1,149 @@
+// What plots are drawn with: a plane of values on a canvas; axes, lines, bands, error bars and areas on it.
+
+import { color } from "./colors.js";
+import { number, tickLabels } from "./format.js";
+import { decimate, ticks } from "./series.js";
+
+const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
+const FONT = "11px system-ui, sans-serif";
+const CAP = 4;
+
+/** Where values are on a canvas of ``width`` by ``height``: ``range`` is that of x, ``heights`` that of y. */
+export class Plane {
+  constructor(width, height, range, heights) {
+    Object.assign(this, { width, height, range, heights, ...MARGIN });
+    this.plotWidth = width - MARGIN.left - MARGIN.right;
+    this.plotHeight = height - MARGIN.top - MARGIN.bottom;
+  }
+
+  x(value) {
+    const [first, last] = this.range;
+    return this.left + ((value - first) / (last - first || 1)) * this.plotWidth;
+  }
+
+  y(value) {
+    const [low, high] = this.heights;
+    return this.top + (1 - (value - low) / (high - low || 1)) * this.plotHeight;
+  }
+
+  valueAt(pixel) {
+    const [first, last] = this.range;
+    return first + ((pixel - this.left) / this.plotWidth) * (last - first);
+  }
+}
+
+/** Makes a canvas so large, with ``scale`` pixels of the device for one of the page. */
+export function size(canvas, width, height, scale = window.devicePixelRatio || 1) {
+  const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== wide || canvas.height !== high) {
+    canvas.width = wide;
+    canvas.height = high;
+  }
+  canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
+}
+
+/** Both axes: x by ``name``, with ``label`` for its values if they are no numbers; which are ``whole`` numbers only. */
+export function paintAxes(context, plane, { name, label, whole = false, wholeHeights = false }) {
+  context.font = FONT;
+  context.lineWidth = 1;
+  context.strokeStyle = color("--line");
+  context.fillStyle = color("--muted");
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const heights = ticks(...plane.heights, 5, wholeHeights);
+  const labels = tickLabels(heights);
+  for (const [i, value] of heights.entries()) {
+    const y = Math.round(plane.y(value)) + 0.5;
+    line(context, plane.left, y, plane.left + plane.plotWidth, y);
+    context.fillText(labels[i], plane.left - 6, y);
+  }
+  context.textBaseline = "top";
+  const below = plane.height - plane.bottom + 6;
+  context.fillText(name, plane.left - 12, below);
+  const xs = ticks(...plane.range, Math.max(2, Math.floor(plane.plotWidth / 50)), whole);
+  const names = label ? xs.map(label) : tickLabels(xs);
+  for (const [i, value] of xs.entries()) {
+    context.textAlign = plane.x(value) > plane.left + plane.plotWidth - 14 ? "right" : "center";
+    context.fillText(names[i], Math.min(plane.x(value), plane.left + plane.plotWidth), below);
+  }
+}
+
+/** Runs ``paint`` with what it draws cut off at the plot's edges; points on an edge are drawn whole. */
+export function within(context, plane, paint) {
+  context.save();
+  context.beginPath();
+  context.rect(plane.left - 4, plane.top - 4, plane.plotWidth + 8, plane.plotHeight + 8);
+  context.clip();
+  paint();
+  context.restore();
+}
+
+/** A line of ``series`` ({xs, color, dash}) through ``ys``, with discs where there are few points or ``markers``. */
+export function paintLine(context, plane, series, ys, { alpha = 1, width = 1.7, markers = false } = {}) {
+  const points = decimate(series.xs, ys, plane.range, plane.plotWidth);
+  context.globalAlpha = alpha;
+  context.strokeStyle = context.fillStyle = series.color;
+  context.lineWidth = width;
+  context.lineJoin = "round";
+  context.setLineDash(series.dash);
+  context.beginPath();
+  for (const [i, [x, y]] of points.entries()) context[i ? "lineTo" : "moveTo"](plane.x(x), plane.y(y));
+  context.stroke();
+  context.setLineDash([]);
+  if (markers || points.length < 30) {
+    for (const [x, y] of points) disc(context, plane.x(x), plane.y(y), markers ? 3 : 2);
+  }
+  context.globalAlpha = 1;
+}
+
+/** The area between ``lower`` and ``upper``. */
+export function paintArea(context, plane, series, lower, upper, alpha) {
+  const edges = [upper, lower].map((ys) => decimate(series.xs, ys, plane.range, plane.plotWidth));
+  context.beginPath();
+  for (const [i, [x, y]] of edges[0].entries()) context[i ? "lineTo" : "moveTo"](plane.x(x), plane.y(y));
+  for (const [x, y] of edges[1].reverse()) context.lineTo(plane.x(x), plane.y(y));
+  context.closePath();
+  context.fillStyle = series.color;
+  context.globalAlpha = alpha;
+  context.fill();
+  context.globalAlpha = 1;
+}
+
+/** A bar from ``lower`` to ``upper`` at each point that has them. */
+export function paintErrors(context, plane, series, lower, upper) {
+  context.strokeStyle = series.color;
+  context.lineWidth = 1;
+  for (const [i, value] of series.xs.entries()) {
+    if (value === null || lower[i] === null) continue;
+    const [x, low, high] = [plane.x(value), plane.y(lower[i]), plane.y(upper[i])];
+    line(context, x, low, x, high);
+    for (const y of [low, high]) line(context, x - CAP, y, x + CAP, y);
+  }
+}
+
+/** Columns of ``counts`` ([[value, count]]) with their counts above, ``shift`` pixels beside their values. */
+export function paintColumns(context, plane, counts, { fill, width, shift }) {
+  context.font = FONT;
+  context.textAlign = "center";
+  context.textBaseline = "bottom";
+  for (const [value, amount] of counts) {
+    const [left, top] = [plane.x(value) + shift - width / 2, plane.y(amount)];
+    context.fillStyle = fill;
+    context.fillRect(left, top, width, plane.y(0) - top);
+    context.fillStyle = color("--muted");
+    if (width > 14) context.fillText(number(amount, 4), left + width / 2, top - 1);
+  }
+}
+
+export function line(context, x0, y0, x1, y1) {
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
+}
+
+export function disc(context, x, y, radius) {
+  context.beginPath();
+  context.arc(x, y, radius, 0, 2 * Math.PI);
+  context.fill();
+}
