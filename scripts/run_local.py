@@ -143,7 +143,10 @@ async def _run(run: Run, console: Console, live: bool) -> int:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-    summary.record(run, outcome, meter)
+    try:
+        summary.record(run, outcome, meter)
+    except OSError as error:
+        console.print(f"what the run took cannot be written down: {error}", soft_wrap=True)
     summary.show(console, run, outcome, meter.peak, summary.trainer_summary(run, since))
     return outcome.exit_code
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 import signal
 import socket
 import sys
@@ -397,12 +398,18 @@ def exit_code_of(main: Callable[[], None]) -> int:
     try:
         main()
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_CONFIGURATION
     except DependencyLostError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_RECOVERABLE
     except NeverReadyError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_FAILED
     return 0
+
+
+def _last_words(error: Exception) -> None:
+    # Past the buffer of sys.stderr: Python ends with 120 when the log's disk is full and something is left in it.
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {error}\n".encode("utf-8", "backslashreplace"))
