@@ -15,7 +15,6 @@ import inspect
 import os
 import signal
 import socket
-import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping

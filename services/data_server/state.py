@@ -162,7 +162,7 @@ class ServerState:
         }
 
     def rates_at_start(self, epoch: int, size: int) -> Rates | None:
-        """Return the rates (NaN: unknown, shape [size]) as they were when ``epoch`` was first asked for; None before any.
+        """Return the rates (NaN: unknown, shape [size]) at the first request for ``epoch``; None before any.
 
         Raises:
             ProblemError: 507, it is asked for now, and the disk refuses to keep them.

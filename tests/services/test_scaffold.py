@@ -273,7 +273,7 @@ def test_a_configuration_that_cannot_work_exits_with_78_and_one_line(start_servi
 def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() -> None:
     script = (
         "import sys\nfrom services import logs, scaffold\nfrom services.errors import DependencyLostError\n"
-        "def main():\n    logs.configure('test')\n    logs.get_logger().info('here')\n    raise DependencyLostError('x')\n"
+        "def main():\n    logs.configure('test')\n    logs.get_logger().info('x')\n    raise DependencyLostError('x')\n"
         "sys.exit(scaffold.exit_code_of(main))"
     )
     with open("/dev/full", "wb") as full:
