@@ -31,6 +31,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_met
 from pydantic import BaseModel
 
 from services import endpoints, gate, logs, problems
+from services.connections import server_config
 from services.errors import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
@@ -320,16 +321,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         Exception: what the lifecycle failed with.
     """
     lifecycle: Lifecycle = app.state.lifecycle
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-        timeout_keep_alive=30,
-        server_header=False,
-    )
+    config = server_config(app, lifespan="on", timeout_graceful_shutdown=DRAIN_SECONDS, timeout_keep_alive=30)
     _Server(config, lifecycle).run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure

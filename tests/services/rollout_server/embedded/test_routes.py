@@ -107,6 +107,10 @@ async def test_a_failed_update_keeps_weights_and_version(serving: Serving, tiny_
         info = (await client.get("/model_info")).json()
         assert (info["weight_version"], info["model_path"]) == ("0", str(tiny_model))
         assert (await client.post("/generate", json=body(temperature=0))).json()["output_ids"] == before
+        # Longer than any path may be.
+        reply = await client.post("/update_weights_from_disk", json={**update, "model_path": "a" * 5000})
+        assert reply.status_code == 400
+        assert "File name too long" in reply.json()["message"]
         update["model_path"] = str(tiny_model)
         assert (await client.post("/update_weights_from_disk", json=update)).json()["success"] is True
         reply = (await client.post("/generate", json=body(temperature=0, max_new_tokens=2))).json()
