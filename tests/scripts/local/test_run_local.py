@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -341,6 +343,15 @@ def test_a_run_whose_logs_and_record_cannot_be_written_goes_on_and_ends_as_it_wo
     assert (tmp_path / "ran").exists()
     assert len(re.findall(f"its logs cannot be written: .*{reason}", ended.output)) == 1, ended.output
     assert "what the run took cannot be written down" in ended.output
+
+
+def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path):
+    (tmp_path / "group.yaml").write_text(HEADER + task("ppo-trainer", "touch ran; exit 7"))
+    command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--run-id", "test"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full, timeout=200, check=False)
+    assert ended.returncode == 7
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_run_does_not_start_where_its_directory_cannot_be_written(tmp_path):
