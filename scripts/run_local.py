@@ -23,6 +23,7 @@ from rich.table import Table
 
 from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, watchdog
 from scripts.local.environment import Run
+from scripts.local.output import standard_output
 from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
 from services.errors import EXIT_CONFIGURATION, ConfigurationError
@@ -64,7 +65,7 @@ def main(
     ] = None,
 ) -> None:
     """Runs the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
-    console = Console()
+    console = Console(file=standard_output())
     try:
         from_files = {name: value for file in env_file or [] for name, value in spec.env_file(file).items()}
         overrides = spec.Overrides(
@@ -143,7 +144,10 @@ async def _run(run: Run, console: Console, live: bool) -> int:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-    summary.record(run, outcome, meter)
+    try:
+        summary.record(run, outcome, meter)
+    except OSError as error:
+        console.print(f"what the run took cannot be written down: {error}", soft_wrap=True)
     summary.show(console, run, outcome, meter.peak, summary.trainer_summary(run, since))
     return outcome.exit_code
 

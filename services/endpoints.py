@@ -58,6 +58,9 @@ PORTS: dict[Task, tuple[int, ...]] = {
 }
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
+NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
+"""SkyPilot sets it on every node of every task."""
+EVERYWHERE = "0.0.0.0"
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Endpoint:
     @property
     def url(self) -> str:
         """The base URL, without a trailing slash."""
-        return f"http://{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
 
 
 def endpoint(task: Task, port: int, rank: int = 0) -> Endpoint:
@@ -89,14 +93,24 @@ def endpoint(task: Task, port: int, rank: int = 0) -> Endpoint:
 
 
 def bind_address(task: Task, port: int, rank: int | None = None) -> Endpoint:
-    """Where node ``rank`` of ``task`` (default: this node) listens on ``port``: every interface, unless mapped."""
+    """Return where node ``rank`` of ``task`` (default: this node) listens on ``port``, unless it is given a ``--host``.
+
+    On a node of SkyPilot's that is every interface, since the other nodes must reach it; elsewhere this machine alone.
+    """
     mapped = _mapped(task, port, node_rank() if rank is None else rank)
-    return mapped if mapped is not None else Endpoint("0.0.0.0", port)
+    if mapped is not None:
+        return mapped
+    return Endpoint(EVERYWHERE if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
+
+
+def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
+    """Return where others reach what listens on ``bind``: at the host of ``usual`` where that is every interface."""
+    return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
 
 
 def node_rank() -> int:
     """This node's rank within its task."""
-    return _integer("SKYPILOT_NODE_RANK", 0)
+    return _integer(NODE_RANK_VARIABLE, 0)
 
 
 def num_nodes() -> int:

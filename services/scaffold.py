@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import os
 import signal
 import socket
-import sys
 import threading
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping
@@ -31,6 +31,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_met
 from pydantic import BaseModel
 
 from services import endpoints, gate, logs, problems
+from services.connections import server_config
 from services.errors import (
     EXIT_CONFIGURATION,
     EXIT_FAILED,
@@ -320,16 +321,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         Exception: what the lifecycle failed with.
     """
     lifecycle: Lifecycle = app.state.lifecycle
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        lifespan="on",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-        timeout_keep_alive=30,
-        server_header=False,
-    )
+    config = server_config(app, lifespan="on", timeout_graceful_shutdown=DRAIN_SECONDS, timeout_keep_alive=30)
     _Server(config, lifecycle).run(sockets=[listener])
     if lifecycle.failure is not None:
         raise lifecycle.failure
@@ -397,12 +389,18 @@ def exit_code_of(main: Callable[[], None]) -> int:
     try:
         main()
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_CONFIGURATION
     except DependencyLostError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_RECOVERABLE
     except NeverReadyError as error:
-        sys.stderr.write(f"error: {error}\n")
+        _last_words(error)
         return EXIT_FAILED
     return 0
+
+
+def _last_words(error: Exception) -> None:
+    # Past the buffer of sys.stderr: Python ends with 120 when the log's disk is full and something is left in it.
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {error}\n".encode("utf-8", "backslashreplace"))

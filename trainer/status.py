@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from services.connections import server_config
 from services.endpoints import STATUS_PORT, Task, bind_address
 from services.run_page.components import ComponentWatch
 from services.run_page.directory import RunDirectory
@@ -79,10 +80,7 @@ async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
     """Serves until cancelled."""
     address = bind_address(Task.TRAINER, STATUS_PORT)
     listener = listen(settings.trainer_listen_host or address.host, settings.trainer_listen_port or address.port)
-    config = uvicorn.Config(
-        create_status_app(settings, status), access_log=False, log_config=None, log_level="warning", lifespan="on"
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(create_status_app(settings, status), lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(serving)

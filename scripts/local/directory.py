@@ -33,13 +33,22 @@ class Nodes:
 
 
 def record_nodes(run: Run) -> None:
-    """Writes down that this process runs ``run``, and where."""
+    """Write down that this process runs ``run``, and where.
+
+    Raises:
+        ConfigurationError: the run directory cannot be written.
+    """
     content = {
         "pid": os.getpid(),
         "started": psutil.Process().create_time(),
         "endpoints": run.addresses.endpoints,
     }
-    (run.run_dir / FILE).write_text(json.dumps(content, indent=2) + "\n")
+    try:
+        write_object(run.run_dir / FILE, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {run.run_dir} cannot be written: {error}; make room there"
+        ) from error
 
 
 def read_nodes(run_dir: Path) -> Nodes | None:
@@ -54,6 +63,16 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     content: dict[str, Any] = json.loads(path.read_text())
     return content
+
+
+def write_object(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object; a file that was there stays whole where the disk is full."""
+    partial = path.with_name(f".{path.stem}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def find_run(given: Path | None) -> Path:

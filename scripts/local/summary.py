@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.local.directory import write_object
 from scripts.local.environment import Run
 from scripts.local.processes import MemoryMeter
 from scripts.local.supervisor import Outcome
@@ -25,7 +26,7 @@ def record(run: Run, outcome: Outcome, meter: MemoryMeter) -> None:
         "peak_memory_bytes_by_node": {node: used for node, used in sorted(meter.peak_by_node.items()) if node},
         "restarts": outcome.restarts,
     }
-    (run.run_dir / "runner.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_object(run.run_dir / "runner.json", content)
 
 
 def trainer_summary(run: Run, since: float) -> dict[str, Any] | None:

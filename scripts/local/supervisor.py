@@ -13,11 +13,13 @@ primary that fails after an auxiliary is gone for good.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import IO
 
 from scripts.local import processes
@@ -96,6 +98,7 @@ class Supervisor:
         self._stop: asyncio.Future[int] | None = None
         self._impatient = asyncio.Event()
         self._ending = False
+        self._told_of_logs = False
 
     async def run(self) -> Outcome:
         """Runs the group to its end; returns when no process of it is left."""
@@ -240,11 +243,14 @@ class Supervisor:
 
     async def _start(self, task: TaskSpec, rank: int) -> asyncio.subprocess.Process:
         path = self._run.log(task, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as log:
-            _write_header(log, self._lives[task.name].restarts)
+        log, failure = _open_log(path, self._lives[task.name].restarts)
+        with log:
             leader = await self._start_node(task, rank, log)
-        self._report(task, rank, State.RUNNING, f"pid {leader.pid}")
+        why = f"pid {leader.pid}"
+        if failure is not None and not self._told_of_logs:
+            self._told_of_logs = True
+            why += f"; the run goes on, but its logs cannot be written: {path}: {failure.strerror}"
+        self._report(task, rank, State.RUNNING, why)
         return leader
 
     async def _start_here(self, task: TaskSpec, rank: int, log: IO[bytes]) -> asyncio.subprocess.Process:
@@ -260,10 +266,22 @@ class Supervisor:
         )
 
 
-def _write_header(log: IO[bytes], restarts: int) -> None:
+def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
+    """Open a node's log and write its first line; return with it what prevented that, such as a full disk.
+
+    A log that cannot be opened is the null device; the others may be written to again once there is space.
+    """
     what = f"restart {restarts}" if restarts else "start"
-    log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
-    log.flush()  # before the process writes
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log: IO[bytes] = path.open("ab", buffering=0)
+    except OSError as error:
+        return open(os.devnull, "wb"), error
+    try:
+        log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
+    except OSError as error:
+        return log, error
+    return log, None
 
 
 def _shell_code(returncode: int) -> int:

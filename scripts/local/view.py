@@ -160,7 +160,7 @@ class View:
 
 def last_life(log: Path) -> list[str]:
     """The lines of a node's log since its last start."""
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     start = max((number for number, line in enumerate(lines) if line.startswith(LIFE_MARK)), default=-1)
     return lines[start + 1 :]
 

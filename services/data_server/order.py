@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from services.data_server.settings import Curriculum
+from services.problems import ProblemError
 from services.protocol import Cursor
 
 Places = np.ndarray[Any, np.dtype[np.int32]]
@@ -17,6 +18,8 @@ Rates = np.ndarray[Any, np.dtype[np.float32]]
 # The chance of a prompt that its success rate speaks against entirely, relative to the best one.
 _LEAST_WEIGHT = 0.05
 _KEPT_EPOCHS = 4
+# The largest number that a cursor takes.
+_LAST_EPOCH = 2**31 - 1
 
 
 class EpochOrder:
@@ -93,13 +96,16 @@ def walk(
 
     Positions in ``cursor.skip`` and those of other shards are passed over, and so is what does not qualify. A walk goes
     on into the next epoch unless it ``ends_with_epoch``; it gives up after a whole epoch in which nothing was found.
+
+    Raises:
+        ProblemError: 422, it would go on into an epoch that no cursor can name.
     """
     found: list[tuple[int, int, int]] = []
     epoch, position, skip = cursor.epoch, cursor.position, set(cursor.skip)
     passed_over = 0
     while len(found) < count and passed_over < len(order):
         if position >= len(order):
-            epoch, position, skip = epoch + 1, 0, set()
+            epoch, position, skip = _after(epoch), 0, set()
             if ends_with_epoch and (found or cursor.position < len(order)):
                 break
         place = int(order.of(epoch)[position])
@@ -110,5 +116,11 @@ def walk(
             passed_over += 1
         position += 1
     if position >= len(order):
-        epoch, position, skip = epoch + 1, 0, set()
+        epoch, position, skip = _after(epoch), 0, set()
     return found, Cursor(epoch=epoch, position=position, skip=sorted(s for s in skip if s >= position))
+
+
+def _after(epoch: int) -> int:
+    if epoch >= _LAST_EPOCH:
+        raise ProblemError(422, f"the batch goes on beyond epoch {_LAST_EPOCH}, the last that there is; begin earlier")
+    return epoch + 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from services import disk
 from services.data_server.order import Rates
 from services.errors import ConfigurationError
 from services.problems import ProblemError
@@ -37,6 +38,7 @@ class ServerState:
         Raises:
             ConfigurationError: the directory cannot be written, or holds the state of another dataset or order.
         """
+        self._directory = directory
         try:
             if directory is not None:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +115,10 @@ class ServerState:
         """
         if self._transaction is None:
             loop = asyncio.get_running_loop()
-            self._db.execute("BEGIN")
+            try:
+                self._db.execute("BEGIN")
+            except sqlite3.Error as error:
+                raise self._refusal(error) from error
             self._transaction = loop.create_future()
             loop.call_soon(self._commit, self._transaction)
         transaction = self._transaction
@@ -139,7 +144,11 @@ class ServerState:
             self._db.execute("ROLLBACK")
         self._transaction = None
         self._cursors = self._read_cursors()
-        transaction.set_exception(ProblemError(507, f"the data-server cannot write its cursors: {error}"))
+        transaction.set_exception(self._refusal(error))
+
+    def _refusal(self, error: sqlite3.Error) -> ProblemError:
+        where = "" if self._directory is None else f"; {disk.free_space(self._directory)}"
+        return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")
 
     def _read_cursors(self) -> dict[str, Cursor]:
         rows = self._db.execute("SELECT consumer, cursor FROM cursors")
@@ -153,13 +162,20 @@ class ServerState:
         }
 
     def rates_at_start(self, epoch: int, size: int) -> Rates | None:
-        """The rates (NaN: unknown, shape [size]) as they were when ``epoch`` was first asked for; None before any."""
+        """Return the rates (NaN: unknown, shape [size]) at the first request for ``epoch``; None before any.
+
+        Raises:
+            ProblemError: 507, it is asked for now, and the disk refuses to keep them.
+        """
         found = self._db.execute("SELECT rates FROM epochs WHERE epoch = ?", (epoch,)).fetchone()
         if found is None:
             rates = np.full(size, np.nan, np.float32)
             for place, rate in self._db.execute("SELECT place, rate FROM rates"):
                 rates[place] = rate
-            self._db.execute("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes()))
+            try:
+                self._db.execute("INSERT INTO epochs VALUES (?, ?)", (epoch, rates.tobytes()))
+            except sqlite3.Error as error:
+                raise self._refusal(error) from error
         else:
             rates = np.frombuffer(found[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates

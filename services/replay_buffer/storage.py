@@ -6,8 +6,10 @@ A record is a group, or an experience without tokens. It has a sequence number t
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from typing import IO, Any, TypeVar
 import lmdb
 import orjson
 
+from services import disk
 from services.errors import ConfigurationError, DependencyLostError
 from services.problems import ProblemError
 
@@ -168,20 +171,14 @@ class Storage:
             ConfigurationError: the directory cannot be used.
             DependencyLostError: another process still uses it.
         """
+        self._directory = directory
+        self._fsync = fsync
         self._max_bytes = max_bytes
+        self._env: Any = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(directory / "in-use")
-            # One process, by that lock, and one thread: LMDB needs none of its own, which some network disks lack.
-            used = directory / "data.mdb"
-            size = max(_FIRST_MAP_BYTES, 2 * used.stat().st_size if used.exists() else 0)
-            self._env = lmdb.open(
-                str(directory), map_size=min(size, max_bytes), max_dbs=8, sync=fsync, metasync=fsync, lock=False
-            )
-            self.metas = self._env.open_db(b"metas")
-            self.payloads = self._env.open_db(b"payloads")
-            self.ids = self._env.open_db(b"ids")
-            self.notes = self._env.open_db(b"notes")
+            self._open()
         except (OSError, lmdb.Error) as error:
             raise ConfigurationError(
                 f"REPLAY_DIR {str(directory)!r} cannot be used: {error}; give a directory on a disk of this machine "
@@ -190,7 +187,7 @@ class Storage:
 
     def read(self, work: Callable[[Transaction], T]) -> T:
         """Runs ``work`` in a transaction that sees one state of the environment."""
-        with self._env.begin(buffers=True) as txn:
+        with self._begin() as txn:
             return work(Transaction(self, txn))
 
     def write(self, work: Callable[[Transaction], T]) -> T:
@@ -203,12 +200,17 @@ class Storage:
         """
         while True:
             try:
-                with self._env.begin(write=True, buffers=True) as txn:
+                with self._begin(write=True) as txn:
                     return work(Transaction(self, txn))
             except lmdb.MapFullError as error:
                 self._grow(error)
-            except lmdb.DiskError as error:
-                raise ProblemError(507, f"the disk of the replay-buffer refuses to write: {error}") from error
+            except lmdb.Error as error:
+                if not self._says_disk_full(error):
+                    raise
+                raise ProblemError(
+                    507,
+                    f"the replay-buffer's disk is full: {error}; {disk.free_space(self._directory)}: make room there",
+                ) from error
 
     @property
     def used_bytes(self) -> int:
@@ -223,11 +225,54 @@ class Storage:
         self._env.close()
         self._lock.close()
 
+    def _open(self) -> None:
+        used = self._directory / "data.mdb"
+        size = max(_FIRST_MAP_BYTES, 2 * used.stat().st_size if used.exists() else 0)
+        # One process, by the lock file, and one thread: LMDB needs no lock of its own, which some network disks lack.
+        env = lmdb.open(
+            str(self._directory),
+            map_size=min(size, self._max_bytes),
+            max_dbs=8,
+            sync=self._fsync,
+            metasync=self._fsync,
+            lock=False,
+        )
+        self.metas = env.open_db(b"metas")
+        self.payloads = env.open_db(b"payloads")
+        self.ids = env.open_db(b"ids")
+        self.notes = env.open_db(b"notes")
+        self._env = env
+
+    def _begin(self, *, write: bool = False) -> Any:
+        """Begin a transaction; open the environment anew where LMDB gave it up.
+
+        LMDB refuses every transaction after it could not write its first pages; what is on the disk is whole.
+        """
+        if self._env is not None:
+            try:
+                return self._env.begin(write=write, buffers=True)
+            except lmdb.PanicError:
+                self._env.close()
+                self._env = None
+        self._open()
+        return self._env.begin(write=write, buffers=True)
+
+    def _says_disk_full(self, error: lmdb.Error) -> bool:
+        """Return whether the disk, a quota or the largest size of a file is used up; LMDB tells in words only."""
+        if isinstance(error, lmdb.DiskError):
+            return True
+        if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
+            return True
+        # LMDB's word for a write of which the disk took a part only.
+        return os.strerror(errno.EIO) in str(error) and disk.is_full(self._directory)
+
     def _grow(self, error: lmdb.MapFullError) -> None:
         size: int = self._env.info()["map_size"]
         if size >= self._max_bytes:
             raise ProblemError(
-                507, f"the groups take {size / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; allow more, or keep fewer"
+                507,
+                f"the groups take {size / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
+                f"{disk.free_space(self._directory)}: allow more, or keep fewer",
             ) from error
         self._env.set_mapsize(min(2 * size, self._max_bytes))
 

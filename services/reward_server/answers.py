@@ -1,7 +1,8 @@
 r"""What a response gives as its answer, and whether that is right, as far as exact arithmetic can tell.
 
 An answer is looked for, in this order, behind the last ``####``, in the last balanced ``\boxed{}``, behind the last
-"answer is", in bold on the last line, and as the last number. Whatever is not plain is left UNDECIDED, for math-verify.
+"answer is", in bold on the last line, and as the last number: within the last ``<answer>`` element where there is one
+with neither ``####`` nor a box behind it. Whatever is not plain is left UNDECIDED, for math-verify.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from services.reward_server.numbers import Quantity, clean, quantity, time_of_day
+from services.reward_server.numbers import Quantity, clean, plain, quantity, time_of_day
 
 # Further from the end than this no answer is looked for, which bounds the time that any response takes.
 TAIL = 16_384
 
 _BOX_TOKENS = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
+_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:step|part|case|method|problem|question|section|explanation|solution)\b", re.IGNORECASE)
 _PHRASE = re.compile(r"\banswer\s*(?:is|are|was|would be|equals|:|=|\*\*:|:\*\*)\s*:?", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]*)\*\*")
@@ -28,6 +30,8 @@ _SPACE_BESIDE_SIGNS = re.compile(r"(?<!\w) | (?!\w)")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 # Beside one of these a number is part of something larger.
 _PARTS = frozenset("/^*:\\{}_()!+<>|")
+# What a number may have before its last digit.
+_MAY_GO_ON = frozenset("0123456789.,/")
 
 
 class Verdict(Enum):
@@ -47,11 +51,13 @@ class Judgement:
 
 
 def judge(response: str, ground_truth: str, *, truncated: bool = False) -> Judgement:
-    """Judges a response. ``truncated`` says that it was cut at its length limit: an open box may then lack digits."""
+    """Judge a response; ``truncated`` says that it was cut at its length limit: an answer at its end is not whole."""
+    tail, ground_truth = plain(response[-TAIL:]), plain(ground_truth)
     truth = quantity(ground_truth)
-    answer = find_answer(response, numeric=truth is not None, truncated=truncated)
+    answer = find_answer(tail, numeric=truth is not None, truncated=truncated)
+    if truncated and not _is_whole(answer, tail, numeric=truth is not None):
+        return Judgement(Verdict.WRONG, answer)
     if answer is None:
-        tail = response[-TAIL:]
         # Nothing, or no number anywhere: that equals no number.
         if not tail.strip() or (truth is not None and not _DIGIT.search(tail) and "\\" not in tail):
             return Judgement(Verdict.WRONG, None)
@@ -78,14 +84,52 @@ def compare(answer: str, ground_truth: str, truth: Quantity | None) -> Verdict:
 def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str | None:
     """The text of the answer that a response gives; ``numeric`` says that a number is expected."""
     tail = response[-TAIL:]
+    tagged = _last_tagged(tail, allow_open=not truncated)
+    tail = _TAG.sub(_without_end_tag, tail) if tagged is None else tagged
     answer = _after_hashes(tail, numeric)
     if answer is None:
         answer = last_boxed(tail, allow_open=not truncated)
+    if answer is None and tagged is not None and "\n" not in tagged:
+        return tagged
     if answer is None:
         answer = _after_phrase(tail, numeric)
     if answer is None and numeric:
         answer = _from_last_line(tail)
-    return answer
+    return tagged if answer is None else answer
+
+
+def _is_whole(answer: str | None, text: str, *, numeric: bool) -> bool:
+    """Return whether the answer of a text that was cut neither stands in an open element nor could lack digits."""
+    if find_answer(text, numeric=numeric) != answer:
+        return False
+    return text[-1:] not in _MAY_GO_ON or find_answer(text + "1", numeric=numeric, truncated=True) == answer
+
+
+def _without_end_tag(tag: re.Match[str]) -> str:
+    return " " if tag.group().startswith("</") else tag.group()
+
+
+def _last_tagged(text: str, *, allow_open: bool) -> str | None:
+    """Return the content of the last ``<answer>``, with ``allow_open`` even where its end is missing.
+
+    None where it is empty, or where an answer of another form stands behind it. An element within another is part of
+    the content of the outer one, which must make sense as a whole.
+    """
+    depth, start, found, end = 0, 0, None, 0
+    for tag in _TAG.finditer(text):
+        if not tag.group().startswith("</"):
+            start = start if depth else tag.end()
+            depth += 1
+        elif depth:
+            depth -= 1
+            if not depth:
+                found, end = text[start : tag.start()], tag.end()
+    if depth and allow_open:
+        found, end = text[start:], len(text)
+    behind = text[end:]
+    if found is None or "####" in behind or "\\boxed" in behind:
+        return None
+    return _TAG.sub(" ", found).strip() or None
 
 
 def _after_hashes(text: str, numeric: bool) -> str | None:

@@ -6,6 +6,7 @@ Only what is certainly a number is read: anything else is left to math-verify.
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,7 +15,9 @@ MAX_LENGTH = 200
 _REPLACEMENTS = (
     (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
-    (re.compile(r"\\frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r"\1/\2"),
+    # Apart from a whole number before it: 1\frac{1}{2} is a mixed number, not 11/2.
+    (re.compile(r"\\frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)"), r" \1/\2 "),
     (re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*|__|`"), ""),
     (re.compile(r"\{,\}"), ","),
     # Spaces within a number, and LaTeX's in general.
@@ -26,13 +29,21 @@ _REPLACEMENTS = (
     (re.compile("[−–‒﹣－]"), "-"),  # noqa: RUF001  # these are the minus signs that models write
 )
 
+# Full-width digits and signs as East Asian keyboards give them, and fractions that are one character.
+_PLAIN = {code - 0x20 + 0xFF00: chr(code) for code in map(ord, "0123456789.,/%+")} | {
+    code: " " + unicodedata.normalize("NFKC", chr(code)).replace("\u2044", "/")
+    for code in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
+}
+
 _DIGITS = r"(?:\d{1,3}(?:,\d{2,3})*,\d{3}|\d{1,3}(?: \d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
     (?P<before>(?:[A-Za-z][A-Za-z']++[ ,]*+)*+:?)       # words such as "about", or "Answer:"
     \s*(?P<sign>[-+]?)\s*\$?\s*(?P<inner_sign>[-+]?)
-    (?P<number>{_DIGITS})
-    (?:\s?/\s?(?P<over>\d+(?:\.\d+)?))?
+    (?:
+        (?P<whole>\d{{1,3}}(?:,\d{{3}})+|\d+)\s+(?P<part>\d+)\s?/\s?(?P<parts>\d+)      # a mixed number
+        |(?P<number>{_DIGITS})(?:[eE](?P<exponent>[-+]?\d{{1,3}})|\s?/\s?(?P<over>\d+(?:\.\d+)?))?
+    )
     (?P<attached>[A-Za-z]*)
     (?P<after>(?:\s+(?:\$|%|[A-Za-z][A-Za-z'.]*(?:-[A-Za-z]+)*(?:/[A-Za-z]+)*(?:\^\{{?[23]\}}?|[²³])?))*)
     [\s.,;?$]*+
@@ -86,6 +97,11 @@ class Quantity:
         return self.value * factor == truth.value if self.factor is not None else self.value == truth.value * factor
 
 
+def plain(text: str) -> str:
+    """Return ``text`` with full-width digits as ordinary ones, and with one half as 1/2."""
+    return text if text.isascii() else text.translate(_PLAIN)
+
+
 def clean(text: str) -> str:
     """``text`` without the LaTeX and Markdown that surrounds numbers."""
     for pattern, replacement in _REPLACEMENTS:
@@ -117,18 +133,15 @@ def quantity(text: str) -> Quantity | None:
         for word in words_after
     ):
         return None
-    value = sign * _fraction(match["number"])
-    if match["over"] is not None:
-        over = Fraction(match["over"])
-        if over == 0:
-            return None
-        value /= over
+    value = _value(match)
+    if value is None:
+        return None
     factor: Fraction | None = None
     for word in ([attached] if attached else []) + words_after:
         scale = _SCALES.get(word) or _SCALES.get(word.lower())
         if scale is not None:
             factor = scale if factor is None else factor * scale
-    return Quantity(value, factor)
+    return Quantity(sign * value, factor)
 
 
 def time_of_day(text: str) -> tuple[int, int, int, str] | None:
@@ -137,6 +150,21 @@ def time_of_day(text: str) -> tuple[int, int, int, str] | None:
     if match is None:
         return None
     return int(match[1]), int(match[2]), int(match[3] or 0), (match[4] or "").lower()
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    """Return the number of a match without its sign; None for 1/0, and for 1 100/200, which could be either of two."""
+    if match["whole"] is not None:
+        part, parts = int(match["part"]), int(match["parts"])
+        may_be_grouped = len(match["part"]) == 3
+        return _fraction(match["whole"]) + Fraction(part, parts) if 0 < part < parts and not may_be_grouped else None
+    value = _fraction(match["number"])
+    if match["exponent"] is not None:
+        return value * Fraction(10) ** int(match["exponent"])
+    if match["over"] is not None:
+        over = Fraction(match["over"])
+        return value / over if over else None
+    return value
 
 
 def _fraction(digits: str) -> Fraction:

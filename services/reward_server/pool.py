@@ -275,9 +275,15 @@ class WorkerPool:
         if exit_code == -signal.SIGPROF:
             limit = f"more than {self._settings.reward_cpu_seconds:g} s of processor time"
             return self._ended(RewardStatus.TIMEOUT, limit)
-        # A SIGKILL that is not ours is the system's, which kills for memory.
-        if over_memory or exit_code in (worker.EXIT_MEMORY, -signal.SIGKILL):
-            return self._ended(RewardStatus.MEMORY, f"more than {self._settings.reward_memory_mb} MB")
+        if over_memory or exit_code == worker.EXIT_MEMORY:
+            limit = f"more than {self._settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
+            return self._ended(RewardStatus.MEMORY, limit)
+        if exit_code == -signal.SIGKILL:
+            # Perhaps for another process's memory, perhaps by hand: it says nothing about the answer.
+            return self._ended(
+                RewardStatus.ERROR,
+                "the worker was killed by signal 9, which the kernel's out-of-memory killer or a person sends",
+            )
         how = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
         return self._ended(RewardStatus.ERROR, f"the worker died over it ({how})")
 

@@ -49,9 +49,11 @@ class Launcher:
     def __init__(self, settings: RolloutSettings, make_engine_command: MakeEngineCommand) -> None:
         self.settings = settings
         self.rank = endpoints.node_rank()
-        binds = Binds.of(settings)
+        binds = self.binds = Binds.of(settings)
         router = endpoints.router()
-        if settings.rollout_server_listen_port is not None:
+        if self.rank == 0:
+            router = endpoints.reached_at(binds.door or binds.router, router)
+        elif settings.rollout_server_listen_port is not None:
             router = Endpoint(router.host, settings.rollout_server_listen_port)
         self.router_endpoint = router
         kind = choose_engine(settings)
@@ -98,18 +100,21 @@ class Launcher:
     async def _wait_for_a_worker(self) -> None:
         # This node's own engine is given up before, with its reason.
         longest_start = self.settings.engine_start_seconds + LONGEST_PAUSE_SECONDS
-        end = time.monotonic() + longest_start * (1 + self.settings.rollout_max_restarts)
-        nodes = range(endpoints.num_nodes())
+        seconds = longest_start * (1 + self.settings.rollout_max_restarts)
+        end = time.monotonic() + seconds
+        urls = [self._worker(rank).url for rank in range(endpoints.num_nodes())]
+        log.info("the router starts once a rollout worker answers", workers=" ".join(urls), seconds=seconds)
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(
-                    WorkerControl(self._worker(rank).url, self.settings.token, timeout=PROBE_SECONDS)
-                )
-                for rank in nodes
+                await stack.enter_async_context(WorkerControl(url, self.settings.token, timeout=PROBE_SECONDS))
+                for url in urls
             ]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):
                 if time.monotonic() > end:
-                    raise ConfigurationError(f"none of {len(nodes)} rollout workers came up; see their nodes' logs")
+                    raise ConfigurationError(
+                        f"none of {len(urls)} rollout workers came up in {seconds:g} s ({', '.join(urls)}); see their "
+                        f"nodes' logs"
+                    )
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _watch_router(self) -> None:
@@ -138,6 +143,8 @@ class Launcher:
     def _worker(self, rank: int) -> Endpoint:
         """Where the other nodes reach the worker of node ``rank``."""
         worker = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
+        if rank == self.rank:
+            return endpoints.reached_at(self.binds.engine, worker)
         return Endpoint(worker.host, self.settings.engine_listen_port or worker.port)
 
 

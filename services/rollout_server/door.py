@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from services import gate, logs, scaffold
+from services.connections import server_config
 from services.errors import ConfigurationError
 from services.problems import problem_response
 from services.rollout_server.settings import RolloutSettings
@@ -50,9 +51,13 @@ def create_app(router_url: str, token: str) -> ASGIApp:
 
     async def pass_on(request: Request) -> Response:
         client: httpx.AsyncClient = request.app.state.client
+        try:
+            target = httpx.URL(raw_path=_raw_target(request))
+        except (httpx.InvalidURL, UnicodeDecodeError) as error:
+            return problem_response(400, f"the path cannot be passed on: {error}")
         outgoing = client.build_request(
             request.method,
-            httpx.URL(raw_path=_raw_target(request)),
+            target,
             headers=_passed(request.headers.raw),
             content=await request.body() or None,
         )
@@ -111,15 +116,8 @@ def main() -> None:
     if settings.token is None:
         raise ConfigurationError("JOBGROUP_TOKEN is not set; without a token the router needs no door")
     listener = scaffold.listen(arguments.host, arguments.port)
-    config = uvicorn.Config(
-        create_app(arguments.router, settings.token),
-        access_log=False,
-        log_config=None,
-        log_level="warning",
-        timeout_graceful_shutdown=DRAIN_SECONDS,
-        server_header=False,
-        date_header=False,
-    )
+    app = create_app(arguments.router, settings.token)
+    config = server_config(app, timeout_graceful_shutdown=DRAIN_SECONDS, date_header=False)
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -19,7 +19,6 @@ from services.rollout_server.settings import EngineKind, EngineType, RolloutSett
 CHILD = Path(__file__).with_name("child.py")
 EMBEDDED_NEEDS = ("torch", "transformers")
 ROUTER_PACKAGE = "sglang_router"
-EVERYWHERE = "0.0.0.0"
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 
@@ -166,19 +165,19 @@ class Binds:
         never on its metrics' port."""
         host = settings.rollout_server_listen_host
 
-        def everywhere(port: int, given_port: int | None = None) -> Endpoint:
+        def outward(port: int, given_port: int | None = None) -> Endpoint:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
             return Endpoint(host or default.host, given_port or default.port)
 
         def here(port: int) -> Endpoint:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
-            return Endpoint("127.0.0.1", default.port) if default.host == EVERYWHERE else default
+            return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
 
-        engine = everywhere(endpoints.ENGINE_PORT, settings.engine_listen_port)
-        front = everywhere(endpoints.ROUTER_PORT, settings.rollout_server_listen_port)
+        engine = outward(endpoints.ENGINE_PORT, settings.engine_listen_port)
+        front = outward(endpoints.ROUTER_PORT, settings.rollout_server_listen_port)
         if settings.token:
             return cls(engine, here(endpoints.ROUTER_INNER_PORT), here(endpoints.ROUTER_METRICS_PORT), front)
-        return cls(engine, front, everywhere(endpoints.ROUTER_METRICS_PORT), None)
+        return cls(engine, front, outward(endpoints.ROUTER_METRICS_PORT), None)
 
 
 def _has_module(python: str | None, module: str) -> bool:

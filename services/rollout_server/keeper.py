@@ -106,12 +106,13 @@ class WorkerKeeper:
     async def _wait_until_up(self, worker: WorkerControl, start: int) -> bool:
         """True when the engine answers; False when it ended before, or was killed since it took too long."""
         end = time.monotonic() + self.settings.engine_start_seconds
+        log.info("waiting for the engine", url=self.url, seconds=self.settings.engine_start_seconds)
         while self._runs(start):
             if await worker.is_healthy():
                 self._engine().was_healthy = True
                 return True
             if time.monotonic() > end:
-                log.error("engine does not answer: killed", seconds=self.settings.engine_start_seconds)
+                log.error("engine does not answer: killed", url=self.url, seconds=self.settings.engine_start_seconds)
                 self._engine().kill()
                 break
             await asyncio.sleep(POLL_SECONDS / 5)

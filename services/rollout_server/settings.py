@@ -48,7 +48,9 @@ class RolloutSettings(Settings):
         description="`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU.",
     )
     rollout_server_listen_host: str | None = Field(
-        default=None, description="Address that router and engine listen on; default every interface."
+        default=None,
+        description="Address that router and engine listen on. As with every service, the default is every interface "
+        "on a node of SkyPilot's, and elsewhere this machine alone (127.0.0.1).",
     )
     rollout_server_listen_port: int | None = Field(
         default=None, ge=1, le=65_535, description="Port that the router listens on; default 30000."

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -266,6 +268,17 @@ def test_a_configuration_that_cannot_work_exits_with_78_and_one_line(start_servi
     assert invalid.process.wait(30) == 78
     assert invalid.log.startswith("error: LOAD_SECONDS is 'soon'")
     assert invalid.log.count("\n") == 1
+
+
+def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() -> None:
+    script = (
+        "import sys\nfrom services import logs, scaffold\nfrom services.errors import DependencyLostError\n"
+        "def main():\n    logs.configure('test')\n    logs.get_logger().info('x')\n    raise DependencyLostError('x')\n"
+        "sys.exit(scaffold.exit_code_of(main))"
+    )
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full, check=False)
+    assert ended.returncode == 33
 
 
 def test_a_taken_port_is_said_in_one_line(start_service: Any, slow_service: str) -> None:

@@ -159,8 +159,8 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
         WeightsError: there is none, it cannot be read, or it does not fit.
     """
     source = str(directory)
-    files = _files(directory)
     try:
+        files = _files(directory)
         given: dict[str, tuple[int, ...]] = {}
         for path in files:
             with safe_open(path, framework="pt") as opened:

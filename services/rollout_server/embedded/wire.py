@@ -277,8 +277,10 @@ def _meta(sequence: Completion, weight_version: str, seconds: float, *, with_log
         ]
         if request.logprob_start is not None:
             tokens = request.prompt_ids[request.logprob_start :]
+            # A request that was aborted before its prompt was computed has none.
+            is_computed = bool(request.input_logprobs)
             meta["input_token_logprobs"] = [
-                [logprob, token, None] for logprob, token in zip(request.input_logprobs, tokens, strict=True)
+                [logprob, token, None] for logprob, token in zip(request.input_logprobs, tokens, strict=is_computed)
             ]
         if request.top_logprobs:
             meta["output_top_logprobs"] = [

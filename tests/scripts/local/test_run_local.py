@@ -1,7 +1,10 @@
 """The rules by which the local runner starts, restarts and ends the tasks of a job group."""
 
 import json
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
@@ -320,6 +323,43 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path):
     runner.process.wait()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=15)
     assert not is_running(pid)
+
+
+@pytest.mark.parametrize(("code", "reason"), [(0, "No space left on device"), (7, "File exists")])
+def test_a_run_whose_logs_and_record_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path, code, reason):
+    (tmp_path / "runs/test/runner.json").mkdir(parents=True)
+    logs = tmp_path / "runs/test/logs"
+    if code:
+        logs.touch()
+    else:
+        # Not for a node that fails: the end of its log is shown, and this one has no end.
+        logs.mkdir()
+        for name in ("ppo-trainer-0.log", "reward-server-0.log"):
+            (logs / name).symlink_to("/dev/full")
+    ended = run(
+        tmp_path, task("ppo-trainer", f"echo x; touch ran; exit {code}"), task("reward-server", "exec sleep 60")
+    )
+    assert ended.exit_code == code, ended.output
+    assert (tmp_path / "ran").exists()
+    assert len(re.findall(f"its logs cannot be written: .*{reason}", ended.output)) == 1, ended.output
+    assert "what the run took cannot be written down" in ended.output
+
+
+def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path):
+    (tmp_path / "group.yaml").write_text(HEADER + task("ppo-trainer", "touch ran; exit 7"))
+    command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--run-id", "test"]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, cwd=tmp_path, stdout=full, stderr=full, timeout=200, check=False)
+    assert ended.returncode == 7
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_run_does_not_start_where_its_directory_cannot_be_written(tmp_path):
+    (tmp_path / "runs/test/nodes.json").mkdir(parents=True)
+    ended = run(tmp_path, task("ppo-trainer", "touch started"))
+    assert ended.exit_code == 78
+    assert "cannot be written" in ended.output
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_run_that_goes_on_is_not_started_twice(tmp_path):

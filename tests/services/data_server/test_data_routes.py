@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -136,9 +137,31 @@ async def test_prompts_whose_cursor_could_not_be_written_are_not_given_out_and_c
             refused = await asyncio.gather(*(client.get(f"/prompts?consumer={c}&request_id=second") for c in "ab"))
             assert [reply.status_code for reply in refused] == [507, 507]
             assert "cannot write its cursors: database is locked" in refused[0].json()["detail"]
+            assert f"are free in {tmp_path}" in refused[0].json()["detail"]
         assert (await client.get("/cursor?consumer=a")).json() == before["cursor"]
         after = (await client.get("/prompts?consumer=a&batch_size=4&request_id=second")).json()
         assert [prompt["position"] for prompt in after["prompts"]] == [4, 5, 6, 7]
+
+
+async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(
+    serving: Any, app: Any, tmp_path: Path
+) -> None:
+    async with serving(app(data_state_dir=tmp_path, curriculum="easy_first")) as client:
+        first = (await client.get("/prompts", params={"consumer": "a"})).json()["prompts"][0]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "data-server.sqlite-wal").stat().st_size, limits[1]))
+        try:
+            refused = [
+                await client.get("/prompts", params={"consumer": "a"}),
+                await client.get("/prompts", params={"epoch": 7}),
+                await client.put("/cursor", json={"consumer": "a", "cursor": {"epoch": 1}}),
+                await client.post("/success_rates", json={"success_rates": {first["id"]: 0.5}}),
+            ]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [reply.status_code for reply in refused] == [507] * 4, [reply.text for reply in refused]
+        assert all(f"are free in {tmp_path}" in reply.json()["detail"] for reply in refused)
+        assert await drawn(client, consumer="a") == [(0, p) for p in range(4, 8)]
 
 
 async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving: Any, app: Any, tmp_path: Path) -> None:
@@ -170,6 +193,10 @@ async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving:
         {"split": "validation"},
         {"position": 39},
         {"epoch": -1},
+        {"epoch": 2**31},
+        {"epoch": 2**31 - 2, "batch_size": 4096},
+        {"epoch": 2**31 - 1, "position": 38},
+        {"epoch": 2**31 - 1, "batch_size": 4096, "split": "test"},
         {"shard_index": 2, "shard_count": 2},
         {"consumer": ""},
         {"batchsize": 4},

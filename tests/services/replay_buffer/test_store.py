@@ -1,10 +1,20 @@
 from __future__ import annotations
 
+import fcntl
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
+import lmdb
 import orjson
 import pytest
 
+from services import disk
 from services.errors import DependencyLostError
 from services.problems import ProblemError
 from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
@@ -162,6 +172,83 @@ def test_the_file_grows_as_needed_up_to_what_is_allowed(
     assert 2**18 < parts.state.storage.used_bytes <= 4 * 2**20
     assert len(parts.stored()) == added > 10
     assert parts.sample(1)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[None]]:
+    """``with full_disk(state, how)``: the file of the buffer takes no more, as ``how`` says, until the block ends."""
+
+    @contextmanager
+    def filled(state: Any, how: str) -> Iterator[None]:
+        path = state.settings.directory / "data.mdb"
+        if how in ("a part is written", "no larger file"):
+            # The first ends a write in the middle, as a full disk does; the second lets none begin.
+            limit = path.stat().st_size + (10_000 if how == "a part is written" else 0)
+            monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 2**63)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            return
+        # LMDB writes its first pages through a file that it opened for them alone.
+        ours = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open_as(number, path)]
+        first_pages = [number for number in ours if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DSYNC]
+        taken = ours if how == "nothing is written" else first_pages
+        assert taken
+        kept = {number: os.dup(number) for number in taken}
+        full = os.open("/dev/full", os.O_RDWR)
+        for number in taken:
+            os.dup2(full, number)
+        try:
+            yield
+        finally:
+            os.close(full)
+            for number, copy in kept.items():
+                if _is_open_as(number, Path("/dev/full")):
+                    os.dup2(copy, number)
+                os.close(copy)
+
+    return filled
+
+
+def _is_open_as(number: int, path: Path) -> bool:
+    try:
+        return os.path.samefile(f"/proc/self/fd/{number}", path)
+    except OSError:  # closed meanwhile
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the open files in /proc")
+@pytest.mark.parametrize(
+    "how", ["nothing is written", "a part is written", "no larger file", "all but the first pages"]
+)
+def test_a_full_disk_is_told_and_loses_nothing(buffer: Any, group: Any, full_disk: Any, how: str) -> None:
+    parts = buffer()
+    parts.store.add([group("a")], None)
+    parts.fresh.enqueue([group("b")], None)
+    directory = parts.state.settings.directory
+    with full_disk(parts.state, how):
+        with pytest.raises(ProblemError) as refusal:
+            parts.store.add([group("c", tokens=100_000)], None)
+        assert refusal.value.status_code == 507
+        assert re.search(rf"disk is full: .*; [\d.]+ MiB of \d+ MiB are free in {directory}", refusal.value.detail)
+        assert (list(parts.stored()), parts.waiting()) == (["a"], ["b"])
+        assert parts.sample(1) == ["a"]
+    assert parts.store.add([group("c", tokens=100_000)], None).added == 1
+    parts = buffer()
+    assert (list(parts.stored()), parts.waiting()) == (["a", "c"], ["b"])
+
+
+def test_a_broken_disk_is_not_called_full(
+    buffer: Any, group: Any, full_disk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = buffer()
+    with full_disk(parts.state, "a part is written"):
+        monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 0)
+        with pytest.raises(lmdb.Error, match="Input/output error"):
+            parts.store.add([group("a", tokens=100_000)], None)
 
 
 def test_ids_of_the_long_gone_are_forgotten_beyond_a_bound(

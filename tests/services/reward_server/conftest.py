@@ -12,7 +12,7 @@ from services.reward_server.scoring import Scorer
 from services.reward_server.settings import BUILT_IN, RewardSettings
 
 PLUGIN = '''
-import ctypes, os, time
+import ctypes, os, signal, time
 
 def half(response):
     return 0.5
@@ -51,6 +51,8 @@ def moody(prompt, response):
             os._exit(3)
         case "crash":
             ctypes.string_at(0)
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         case "pid":
             return os.getpid()
     return 1.0

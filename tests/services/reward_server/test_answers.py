@@ -68,6 +68,42 @@ RIGHT = [
     ("\\boxed{\n72\n}", "72"),
     (r"\boxed{\text{B}}", r"\text{B}"),
     ("#### Paris", "paris"),
+    # Elements.
+    ("<answer>3</answer>", "3"),
+    ("<Answer> 1,234 </Answer>", "1234"),
+    ("<answer>3", "3"),
+    ("3</answer>", "3"),
+    ("<answer>$3.50</answer>", "3.5"),
+    ("<answer>Paris</answer>", "paris"),
+    ("<think>3 + 1 = 4</think>\n<answer>\nThe total is 3 apples.\n</answer>", "3"),
+    (r"<answer>so \boxed{3}</answer>", "3"),
+    ("<answer>#### 3</answer>", "3"),
+    ("<answer>3</answer>. That took 5 steps.", "3"),
+    ("<answer>4</answer>, no: <answer>3</answer>", "3"),
+    ("<answer><answer>3</answer></answer>", "3"),
+    ("<answer>3</answer>\n#### 4", "4"),
+    (r"<answer>3</answer> \boxed{4}", "4"),
+    # Mixed numbers.
+    ("#### 1 1/2", "1.5"),
+    (r"\boxed{1\frac{1}{2}}", "1.5"),
+    (r"\boxed{1 \tfrac12}", "3/2"),
+    ("1.5", "1 1/2"),
+    ("#### -1 1/2", "-1.5"),
+    (r"\boxed{-1\frac{1}{2}}", "-1.5"),
+    ("#### 1,000 1/4", "1000.25"),
+    ("She needs 2 3/4 cups", "2.75"),
+    ("#### 1\u00bd", "1.5"),
+    ("<answer>\u00bd</answer>", "0.5"),
+    # Scientific notation.
+    ("#### 1e6", "1000000"),
+    ("#### 1.5E+3 m", "1500"),
+    ("#### -2e-3", "-0.002"),
+    ("It is 1e6 dollars", "1000000"),
+    # Full-width digits.
+    ("#### \uff11\uff12", "12"),
+    ("#### \uff11\uff0c\uff12\uff13\uff14\uff0e\uff15", "1234.5"),
+    ("\\boxed{\uff0d\uff15}", "-5"),
+    ("12", "\uff11\uff12"),
 ]
 WRONG = [
     ("#### 71", "72"),
@@ -82,6 +118,23 @@ WRONG = [
     ("#### 7200", "72"),
     ("#### 72.5", "72"),
     ("3 apples, not 4", "4"),
+    ("<answer>3</answer> <answer>4</answer>", "3"),
+    ("<answer>3</answer>\n#### 4", "3"),
+    ("</answer>3<answer>4", "3"),
+    (r"\boxed{1\frac{1}{2}}", "5.5"),
+    (r"\boxed{1\frac{1}{2}}", "0.5"),
+    (r"\boxed{2\frac{1}{2}}", "1"),
+    ("#### 1 1/2", "1"),
+    ("#### 1 1/2", "5.5"),
+    ("#### -1 1/2", "-0.5"),
+    ("#### -1 1/2", "1.5"),
+    ("#### 1\u00bd", "1"),
+    ("#### 1e6", "1"),
+    ("#### 1e6", "16"),
+    ("#### 1e6", "1000001"),
+    ("#### 1e-6", "1000000"),
+    ("#### \uff11\uff12", "1"),
+    ("#### \uff11\uff0c\uff12\uff13\uff14", "1"),
 ]
 UNDECIDED = [
     ("#### 3x", "3"),
@@ -119,6 +172,36 @@ def test_an_open_box_counts_only_where_the_response_was_not_cut() -> None:
     # Cut at its length limit, the 5 may be the beginning of 57.
     assert judge(r"so it is \boxed{5", "57", truncated=True).verdict is not Verdict.RIGHT
     assert judge(r"\boxed{4} and \boxed{5", "4").verdict is Verdict.RIGHT
+
+
+@pytest.mark.parametrize(
+    ("response", "truths"),
+    [
+        ("#### 1", ["1"]),
+        ("#### 1 1", ["1", "11"]),
+        ("#### 1 1/", ["1", "11"]),
+        ("#### 1 1/2", ["1.5", "1"]),
+        ("#### 1e6", ["1000000", "1"]),
+        ("#### \uff11", ["1"]),
+        ("the answer is 5", ["5"]),
+        ("so 3 + 4 = 7", ["7"]),
+        (r"\boxed{1\frac{1}{2}", ["1.5", "1", "0.5", "2"]),
+        (r"\boxed{1\frac{1}{2", ["1.5", "1", "0.5", "2"]),
+        ("<answer>3", ["3"]),
+        ("<answer>3 apples and", ["3"]),
+        ("<answer>4</answer>, no: <answer>3 ", ["4", "3"]),
+    ],
+)
+def test_an_answer_at_the_end_of_a_response_that_was_cut_is_not_whole(response: str, truths: list[str]) -> None:
+    for truth in truths:
+        assert judge(response, truth, truncated=True).verdict is Verdict.WRONG
+
+
+@pytest.mark.parametrize(
+    "response", ["#### 72\nSo 72", "<answer>72</answer> and 7", r"\boxed{72} and 72", "the answer is 72. As 7"]
+)
+def test_an_answer_before_the_end_of_a_response_that_was_cut_counts(response: str) -> None:
+    assert judge(response, "72", truncated=True).verdict is Verdict.RIGHT
 
 
 def _grouped(number: str) -> str:
@@ -178,8 +261,12 @@ def test_every_gsm8k_reference_answer_verifies_against_itself_in_every_spelling(
         "#### " + "ab'" * 60,
         "\\frac{" + "1" * 16_000,
         "x" * 10_000_000,
+        "#### 1e" + "9" * 190,
+        "#### " + "1 " * 90 + "1/2",
+        "<answer>" * 2_000,
+        "<answer>1</answer>" * 900,
     ],
-    ids=range(15),
+    ids=range(19),
 )
 def test_no_response_takes_long(response: str) -> None:
     started = time.process_time()

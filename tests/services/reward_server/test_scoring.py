@@ -51,6 +51,7 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("grab", RewardStatus.MEMORY, "more than 64 MB"),
         ("exit", RewardStatus.ERROR, "exit code 3"),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
+        ("killed", RewardStatus.ERROR, "killed by signal 9, which the kernel's out-of-memory killer or a person sends"),
     ],
 )
 async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.reward_server import verifier
+from services.reward_server.answers import Verdict, judge
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,32 @@ from services.reward_server import verifier
 )
 def test_expressions_are_compared_by_value(answer: str, truth: str, equal: bool) -> None:
     assert verifier.is_equal(answer, truth) is equal
+
+
+@pytest.mark.parametrize(
+    ("answer", "truths"),
+    [
+        ("<answer>3<answer>4</answer></answer>", ["3", "4", "34", "12"]),
+        ("<answer><answer>3</answer> or 4</answer>", ["3", "4", "34"]),
+        ("<answer>3 4</answer>", ["3", "4", "34", "12"]),
+        ("3 + 4 = 7 <answer>I do not know</answer>", ["3", "4", "7"]),
+        ("#### 1 3/2", ["1.5", "1", "6.5"]),
+        ("#### 1 1/0", ["1", "0", "11", "1.5"]),
+        ("#### 1 0/2", ["1", "5", "0.5"]),
+        ("#### 1 100/200", ["1.5", "5.5", "1"]),
+        ("#### 1 -1/2", ["1.5", "-1.5", "1", "-0.5"]),
+        (r"\boxed{\frac123}", ["1.5", "23", "1", "3", "0.5"]),
+        ("#### 1e999999", ["1", "6", "999999"]),
+        ("#### 1e-999999", ["0", "1"]),
+        ("#### 1e6e6", ["1", "6", "1000000"]),
+    ],
+)
+def test_what_is_nearly_a_spelling_of_a_number_is_rewarded_as_none(answer: str, truths: list[str]) -> None:
+    for truth in truths:
+        judgement = judge(answer, truth)
+        assert judgement.answer is not None
+        assert judgement.verdict is not Verdict.RIGHT
+        assert not verifier.is_equal(judgement.answer, truth)
 
 
 @pytest.mark.parametrize("error", [MemoryError, RecursionError])

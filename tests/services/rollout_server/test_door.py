@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services import scaffold
+from tests.services.waiting import eventually
 
 TOKEN = "a-token"
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @dataclass
@@ -110,6 +111,17 @@ async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
     }
 
 
+async def test_a_path_that_cannot_be_passed_on_is_refused(router: Router) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.door.rpartition(":")[2]))
+    async with asyncio.timeout(PATIENCE):
+        writer.write(
+            b"GET /%s HTTP/1.1\r\nHost: door\r\nAuthorization: Bearer %s\r\n\r\n" % (b"a" * 70_000, TOKEN.encode())
+        )
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    assert router.heard == []
+
+
 async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
     async with client(router) as friend, friend.stream("GET", "/stream") as reply:
         pieces = reply.aiter_raw()
@@ -120,8 +132,10 @@ async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
 
 async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     async with client(router) as friend:
-        with pytest.raises(httpx.ReadTimeout):
-            await friend.post("/generate", content=b"{}", timeout=0.5)
+        asking = asyncio.create_task(friend.post("/generate", content=b"{}", timeout=PATIENCE))
+        await eventually(lambda: "/generate" in router.heard)
+        asking.cancel()
+        await asyncio.wait([asking])
     await asyncio.wait_for(router.left.wait(), PATIENCE)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from services.endpoints import Endpoint
 from services.errors import ConfigurationError
+from services.rollout_server.__main__ import Launcher
 from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.engines import (
     Binds,
@@ -137,8 +138,38 @@ def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() 
 
 
 def test_with_a_token_the_router_hears_its_own_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "0")
     plain = Binds.of(settings())
     assert (plain.router.host, plain.metrics.host, plain.door) == ("0.0.0.0", "0.0.0.0", None)
     guarded = Binds.of(settings(jobgroup_token="a-secret"))
     assert guarded.door == plain.router
     assert (guarded.router.host, guarded.metrics.host) == ("127.0.0.1", "127.0.0.1")
+
+
+def test_outside_skypilot_a_node_hears_its_own_machine_alone() -> None:
+    binds = Binds.of(settings())
+    assert {bind.host for bind in (binds.engine, binds.router, binds.metrics)} == {"127.0.0.1"}
+    given = Binds.of(settings(rollout_server_listen_host="0.0.0.0"))
+    assert {bind.host for bind in (given.engine, given.router, given.metrics)} == {"0.0.0.0"}
+
+
+@pytest.mark.parametrize(
+    ("host", "rank", "token", "router", "worker"),
+    [
+        ("127.0.0.9", "0", None, "http://127.0.0.9:31000", "http://127.0.0.9:30001"),
+        ("127.0.0.9", "0", "a-secret", "http://127.0.0.9:31000", "http://127.0.0.9:30001"),
+        ("::1", "0", None, "http://[::1]:31000", "http://[::1]:30001"),
+        ("0.0.0.0", "0", None, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
+        (None, "0", None, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
+        ("10.0.0.5", "1", None, "http://rollout-server-0.group:31000", "http://10.0.0.5:30001"),
+    ],
+)
+def test_a_node_looks_for_its_router_and_engine_where_they_listen(
+    monkeypatch: pytest.MonkeyPatch, host: str | None, rank: str, token: str | None, router: str, worker: str
+) -> None:
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", rank)
+    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    given = settings(rollout_server_listen_host=host, rollout_server_listen_port=31000, jobgroup_token=token)
+    launcher = Launcher(given, engine_command)
+    assert (launcher.router_endpoint.url, launcher.keeper.url) == (router, worker)

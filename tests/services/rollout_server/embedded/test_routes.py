@@ -78,6 +78,24 @@ async def test_a_full_queue_is_answered_429_with_when_to_try_again(serving: Serv
         assert (await client.post("/generate", json=body())).status_code == 200
 
 
+async def test_a_request_that_is_aborted_before_its_prompt_is_computed_is_answered(
+    serving: Serving, tiny_model: Path
+) -> None:
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        await client.post("/pause_generation", json={"mode": "in_place"})
+        asked = {**body(n=2), "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+        waiting = asyncio.create_task(client.post("/generate", json=asked))
+        async with asyncio.timeout(WAIT_SECONDS):
+            while not (await client.get("/stats")).json()["waiting"]:  # noqa: ASYNC110  # it has no event for it
+                await asyncio.sleep(0.001)
+        await client.post("/abort_request", json={"abort_all": True})
+        reply = await waiting
+        assert reply.status_code == 200
+        for record in reply.json():
+            assert record["meta_info"]["finish_reason"]["type"] == "abort"
+            assert record["output_ids"] == record["meta_info"]["input_token_logprobs"] == []
+
+
 async def test_a_failed_update_keeps_weights_and_version(serving: Serving, tiny_model: Path, tmp_path: Path) -> None:
     async with serving(create_app(settings_for(tiny_model))) as client:
         before = (await client.post("/generate", json=body(temperature=0))).json()["output_ids"]
@@ -89,6 +107,10 @@ async def test_a_failed_update_keeps_weights_and_version(serving: Serving, tiny_
         info = (await client.get("/model_info")).json()
         assert (info["weight_version"], info["model_path"]) == ("0", str(tiny_model))
         assert (await client.post("/generate", json=body(temperature=0))).json()["output_ids"] == before
+        # Longer than any path may be.
+        reply = await client.post("/update_weights_from_disk", json={**update, "model_path": "a" * 5000})
+        assert reply.status_code == 400
+        assert "File name too long" in reply.json()["message"]
         update["model_path"] = str(tiny_model)
         assert (await client.post("/update_weights_from_disk", json=update)).json()["success"] is True
         reply = (await client.post("/generate", json=body(temperature=0, max_new_tokens=2))).json()
