@@ -54,7 +54,7 @@ SETTINGS = {
     "DATASET": "arithmetic",
     "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
     "PROMPT_STYLE": "plain",
-    "REWARD_FN": "first_line_number",
+    "REWARD_FN": "exact_match",
     "NUM_EPOCHS": "1000",
     "BATCH_SIZE": "8",
     "GROUP_SIZE": "8",

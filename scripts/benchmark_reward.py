@@ -25,9 +25,8 @@ from rich.table import Table
 from scripts.benchmarks import trl_side
 from scripts.benchmarks.ending import end_in_order
 from scripts.benchmarks.figures import spread
-from scripts.benchmarks.job import ROOT, run_job
+from scripts.benchmarks.job import DEMO, run_job
 from scripts.benchmarks.trl_side import Steps, Work
-from scripts.local import spec
 from scripts.local.environment import cores
 
 AVERAGED_STEPS = 3
@@ -76,13 +75,12 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
 
 def work_of_the_demo() -> Work:
     """What demo.env says, for TRL."""
-    settings = spec.env_file(ROOT / "demo.env")
     return Work(
-        model=settings["MODEL_NAME"],
-        prompts=int(settings["BATCH_SIZE"]),
-        group_size=int(settings["GROUP_SIZE"]),
-        completion_tokens=int(settings["MAX_NEW_TOKENS"]),
-        learning_rate=float(settings["LEARNING_RATE"]),
+        model=DEMO["MODEL_NAME"],
+        prompts=int(DEMO["BATCH_SIZE"]),
+        group_size=int(DEMO["GROUP_SIZE"]),
+        completion_tokens=int(DEMO["MAX_NEW_TOKENS"]),
+        learning_rate=float(DEMO["LEARNING_RATE"]),
         steps=MOST_STEPS,
     )
 
@@ -93,7 +91,7 @@ def ours(work: Work) -> Steps:
     assert work.limit_seconds is not None
     target, limit = work.target, work.limit_seconds
     settings = {
-        **spec.env_file(ROOT / "demo.env"),
+        **DEMO,
         "MAX_STEPS": MOST_STEPS,
         "EVAL_PROMPTS": 0,
         "NUM_EPOCHS": 100,

@@ -13,19 +13,29 @@ from typing import Any
 
 import orjson
 
+from scripts.local import spec
+
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = "{a} {op} {b} = ? Answer with just the number."
 SECONDS = 3600.0
 """Longest that a command may take."""
 POLL_SECONDS = 0.5
 
+DEMO = spec.env_file(ROOT / "demo.env")
+"""The demo's settings."""
+
 QUESTIONS = {
-    "DATASET": "arithmetic",
-    "ARITHMETIC_DIGITS": "1",
-    "ARITHMETIC_OPERATIONS": "+",
-    "ARITHMETIC_TEMPLATE": TEMPLATE,
-    "REWARD_FN": "first_line_number",
-    "TEMPERATURE": "1",
+    **{
+        name: DEMO[name]
+        for name in (
+            "DATASET",
+            "ARITHMETIC_DIGITS",
+            "ARITHMETIC_OPERATIONS",
+            "ARITHMETIC_TEMPLATE",
+            "PROMPT_STYLE",
+            "REWARD_FN",
+            "TEMPERATURE",
+        )
+    },
     "NUM_EPOCHS": "1000",
     "EVAL_EVERY": "0",
     "EVAL_PROMPTS": "0",
@@ -33,7 +43,7 @@ QUESTIONS = {
     "REPLAY_GROUPS": "0",
     "KEEP_MEMORY": "true",
 }
-"""What all benchmarks of whole steps train on; nothing is measured of replay, evaluation and checkpoints."""
+"""The demo's questions and reward, for all benchmarks of whole steps; replay, evaluation and checkpoints are off."""
 
 
 Steps = list[dict[str, Any]]

@@ -8,7 +8,6 @@ memory for time, is off, as it is in ours.
 """
 
 import json
-import re
 import sys
 import time
 from typing import Any
@@ -19,14 +18,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
-def first_line_number(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float]:
-    """1.0 where the last number on the first line is the answer."""
-    rewards = []
-    for completion, truth in zip(completions, answer, strict=True):
-        lines = completion[0]["content"].strip().splitlines()
-        found = re.findall(r"-?\d+", lines[0]) if lines else []
-        rewards.append(float(bool(found) and int(found[-1]) == int(truth)))
-    return rewards
+def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1.0 where the completion is the answer and nothing else, but for white space around it."""
+    return [float(text.strip() == truth) for text, truth in zip(completions, answer, strict=True)]
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
@@ -59,7 +53,6 @@ def main() -> None:
     work = json.loads(sys.argv[1])
     torch.set_num_threads(work["threads"])
     dataset = load_dataset("json", data_files=work["questions"], split="train")
-    dataset = dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["question"]}]})
     config = GRPOConfig(
         output_dir=work["directory"],
         per_device_train_batch_size=work["prompts"] * work["group_size"],
@@ -79,7 +72,7 @@ def main() -> None:
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
-        reward_funcs=first_line_number,
+        reward_funcs=exact_match,
         args=config,
         train_dataset=dataset,
         callbacks=[Report(work["target"], work["limit_seconds"])],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from scripts.benchmarks.job import ROOT, TEMPLATE, run
+from scripts.benchmarks.job import QUESTIONS, ROOT, run
 from services.data_server.arithmetic import questions
 
 
@@ -43,9 +43,14 @@ class Steps:
 def train(work: Work, python: str, threads: int) -> Steps:
     """Runs TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which has it."""
     with tempfile.TemporaryDirectory() as directory:
-        rows, _ = questions(digits=[1], operations="+", template=TEMPLATE, seed=0)
+        rows, _ = questions(
+            digits=[int(QUESTIONS["ARITHMETIC_DIGITS"])],
+            operations=QUESTIONS["ARITHMETIC_OPERATIONS"],
+            template=QUESTIONS["ARITHMETIC_TEMPLATE"],
+            seed=0,
+        )
         file = Path(directory) / "questions.jsonl"
-        file.write_bytes(b"".join(orjson.dumps({"question": q.text, "answer": q.answer}) + b"\n" for q in rows))
+        file.write_bytes(b"".join(orjson.dumps({"prompt": q.text, "answer": q.answer}) + b"\n" for q in rows))
         # It looks for its model relative to its own working directory.
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
         given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": threads}

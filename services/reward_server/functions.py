@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
-
-from services.reward_server.numbers import quantity
-
-_NUMBER = re.compile(r"(?<![\d.])[-\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?", re.ASCII)
-_MAX_LINE = 1000
-
 
 class UnscorableError(Exception):
     """A reward cannot be given; the message says why."""
-
-
-def first_line_number(response: str, ground_truth: str) -> tuple[float, str | None]:
-    """1 where the last number on the response's first line equals the ground truth, else 0; and that number's text."""
-    truth = quantity(ground_truth)
-    if truth is None:
-        raise UnscorableError(f"first_line_number needs a number as ground truth, not {ground_truth[:50]!r}")
-    line = response.lstrip().partition("\n")[0][:_MAX_LINE]
-    found = _NUMBER.findall(line)
-    if not found:
-        return 0.0, None
-    value = Fraction(found[-1].replace(",", "").replace("\u2212", "-"))
-    return float(value == truth.value), found[-1]
 
 
 def exact_match(response: str, ground_truth: str) -> float:

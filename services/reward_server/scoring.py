@@ -12,7 +12,7 @@ from prometheus_client import Counter as Metric
 
 from services.protocol import FinishReason, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, judge
-from services.reward_server.functions import UnscorableError, exact_match, first_line_number, overlong
+from services.reward_server.functions import UnscorableError, exact_match, overlong
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings, WeightedFunction
 
@@ -108,11 +108,9 @@ class Scorer:
             match function.name:
                 case "math":
                     return self._math(item)
-                case "first_line_number":
-                    value, extracted = first_line_number(item.response, item.ground_truth)
-                    return Part(Evaluation(value), extracted)
                 case "exact_match":
-                    return Part(Evaluation(exact_match(item.response, item.ground_truth)))
+                    value = exact_match(item.response, item.ground_truth)
+                    return Part(Evaluation(value), item.response.strip() or None)
                 case "overlong":
                     assert self._settings.reward_overlong_max_tokens is not None
                     assert self._settings.reward_overlong_buffer_tokens is not None

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from services.settings import Settings
 
-BUILT_IN = ("math", "first_line_number", "exact_match", "format", "overlong", "reward_model")
+BUILT_IN = ("math", "exact_match", "format", "overlong", "reward_model")
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
 
 
@@ -40,10 +40,10 @@ class RewardSettings(Settings):
     reward_fn: str = Field(
         default="math",
         description="What makes up the reward: names with weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
-        "Built in are `math` (the answer equals the ground truth), `first_line_number` (the last number on the first "
-        "line does), `exact_match` (the text does), `format` (an answer is marked), `overlong` (a penalty of -1 to 0 "
-        "for length) and `reward_model`; `module:function` is a function of your own, called with the keyword "
-        "arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason.",
+        "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
+        "answer is marked), `overlong` (a penalty of -1 to 0 for length) and `reward_model`; `module:function` is a "
+        "function of your own, called with the keyword arguments of its signature among prompt, response, "
+        "ground_truth, completion_tokens and finish_reason.",
     )
     reward_workers: int = Field(
         default=2,

@@ -24,7 +24,7 @@ SETTINGS = {
     "DATASET": "arithmetic",
     "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
     "PROMPT_STYLE": "plain",
-    "REWARD_FN": "first_line_number",
+    "REWARD_FN": "exact_match",
     "BATCH_SIZE": "8",
     "NUM_EPOCHS": "9",
     "GROUP_SIZE": "8",

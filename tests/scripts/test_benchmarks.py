@@ -11,6 +11,7 @@ from scripts import benchmark_async, benchmark_recovery, benchmark_reward
 from scripts.benchmark_async import Mode
 from scripts.benchmark_reward import Side
 from scripts.benchmarks.figures import spread
+from scripts.benchmarks.job import DEMO
 from scripts.benchmarks.slow_engine import slowed
 from scripts.benchmarks.slow_rollouts import job_group_with_slow_rollouts
 from scripts.benchmarks.training import Work
@@ -54,7 +55,9 @@ def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other(
 
 def test_the_demos_settings_are_what_trl_gets() -> None:
     work = benchmark_reward.work_of_the_demo()
-    assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 12, 2e-5)
+    assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
+    # trl_grpo.py, which imports nothing of this project, has the same two of its own.
+    assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
 
 
 def test_seconds_lost_are_those_beyond_the_usual() -> None:

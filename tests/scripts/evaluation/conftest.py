@@ -26,7 +26,7 @@ ARITHMETIC = {
     "DATASET": "arithmetic",
     "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
     "PROMPT_STYLE": "plain",
-    "REWARD_FN": "first_line_number",
+    "REWARD_FN": "exact_match",
     "MAX_NEW_TOKENS": "4",
     "EVAL_RESAMPLES": "200",
     "ENGINE_DTYPE": "float32",

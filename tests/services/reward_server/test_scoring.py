@@ -113,23 +113,14 @@ async def test_overlong_without_a_length_is_unscorable(scoring: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "truth", "reward"),
-    [
-        ("7", "7", 1.0),
-        ("3 + 4 = 7", "7", 1.0),
-        ("7\nor 8", "7", 1.0),
-        ("The answer\n7", "7", 0.0),
-        ("7, or 8", "7", 0.0),
-        ("-7", "7", 0.0),
-        ("7.0", "7", 1.0),
-        ("1,234", "1234", 1.0),
-        ("none", "7", 0.0),
-        ("", "7", 0.0),
-    ],
+    ("response", "reward"),
+    [(" 7", 1.0), ("7\n", 1.0), ("7.", 0.0), ("3 + 4 = 7", 0.0), ("7\nor 8", 0.0), ("17", 0.0), ("", 0.0)],
 )
-async def test_the_last_number_of_the_first_line(scoring: Any, response: str, truth: str, reward: float) -> None:
-    async with scoring(reward_fn="first_line_number") as scorer:
-        assert (await scorer.score([item(response, truth)]))[0].reward == reward
+async def test_an_exact_match_is_the_ground_truth_and_nothing_else(scoring: Any, response: str, reward: float) -> None:
+    async with scoring(reward_fn="exact_match") as scorer:
+        [result] = await scorer.score([item(response, "7")])
+        assert result.reward == reward
+        assert result.extracted == (response.strip() or None)
 
 
 async def test_too_many_waiting_answers_come_back_overloaded(scoring: Any, plugin: str) -> None:
