@@ -13,6 +13,7 @@ import yaml
 from scripts.local import spec
 from services.endpoints import Task
 from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
 JOBGROUP, VOLUME = ROOT / "jobgroup.yaml", ROOT / "volume.yaml"
@@ -31,7 +32,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = os.environ | {"HOME": str(home), "LOADED": str(home / "loaded.json")}
     script = ROOT / "tests/skypilot_loader.py"
     done = subprocess.run(
-        [SKYPILOT, script, JOBGROUP, VOLUME], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [SKYPILOT, script, JOBGROUP, VOLUME],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Unknown fields" not in done.stdout + done.stderr

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.waiting import LIMIT_SECONDS
+
 ROOT = Path(__file__).parents[1]
 SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
 FILES = [
@@ -23,7 +25,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
     environment = os.environ | {"HOME": str(tmp_path_factory.mktemp("home"))}
     command = [SKYPILOT, ROOT / "tests/skypilot_overrides.py", *FILES]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Unknown fields" not in done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -16,6 +16,7 @@ from services.endpoints import ENVIRONMENT_PORT, EVALUATION_HEAD_PORT
 from services.environment_server.settings import EnvironmentSettings
 from services.errors import EXIT_RECOVERABLE
 from services.evaluation_head.settings import HeadSettings
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("head", "environment_server", "environment_service")
@@ -32,7 +33,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment = os.environ | {"HOME": str(home), "LOADED": str(home / "loaded.json")}
     script = Path(__file__).with_name("skypilot_tasks.py")
     done = subprocess.run(
-        [SKYPILOT, script, *PATHS.values()], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
+        [SKYPILOT, script, *PATHS.values()],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Unknown fields" not in done.stdout + done.stderr

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services import scaffold
+from tests.waiting import IDLE_SECONDS
 
 TOKEN = "a-token"
-PATIENCE = 20.0
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Router:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         yield b"first"
-        await asyncio.wait_for(self.go_on.wait(), PATIENCE)
+        await asyncio.wait_for(self.go_on.wait(), IDLE_SECONDS)
         yield b"second"
 
 
@@ -70,7 +70,7 @@ async def open_door(start_service: Any, router_url: str) -> str:
     """Starts a door in front of a router and returns its URL."""
     command = ["services.rollout_server.door", "--router", router_url]
     door = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(IDLE_SECONDS):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", door.port)
@@ -83,7 +83,7 @@ async def open_door(start_service: Any, router_url: str) -> str:
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {token}".strip()} if token is not None else None
-    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=PATIENCE, trust_env=False)
+    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
 
 
 @pytest.mark.parametrize("token", [None, "", "another"])
@@ -122,7 +122,7 @@ async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     async with client(router) as friend:
         with pytest.raises(httpx.ReadTimeout):
             await friend.post("/generate", content=b"{}", timeout=0.5)
-    await asyncio.wait_for(router.left.wait(), PATIENCE)
+    await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
 
 
 async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:
