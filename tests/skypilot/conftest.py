@@ -27,7 +27,8 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, T, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
-TOOLS = ("kubectl", "socat", "nc", "rsync")
+TOOLS = {"kubectl": "kubernetes-client", "socat": "socat", "nc": "netcat-openbsd", "rsync": "rsync"}
+"""The programs that SkyPilot calls, and the Debian packages that have them."""
 CONTEXT = "test"
 NODES = [node("cpu-1"), *(node(f"gpu-{number}", "H100", 8) for number in range(4))]
 MARK = "SKYPILOT_TEST"
@@ -38,7 +39,8 @@ def why_not() -> str | None:
     if not PYTHON.exists():
         return f"no SkyPilot at {PYTHON}; `make test-skypilot` installs it"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"SkyPilot needs {', '.join(missing)} (Debian: socat, netcat-openbsd, rsync, and kubectl)"
+        packages = " ".join(TOOLS[tool] for tool in missing)
+        return f"SkyPilot needs {', '.join(missing)}; on Debian: apt-get install {packages}"
     return None
 
 
@@ -199,6 +201,6 @@ def kubernetes() -> KubernetesApi:
 def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     """SkyPilot, serving."""
     if reason := why_not():
-        pytest.skip(reason)
+        pytest.fail(reason)
     with served(kubernetes.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
         yield sky

@@ -19,7 +19,7 @@ from scripts.local import spec
 from tests.skypilot.conftest import ROOT, SkyPilot
 from tests.skypilot.kubernetes_api import KubernetesApi, Object
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skypilot, pytest.mark.timeout(900)]
 
 JOBGROUP = ROOT / "jobgroup.yaml"
 GIVEN = {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct", "MAX_STEPS": "7"}
