@@ -17,7 +17,7 @@ from services.gate import MAX_DEPTH, json_depth
 from services.problems import PROBLEM_MEDIA_TYPE, ProblemError
 from services.protocol import RewardItem, RewardResult
 from services.settings import Settings
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -219,6 +219,7 @@ def create_app(settings):
 
     @app.get("/slow")
     async def slow():
+        print("asked", flush=True)
         await asyncio.sleep(1.0)
         return {"done": True}
 
@@ -244,7 +245,7 @@ async def test_sigterm_lets_a_request_end_and_exits_with_0(start_service: Any, s
     service = start_service(slow_service, PYTHONPATH=".")
     async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS) as client:
         request = asyncio.create_task(client.get("/slow"))
-        await asyncio.sleep(0.3)
+        await eventually(lambda: "asked" in service.log, "the request has come", told=lambda: service.log)
         exit_code = asyncio.create_task(asyncio.to_thread(service.terminate))
         assert (await request).json() == {"done": True}
         assert await exit_code == 0

@@ -143,7 +143,7 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
 
 async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.3)) as client:
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
         async with asyncio.timeout(IDLE_SECONDS):
             results = await take(client, (hangs, 0, 1), (goes_on, 0, 0))

@@ -186,7 +186,7 @@ async def test_an_episode_that_is_heard_of_no_more_is_lost(serving: Any, head: A
 
 
 async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> None:
-    async with serving(head(head_silent_seconds=0.5)) as client:
+    async with serving(head(head_silent_seconds=1.5)) as client:
         await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
         liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]

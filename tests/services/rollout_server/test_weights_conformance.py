@@ -158,7 +158,7 @@ async def mixed_versions(
     """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
     for attempt in range(TRIES):
         pending = flight.start()
-        await asyncio.sleep(0.02 * (1 + attempt))
+        await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("in_place")
         try:
             await worker.update_from_disk(other_model, 11, flush_cache=False)
@@ -216,7 +216,7 @@ async def test_an_end_without_a_begin_is_refused(worker: WorkerControl) -> None:
 async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerControl, flight: Flight) -> None:
     for attempt in range(TRIES):
         pending = flight.start()
-        await asyncio.sleep(0.02 * (1 + attempt))
+        await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("abort")
         await worker.resume()
         replies = await pending
