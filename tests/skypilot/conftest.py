@@ -96,19 +96,22 @@ class SkyPilot:
             yield self
         finally:
             server.send_signal(signal.SIGTERM)
-            psutil.wait_procs(self._processes(), timeout=IDLE_SECONDS)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(IDLE_SECONDS)
             # Controllers and workers outlive the server.
-            left = self._processes()
+            left = self.processes()
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=IDLE_SECONDS)
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this server; those that renamed themselves have overwritten their environment."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(MARK) == str(self.home):
+                is_below_home = Path(process.cwd()).is_relative_to(self.home)
+                if is_below_home or process.environ().get(MARK) == str(self.home):
                     found.append(process)
         return found
 
@@ -202,5 +205,7 @@ def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory
     """SkyPilot, serving."""
     if reason := why_not():
         pytest.fail(reason)
-    with served(kubernetes.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
-        yield sky
+    with served(kubernetes.app) as url:
+        with SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
+            yield sky
+        assert sky.processes() == []
