@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.skypilot import conftest as skypilot
 from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[1]
@@ -46,3 +50,19 @@ def test_a_skip_fails_under_require_all_with_what_to_install(tmp_path: Path) -> 
     assert "1 skipped, 1 xfailed, 2 errors" in done.stdout
     assert "cannot run here. Skipped: no tool here; apt-get install tool" in done.stdout
     assert "test_with_another cannot run here. Skipped: no other tool" in done.stdout
+
+
+def test_every_target_that_tests_requires_all_but_the_one_that_runs_what_it_can() -> None:
+    recipes = re.findall(r"^([\w-]+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    with_pytest = {target: recipe for target, recipe in recipes if "-m pytest" in recipe}
+    assert {target for target, recipe in with_pytest.items() if "--require-all" not in recipe} == {"tests"}
+    assert with_pytest.keys() == {"tests", "test-slow", "test-sglang", "test-skypilot", "test-oracles", "coverage"}
+
+
+def test_skypilot_says_which_programs_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skypilot, "PYTHON", tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert skypilot.why_not() == (
+        "SkyPilot needs kubectl, socat, nc, rsync; "
+        "on Debian: apt-get install kubernetes-client socat netcat-openbsd rsync"
+    )

@@ -204,7 +204,7 @@ def kubernetes() -> KubernetesApi:
 def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     """SkyPilot, serving."""
     if reason := why_not():
-        pytest.fail(reason)
+        pytest.fail(reason, pytrace=False)
     with served(kubernetes.app) as url:
         with SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
             yield sky
