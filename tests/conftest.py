@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,23 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --require-all, which the targets of the Makefile give that are asked for by name."""
+    parser.addoption("--require-all", action="store_true", help="fail each test that would be skipped, with the reason")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a skipped test under --require-all, unless it is marked optional."""
+    report = yield
+    is_skipped = report.skipped and not hasattr(report, "wasxfail")
+    if is_skipped and item.config.getoption("require_all") and item.get_closest_marker("optional") is None:
+        assert isinstance(report.longrepr, tuple)
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid} cannot run here. {report.longrepr[2]}"
+    return report
 
 
 # So that no process waits at the end for what another began last; and what computes goes beside what waits.

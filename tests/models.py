@@ -11,9 +11,9 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tests.waiting import LIMIT_SECONDS
+
 ROOT = Path(__file__).parents[1]
-# It takes seconds where other tests leave it a core.
-MAKING_SECONDS = 240.0
 
 
 def made_once(name: str, sources: Sequence[Path], module: str) -> Path:
@@ -24,7 +24,7 @@ def made_once(name: str, sources: Sequence[Path], module: str) -> Path:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     directory = ROOT / ".cache" / "tests" / f"{name}-{digest}"
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.with_suffix(".lock"), timeout=MAKING_SECONDS):
+    with FileLock(directory.with_suffix(".lock"), timeout=LIMIT_SECONDS):
         if not directory.exists():
             made = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory.parent))
             subprocess.run([sys.executable, "-m", module, str(made)], check=True, cwd=ROOT)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.waiting import LIMIT_SECONDS
+
 ROOT = Path(__file__).parents[1]
 SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
 SCRIPT = ROOT / "tests/ask_skypilot.py"
@@ -22,8 +24,6 @@ VOLUME = "volume.yaml"
 FILES = [
     str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml")])
 ]
-# Importing SkyPilot takes 5 s of processor time; other tests may leave it a small share.
-ASKING_SECONDS = 280.0
 
 
 @cache
@@ -38,7 +38,7 @@ def skypilot_facts() -> dict[str, Any]:
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
     path = ROOT / ".cache/tests" / f"skypilot-{digest}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock"), timeout=ASKING_SECONDS):
+    with FileLock(path.with_suffix(".lock"), timeout=LIMIT_SECONDS):
         if not path.exists():
             _ask(path)
     return json.loads(path.read_text())
@@ -53,7 +53,7 @@ def _ask(path: Path) -> None:
             env=os.environ | {"HOME": home},
             capture_output=True,
             text=True,
-            timeout=ASKING_SECONDS,
+            timeout=LIMIT_SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "Unknown fields" not in done.stdout + done.stderr

@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +31,7 @@ import yaml
 
 from tests.services.conftest import free_port
 from tests.skypilot_facts import check_command
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +40,6 @@ FENCE = re.compile(r"^```(\w+)(?: ([\w. ]+))?\n(.*?)^```$", re.MULTILINE | re.DO
 DEMO_MODEL = ".cache/models/smollm2-135m"
 # Ports that the pages write out; each run of a page has free ones instead.
 PORT = re.compile(r"\b(?:30000|80[08][0-5])\b")
-SECONDS_UNTIL_UP = 120
 
 
 class Block(NamedTuple):
@@ -98,7 +97,7 @@ class Desk:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=280,
+            timeout=LIMIT_SECONDS,
         )
         assert done.returncode == 0, f"{block.text}\n{done.stdout}"
         self.printed += done.stdout + "\n"
@@ -119,14 +118,17 @@ class Desk:
                 start_new_session=True,
             )
         try:
-            deadline = time.monotonic() + SECONDS_UNTIL_UP
-            while not is_healthy(f"http://127.0.0.1:{self.ports[port]}"):
-                assert shell.poll() is None, f"{block.text}\n{log.read_text()}"
-                assert time.monotonic() < deadline, f"not healthy:\n{block.text}\n{log.read_text()}"
-                time.sleep(0.1)
+            self._wait_healthy(f"http://127.0.0.1:{self.ports[port]}", shell, log)
             yield
         finally:
             end(shell)
+
+    def _wait_healthy(self, url: str, shell: subprocess.Popen[bytes], log: Path) -> None:
+        def is_up() -> bool:
+            assert shell.poll() is None, log.read_text()
+            return is_healthy(url)
+
+        wait_until(is_up, f"{url} healthy", every=0.1, progress=lambda: bytes_in(log), told=log.read_text)
 
 
 def is_healthy(url: str) -> bool:
@@ -140,9 +142,9 @@ def end(shell: subprocess.Popen[bytes]) -> None:
     with suppress(psutil.NoSuchProcess):
         processes = [*psutil.Process(shell.pid).children(recursive=True), psutil.Process(shell.pid)]
         os.killpg(shell.pid, signal.SIGTERM)
-        for process in psutil.wait_procs(processes, 20)[1]:
+        for process in psutil.wait_procs(processes, IDLE_SECONDS)[1]:
             process.kill()
-    shell.wait(10)
+    shell.wait(IDLE_SECONDS)
 
 
 def as_dry_run(text: str) -> list[str]:

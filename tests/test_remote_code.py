@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import LIMIT_SECONDS
+
 ROOT = Path(__file__).parents[1]
 
 # How each component loads what lies in ``directory``.
@@ -103,7 +105,7 @@ def run(attempts: Sequence[Attempt], **settings: str) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=200,
+        timeout=LIMIT_SECONDS,
         check=False,
         env=os.environ | {"HF_MODULES_CACHE": str(attempts[0].directory / "modules")} | settings,
     )

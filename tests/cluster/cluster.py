@@ -26,6 +26,7 @@ from scripts.local.spec import TaskSpec
 from scripts.local.supervisor import Outcome, State, Supervisor
 from services.endpoints import Task
 from tests.cluster.network import Network
+from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 NODE = Path(__file__).with_name("node.sh")
@@ -34,7 +35,6 @@ OUTSIDER = "outsider"
 """A host of the network that is no node of the job group."""
 REFRESH_SECONDS = 2.0
 """SkyPilot writes the hosts files anew every five; with less the tests take less."""
-ANSWER_SECONDS = 20.0
 BURST_SECONDS = 0.05
 
 # What the outsider runs: requests, whose answers it prints as JSON.
@@ -169,7 +169,7 @@ class Cluster:
                     self._loop.call_soon_threadsafe(self._supervisor.stop, 15)
             self._stop_refreshing.set()
             for thread in self._threads:
-                thread.join(60)
+                thread.join(IDLE_SECONDS)
             processes.end([self._run.mark], 0)
         finally:
             self._network.__exit__()
@@ -211,9 +211,9 @@ class Cluster:
 
     def ask(self, *questions: Question) -> list[Answer | None]:
         """Sends requests from a host outside the job group; None where there is no answer."""
-        requests = [[q.method, q.url, q.headers, q.body.decode("latin-1"), ANSWER_SECONDS] for q in questions]
+        requests = [[q.method, q.url, q.headers, q.body.decode("latin-1"), IDLE_SECONDS] for q in questions]
         command = [sys.executable, "-I", "-S", "-c", _ASK]
-        seconds = ANSWER_SECONDS * (1 + len(requests) / 8)
+        seconds = IDLE_SECONDS * (1 + len(requests) / 8)
         done = self._network.run(OUTSIDER, *command, said=json.dumps(requests), seconds=seconds)
         assert done.returncode == 0, done.stderr
         return [None if answer is None else Answer(*answer) for answer in json.loads(done.stdout)]
@@ -230,25 +230,27 @@ class Cluster:
             for process in processes.marked(mark):
                 process.resume()
 
-    def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 240) -> Any:
-        """Waits until ``condition`` gives something true, and returns it. The run must not end meanwhile."""
-        end = time.monotonic() + seconds
-        while not (result := condition()):
-            assert not self._ended.done(), f"the run ended before {what}\n{self.told()}"
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.told()}"
-            time.sleep(0.05)
-        return result
+    def wait_until(self, condition: Callable[[], T], what: str) -> T:
+        """Waits until ``condition`` returns something true, and returns it. The run must not end meanwhile."""
 
-    def wait_for_step(self, step: int, seconds: float = 240) -> None:
+        def holds() -> T:
+            found = condition()
+            assert found or not self._ended.done(), f"the run ended before {what}\n{self.told()}"
+            return found
+
+        return wait_until(holds, what, progress=self._written, told=self.told)
+
+    def wait_for_step(self, step: int) -> None:
         """Waits until the trainer has completed ``step``."""
-        self.eventually(lambda: any(r["step"] >= step for r in self.metrics()), f"step {step} is done", seconds)
+        self.wait_until(lambda: any(r["step"] >= step for r in self.metrics()), f"step {step} is done")
 
-    def wait(self, seconds: float = 400) -> Outcome:
+    def wait(self) -> Outcome:
         """Waits for the end."""
-        try:
-            return self._ended.result(seconds)
-        except TimeoutError:
-            raise AssertionError(f"no end within {seconds:g} s\n{self.told()}") from None
+        wait_until(self._ended.done, "the end of the run", progress=self._written, told=self.told)
+        return self._ended.result()
+
+    def _written(self) -> int:
+        return bytes_in(self.run_dir)
 
     def told(self, lines: int = 12) -> str:
         """What happened, and the ends of all logs: for a failed assertion."""

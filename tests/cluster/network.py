@@ -18,11 +18,12 @@ from pathlib import Path
 
 import psutil
 
+from tests.waiting import IDLE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 PREFIX = "grpo-test"
 FILES = Path("/etc/netns")
 BRIDGE = "bridge0"
-COMMAND_SECONDS = 30
 
 _NUMBERS = itertools.count(1)
 
@@ -90,7 +91,7 @@ class Network:
     def __exit__(self, *_: object) -> None:
         assert self._cleaner.stdin is not None
         self._cleaner.stdin.close()
-        self._cleaner.wait(2 * COMMAND_SECONDS)
+        self._cleaner.wait(IDLE_SECONDS)
 
     @property
     def hosts(self) -> dict[str, Host]:
@@ -144,7 +145,7 @@ class Network:
         self._batch(f"link set {self._hosts[name].link} up", namespace=self._switch)
 
     def run(
-        self, name: str, *command: str, said: str = "", seconds: float = COMMAND_SECONDS
+        self, name: str, *command: str, said: str = "", seconds: float = IDLE_SECONDS
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on a host, with ``said`` for its input, and returns how it ended."""
         line = ["ip", "netns", "exec", self._hosts[name].namespace, *command]
@@ -155,7 +156,7 @@ class Network:
 
 
 def _run(*command: str, said: str | None = None) -> None:
-    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=IDLE_SECONDS, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}\n{said or ''}")
 
@@ -171,7 +172,7 @@ def _delete(namespace: str) -> None:
         except psutil.NoSuchProcess:
             continue
         processes.append(process)
-    psutil.wait_procs(processes, timeout=COMMAND_SECONDS)
+    psutil.wait_procs(processes, timeout=IDLE_SECONDS)
     subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
     shutil.rmtree(FILES / namespace, ignore_errors=True)
 

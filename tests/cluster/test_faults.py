@@ -46,7 +46,7 @@ def test_a_service_that_is_gone_for_long_costs_the_trainer_a_recoverable_end(und
     with Cluster(tmp_path, tiny_model, RUN | {"SERVICE_DEADLINE_SECONDS": "15"}) as cluster:
         cluster.wait_for_step(4)
         cluster.cut("reward-server-0")
-        ends = cluster.eventually(
+        ends = cluster.wait_until(
             lambda: [why for _, task, _, state, why in cluster.events if (task, state) == TRAINER_RESTARTS],
             "the trainer gives up",
         )
@@ -66,7 +66,7 @@ def test_a_full_disk_under_the_replay_buffer(undisturbed, tiny_model, tmp_path):
         cluster.wait_for_step(4)
         disk = cluster.disk("replay-buffer-0")
         fill(disk / "full")
-        cluster.eventually(
+        cluster.wait_until(
             lambda: any((task, state) == TRAINER_RESTARTS for _, task, _, state, _ in cluster.events),
             "the trainer gives up",
         )

@@ -55,7 +55,7 @@ def preempt(model: Path, directory: Path, *nodes: str, **settings: str) -> Finis
         cluster.wait_for_step(PREEMPTED_AFTER)
         if "CHECKPOINT_EVERY" not in settings:
             # It is written beside the training.
-            cluster.eventually(lambda: any(cluster.run_dir.glob("checkpoints/step-*")), "a checkpoint is in place")
+            cluster.wait_until(lambda: any(cluster.run_dir.glob("checkpoints/step-*")), "a checkpoint is in place")
         before = cluster.address(nodes[0])
         cluster.destroy(*nodes)
         outcome = cluster.wait()

@@ -5,7 +5,7 @@ import pytest
 from services.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
 from tests.cluster.strangers import MARKER, ROUTER, SECRETS, SERVICES
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 # What is served over HTTP. Beside it only the trainer listens, for its own ranks and for the workers' weight updates.
 SERVED = {

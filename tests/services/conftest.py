@@ -8,16 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from fastapi import FastAPI
+
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -31,7 +33,7 @@ def serving() -> Serving:
     async def serve(app: FastAPI, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
         headers = {"Authorization": f"Bearer {token}"} if token else None
         async with app.router.lifespan_context(app):
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(LIMIT_SECONDS):
                 await app.state.lifecycle.wait_ready()
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=headers) as client:
@@ -56,26 +58,29 @@ class RunningService:
     def log(self) -> str:
         return self.log_file.read_text()
 
-    def wait_healthy(self, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"the service ended:\n{self.log}"
-            try:
-                if httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise AssertionError(f"not healthy after {seconds} s:\n{self.log}")
+    def wait_healthy(self) -> None:
+        """Waits until it says that it is healthy; processor time and lines in its log are progress."""
+        wait_until(self._is_healthy, f"{self.url} healthy", progress=self._progress, told=lambda: self.log)
 
-    def terminate(self, seconds: float = 20) -> int:
+    def _is_healthy(self) -> bool:
+        assert self.process.poll() is None, f"the service ended:\n{self.log}"
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+        return False
+
+    def _progress(self) -> tuple[int, float]:
+        with suppress(psutil.NoSuchProcess):
+            return bytes_in(self.log_file), psutil.Process(self.process.pid).cpu_times().user
+        return 0, 0.0
+
+    def terminate(self) -> int:
         """Ends it as SkyPilot or a person would, and returns its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(seconds)
+        return self.process.wait(IDLE_SECONDS)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(IDLE_SECONDS)
 
     def end(self) -> None:
         """Ends it if it still runs: in order where it can, so that its coverage is measured."""

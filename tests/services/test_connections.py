@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from services import connections, scaffold
 from services.settings import Settings
+from tests.waiting import IDLE_SECONDS
 
-PATIENCE = 60.0
 LONG, SHORT = 3600.0, 0.1
 HEAD = b"GET /health HTTP/1.1\r\nHost: service\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -47,7 +47,7 @@ async def connect() -> AsyncIterator[Connect]:
         writers.append(writer)
         return reader, writer
 
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(IDLE_SECONDS):
         await app.state.lifecycle.ready.wait()
     yield open_connection
     for writer in writers:
@@ -60,13 +60,13 @@ async def answer(connection: Connection, request: bytes) -> bytes:
     """The head of the answer to ``request``."""
     reader, writer = connection
     writer.write(request)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(IDLE_SECONDS):
         return await reader.readuntil(b"\r\n\r\n")
 
 
 async def closed(connection: Connection) -> None:
     """Returns when the service has closed the connection."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(IDLE_SECONDS):
         with contextlib.suppress(ConnectionResetError):
             await connection[0].read()
 

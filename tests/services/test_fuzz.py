@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.waiting import IDLE_SECONDS
+
 BOUNDED = settings(
     max_examples=3,
     phases=[Phase.generate],
@@ -15,8 +17,6 @@ BOUNDED = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-# A request that takes longer has hung.
-SECONDS = 20.0
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_made_up_requests_get_documented_answers(start_service: Any, module: str
                 if isinstance(case.body, dict) and isinstance(case.body.get("wait_seconds"), int | float):
                     # A lease may wait up to a minute, as it is asked to.
                     case.body["wait_seconds"] = min(case.body["wait_seconds"], 0.1)
-                case.call_and_validate(timeout=SECONDS, excluded_checks=not_promised)
+                case.call_and_validate(timeout=IDLE_SECONDS, excluded_checks=not_promised)
 
             check()
     assert service.terminate() == 0

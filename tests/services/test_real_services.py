@@ -25,6 +25,7 @@ from services.protocol import (
     SampleGroupsRequest,
     Split,
 )
+from tests.waiting import IDLE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def endpoint(service: Any) -> Endpoint:
 
 
 def test_the_calls_of_the_stock_example_work_unchanged(healthy: dict[str, Any]) -> None:
-    with httpx.Client(timeout=30, trust_env=False) as client:
+    with httpx.Client(timeout=IDLE_SECONDS, trust_env=False) as client:
         for service in healthy.values():
             assert client.get(f"{service.url}/health").json()["status"] == "healthy"
 
@@ -78,7 +79,7 @@ def test_the_calls_of_the_stock_example_work_unchanged(healthy: dict[str, Any]) 
 
 async def test_the_data_client_walks_a_cursor_and_an_epoch_has_each_prompt_once(healthy: dict[str, Any]) -> None:
     async with DataClient(endpoint(healthy["data"])) as data:
-        await data.wait_healthy(10)
+        await data.wait_healthy(IDLE_SECONDS)
         cursor, seen = Cursor(), []
         while cursor.epoch == 0:
             batch = await data.prompts(8, cursor=cursor)
@@ -137,14 +138,14 @@ async def test_the_replay_client_reaches_every_route(healthy: dict[str, Any]) ->
 
 async def test_a_lease_that_waits_does_not_hold_up_the_end(start_service: Any) -> None:
     service = start_service("services.replay_buffer")
-    async with httpx.AsyncClient(base_url=service.url, timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS, trust_env=False) as client:
         body = {"max_groups": 1, "wait_seconds": 60}
         waiting = asyncio.create_task(client.post("/queue/lease", json=body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(IDLE_SECONDS):
             # The request for the metrics is one of the two.
             while 'in_flight{service="replay-buffer"} 2.0' not in (await client.get("/metrics")).text:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert await asyncio.to_thread(service.terminate, 10) == 0
+        assert await asyncio.to_thread(service.terminate) == 0
         assert (await waiting).json()["lease_id"] is None
 
 
@@ -158,7 +159,9 @@ def test_where_consumers_stand_survives_the_data_server(start_service: Any, tmp_
     positions = []
     for _ in range(2):
         service = start_service("services.data_server", DATASET="arithmetic", SHARED_DIR=str(tmp_path), RUN_ID="r")
-        reply = httpx.get(f"{service.url}/prompts", params={"batch_size": 3, "consumer": "c"}, trust_env=False).json()
+        reply = httpx.get(
+            f"{service.url}/prompts", params={"batch_size": 3, "consumer": "c"}, timeout=IDLE_SECONDS, trust_env=False
+        ).json()
         positions += [prompt["position"] for prompt in reply["prompts"]]
         service.kill()
     assert positions == list(range(6))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.conftest import free_port
+from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/operating.md").read_text()
@@ -70,7 +71,7 @@ def run(module: str, folder: Path, *arguments: str, **variables: str) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
     )
 
 

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from services import weights_group
 from services.weights_group import ASYNC_ERROR_HANDLING, broadcast_weights, join_weights_group, leave_weights_group
 from tests.services.conftest import free_port
+from tests.waiting import IDLE_SECONDS
 
 
 class Work:
@@ -39,7 +40,7 @@ def wait(polls: int, timeout: float) -> None:
 
 
 def test_a_broadcast_that_ends_in_time_keeps_its_group(given_up: list[Any]) -> None:
-    wait(polls=3, timeout=60)
+    wait(polls=3, timeout=IDLE_SECONDS)
     assert given_up == []
 
 
@@ -47,7 +48,7 @@ def test_a_broadcast_that_does_not_end_costs_its_group(given_up: list[Any]) -> N
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=r"within 0\.05 s; its group is given up"):
         wait(polls=1_000_000_000, timeout=0.05)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < IDLE_SECONDS
     assert given_up == ["group"]
 
 

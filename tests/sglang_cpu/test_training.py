@@ -40,7 +40,7 @@ def test_three_steps_are_trained_on_what_real_workers_generate(
         PUBLISH_PROBE_TOLERANCE="0.001",
         EVAL_PROMPTS="8",
     )
-    assert system.wait(1100) == 0, system.text
+    assert system.wait(limit_seconds=1100) == 0, system.text
     records = [record for record in system.metrics() if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:

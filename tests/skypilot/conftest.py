@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +23,12 @@ import yaml
 
 from services import scaffold
 from tests.skypilot.kubernetes_api import KubernetesApi, node, storage_class
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, T, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python"))
-TOOLS = ("kubectl", "socat", "nc", "rsync")
+TOOLS = {"kubectl": "kubernetes-client", "socat": "socat", "nc": "netcat-openbsd", "rsync": "rsync"}
+"""The programs that SkyPilot calls, and the Debian packages that have them."""
 CONTEXT = "test"
 NODES = [node("cpu-1"), *(node(f"gpu-{number}", "H100", 8) for number in range(4))]
 MARK = "SKYPILOT_TEST"
@@ -38,7 +39,8 @@ def why_not() -> str | None:
     if not PYTHON.exists():
         return f"no SkyPilot at {PYTHON}; `make test-skypilot` installs it"
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return f"SkyPilot needs {', '.join(missing)} (Debian: socat, netcat-openbsd, rsync, and kubectl)"
+        packages = " ".join(TOOLS[tool] for tool in missing)
+        return f"SkyPilot needs {', '.join(missing)}; on Debian: apt-get install {packages}"
     return None
 
 
@@ -61,6 +63,9 @@ class SkyPilot:
             # Nothing outside this machine is asked. Not HTTP_PROXY, with which the Kubernetes client ignores NO_PROXY.
             "ALL_PROXY": "http://127.0.0.1:9",
             "NO_PROXY": "127.0.0.1,localhost",
+            # The server builds a wheel of itself with the setuptools that SkyPilot depends on; pip would fetch another.
+            # pip reads the variable as "build isolation: 0".
+            "PIP_NO_BUILD_ISOLATION": "0",
             MARK: str(home),
         }
         self._write("kube/config", kubeconfig(kubernetes_url))
@@ -87,23 +92,26 @@ class SkyPilot:
                 command, cwd=self.home, env=environment, stdout=log, stderr=log, start_new_session=True
             )
         try:
-            self.eventually(self._healthy, "the API server answers")
+            self.wait_until(self._healthy, "the API server answers")
             yield self
         finally:
             server.send_signal(signal.SIGTERM)
-            psutil.wait_procs(self._processes(), timeout=10)
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(IDLE_SECONDS)
             # Controllers and workers outlive the server.
-            left = self._processes()
+            left = self.processes()
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            psutil.wait_procs(left, timeout=10)
+            psutil.wait_procs(left, timeout=IDLE_SECONDS)
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this server; those that renamed themselves have overwritten their environment."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(MARK) == str(self.home):
+                is_below_home = Path(process.cwd()).is_relative_to(self.home)
+                if is_below_home or process.environ().get(MARK) == str(self.home):
                     found.append(process)
         return found
 
@@ -123,26 +131,26 @@ class SkyPilot:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=LIMIT_SECONDS,
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.told()}"
         return done.stdout + done.stderr
 
-    def eventually(self, condition: Callable[[], Any], what: str, seconds: float = 180) -> Any:
-        """Waits until ``condition`` gives something true, and returns it."""
-        end = time.monotonic() + seconds
-        while not (result := condition()):
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.told()}"
-            time.sleep(0.5)
-        return result
+    def wait_until(self, condition: Callable[[], T], what: str) -> T:
+        """Waits until ``condition`` returns something true, and returns it; lines in the logs are progress."""
+        return wait_until(condition, what, every=0.5, progress=lambda: bytes_in(*self._logs()), told=self.told)
 
     def told(self, lines: int = 40) -> str:
         """The ends of all logs: for a failed assertion."""
-        logs = [self.home / "server.log", *(self.home / "sky_logs").rglob("*.log")]
         return "\n".join(
-            line for log in logs for line in (f"--- {log}", *log.read_text(errors="replace").splitlines()[-lines:])
+            line
+            for log in self._logs()
+            for line in (f"--- {log}", *log.read_text(errors="replace").splitlines()[-lines:])
         )
+
+    def _logs(self) -> list[Path]:
+        return [self.home / "server.log", *(self.home / "sky_logs").rglob("*.log")]
 
 
 CATALOG = {
@@ -183,7 +191,7 @@ def served(app: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(IDLE_SECONDS)
 
 
 @pytest.fixture(scope="session")
@@ -196,6 +204,8 @@ def kubernetes() -> KubernetesApi:
 def skypilot(kubernetes: KubernetesApi, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyPilot]:
     """SkyPilot, serving."""
     if reason := why_not():
-        pytest.skip(reason)
-    with served(kubernetes.app) as url, SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
-        yield sky
+        pytest.fail(reason, pytrace=False)
+    with served(kubernetes.app) as url:
+        with SkyPilot(tmp_path_factory.mktemp("home"), url).serving() as sky:
+            yield sky
+        assert sky.processes() == []

@@ -19,7 +19,7 @@ from scripts.local import spec
 from tests.skypilot.conftest import ROOT, SkyPilot
 from tests.skypilot.kubernetes_api import KubernetesApi, Object
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skypilot, pytest.mark.timeout(900)]
 
 JOBGROUP = ROOT / "jobgroup.yaml"
 GIVEN = {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct", "MAX_STEPS": "7"}
@@ -37,7 +37,7 @@ def launched(skypilot: SkyPilot, kubernetes: KubernetesApi) -> SkyPilot:
     overrides = [part for name, value in GIVEN.items() for part in ("--env", f"{name}={value}")]
     launch = ["jobs", "launch", "--yes", "--async", "jobgroup.yaml", *overrides]
     skypilot.sky(*launch, "--secret", f"JOBGROUP_TOKEN={SECRET}")
-    skypilot.eventually(lambda: len(kubernetes.pods()) == sum(NODES.values()), "every pod is asked for", 400)
+    skypilot.wait_until(lambda: len(kubernetes.pods()) == sum(NODES.values()), "every pod is asked for")
     return skypilot
 
 
@@ -148,7 +148,5 @@ def test_nothing_was_asked_that_a_cluster_would_answer_and_this_one_does_not(lau
 def test_a_cancelled_job_leaves_no_pod(launched, kubernetes):
     # The last test of the file: the pods are gone after it.
     launched.sky("jobs", "cancel", "--yes", JOB)
-    launched.eventually(lambda: not kubernetes.pods(), "no pod is left", 300)
-    launched.eventually(
-        lambda: "CANCELLED" in launched.sky("jobs", "queue", "--all"), "the job counts as cancelled", 120
-    )
+    launched.wait_until(lambda: not kubernetes.pods(), "no pod is left")
+    launched.wait_until(lambda: "CANCELLED" in launched.sky("jobs", "queue", "--all"), "the job counts as cancelled")

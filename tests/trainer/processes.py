@@ -11,9 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.waiting import LIMIT_SECONDS
 from trainer.distributed import Ranks, join_ranks
-
-DEADLINE_SECONDS = 120.0
 
 # Ranks are forked off a server that has imported everything, which takes seconds, and computed nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -35,7 +34,7 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
         there.close()
         started.append(process)
         pipes.append(here)
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + LIMIT_SECONDS
     try:
         replies = [_receive(rank, pipe, deadline) for rank, pipe in enumerate(pipes)]
     finally:
@@ -51,7 +50,7 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
 
 def _receive(rank: int, pipe: Connection, deadline: float) -> dict[str, Any]:
     if not pipe.poll(max(deadline - time.monotonic(), 0.0)):
-        return {"error": f"no answer within {DEADLINE_SECONDS:g} s"}
+        return {"error": f"no answer within {LIMIT_SECONDS:g} s"}
     try:
         reply: dict[str, Any] = pipe.recv()
     except EOFError:

@@ -18,6 +18,7 @@ from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
+from tests.waiting import IDLE_SECONDS
 from trainer import checkpoint
 from trainer.checkpoint import CheckpointStore
 from trainer.distributed import Ranks, join_ranks
@@ -200,12 +201,12 @@ def test_no_checksum_is_computed_while_training_waits(
     def slow_checksum(file: Path) -> str:
         threads.add(threading.current_thread())
         reached.set()
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(IDLE_SECONDS)
         return checksum(file)
 
     monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
     store.save(learner.policy, learner.optimizer, run_state(learner, 1))
-    assert reached.wait(60)
+    assert reached.wait(IDLE_SECONDS)
     assert store.poll() is None, "the checkpoint is not in place before its checksums are"
     learner.update(GROUPS, 0)
     may_go_on.set()

@@ -19,17 +19,17 @@ import trainer.run
 from scripts.local import spec
 from scripts.local.nodes import allocate
 from services.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE
+from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
 from trainer.distributed import PeerLostError
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 200
 
 
 def run_trainer(directory: Path, num_nodes: int, settings: Mapping[str, str]) -> list[tuple[int, str]]:
     """Exit code and output of every node of a trainer whose services are nowhere."""
     with start_trainer(directory, num_nodes, settings) as nodes:
-        outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+        outputs = [node.communicate(timeout=LIMIT_SECONDS)[0] for node in nodes]
     return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
 
 
@@ -136,8 +136,8 @@ def test_the_other_node_of_a_killed_rank_is_not_recoverable_for_free(tiny_model,
         [rank] = psutil.Process(first.pid).children()
         rank.kill()
         killed = time.monotonic()
-        assert first.wait(SECONDS) == 137
-        assert second.wait(SECONDS) == EXIT_PEER_LOST
+        assert first.wait(LIMIT_SECONDS) == 137
+        assert second.wait(LIMIT_SECONDS) == EXIT_PEER_LOST
         assert time.monotonic() - killed >= program.PEER_LOST_SECONDS
         assert second.stdout is not None
         assert "error: rank 1 of 2 lost the others" in second.stdout.read()

@@ -6,7 +6,7 @@ installs them and runs this file. Where a library differs from a paper, the test
 
 from __future__ import annotations
 
-import os
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,22 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-WHY = "an oracle of the algorithm, installed by `make test-oracles`"
-# Both leave ImportError to a part that is missing, so that the reason names it.
-verl = pytest.importorskip("verl.trainer.ppo.core_algos", reason=WHY, exc_type=ImportError)
-verl_correction = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper", reason=WHY, exc_type=ImportError)
-verl_config = pytest.importorskip("verl.workers.config", reason=WHY, exc_type=ImportError)
-trl_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason=WHY, exc_type=ImportError)
-trl_rewards = pytest.importorskip("trl.rewards", reason=WHY, exc_type=ImportError)
+from tests.trainer.ragged import Ragged, random_ragged
+from trainer import grpo
+from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
 
-from tests.trainer.ragged import Ragged, random_ragged  # noqa: E402
-from trainer import grpo  # noqa: E402
-from trainer.methods import AdvantageMethod, Aggregation, KLEstimator  # noqa: E402
+pytestmark = pytest.mark.oracles
 
 SEEDS = range(6)
 # verl's mean over a sequence adds 1e-8 to its length.
 CLOSE: dict[str, Any] = {"rtol": 1e-7, "atol": 1e-9}
+
+
+def oracle(module: str) -> Any:
+    """Import a library's module; where something of it is missing, the test fails with what installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        return pytest.fail(f"{module} cannot be imported ({error}); `make test-oracles` installs it")
+
+
+@pytest.fixture(scope="module")
+def verl() -> Any:
+    return oracle("verl.trainer.ppo.core_algos")
+
+
+@pytest.fixture(scope="module")
+def trl() -> Any:
+    return oracle("trl.trainer.grpo_trainer")
 
 
 def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, constant_length: int = 16) -> Tensor:
@@ -58,7 +69,7 @@ def random_rewards(seed: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("method", list(AdvantageMethod))
-def test_advantages_are_verls(seed: int, method: AdvantageMethod) -> None:
+def test_advantages_are_verls(verl: Any, seed: int, method: AdvantageMethod) -> None:
     rewards, ids = random_rewards(seed)
     arguments: dict[str, Any] = {
         "token_level_rewards": rewards[:, None].clone(),
@@ -76,7 +87,7 @@ def test_advantages_are_verls(seed: int, method: AdvantageMethod) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
-def test_the_clipped_surrogate_is_verls_in_value_and_gradient(seed: int, dual_clip: float | None) -> None:
+def test_the_clipped_surrogate_is_verls_in_value_and_gradient(verl: Any, seed: int, dual_clip: float | None) -> None:
     batch = random_ragged(seed, spread=1.0)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
     expected, *_ = verl.compute_policy_loss(
@@ -96,11 +107,11 @@ def test_the_clipped_surrogate_is_verls_in_value_and_gradient(seed: int, dual_cl
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
 @pytest.mark.parametrize("method", [Aggregation.TOKEN_MEAN, Aggregation.SEQUENCE_MEAN])
-def test_gspo_and_cispo_are_verls_in_value_and_gradient(seed: int, name: str, method: Aggregation) -> None:
+def test_gspo_and_cispo_are_verls_in_value_and_gradient(verl: Any, seed: int, name: str, method: Aggregation) -> None:
     # verl leaves completions without tokens out of the count of sequences; here they count, so there is none.
     batch = random_ragged(seed, shortest=2)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    config = verl_config.ActorConfig(
+    config = oracle("verl.workers.config").ActorConfig(
         strategy="fsdp",
         rollout_n=1,
         ppo_micro_batch_size_per_gpu=1,
@@ -129,7 +140,7 @@ def test_gspo_and_cispo_are_verls_in_value_and_gradient(seed: int, name: str, me
         (Aggregation.CONSTANT_LENGTH, "seq-mean-token-sum-norm"),
     ],
 )
-def test_aggregations_are_verls(seed: int, method: Aggregation, mode: str) -> None:
+def test_aggregations_are_verls(verl: Any, seed: int, method: Aggregation, mode: str) -> None:
     batch = random_ragged(seed)
     expected = verl.agg_loss(
         batch.padded("theta"), batch.mask, mode, global_batch_size=batch.n_sequences, loss_scale_factor=16
@@ -139,7 +150,7 @@ def test_aggregations_are_verls(seed: int, method: Aggregation, mode: str) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("estimator", list(KLEstimator))
-def test_kl_estimators_are_verls(seed: int, estimator: KLEstimator) -> None:
+def test_kl_estimators_are_verls(verl: Any, seed: int, estimator: KLEstimator) -> None:
     batch = random_ragged(seed)
     theta, reference = batch.packed("theta"), batch.packed("reference")
     expected = verl.kl_penalty_forward(theta, reference, estimator.value)
@@ -151,11 +162,12 @@ def test_importance_weights_are_verls(seed: int) -> None:
     batch = random_ragged(seed, spread=1.5)
     theta, behaviour = batch.packed("theta"), batch.packed("behaviour")
     log_ratio = batch.padded("theta") - batch.padded("behaviour")
+    correction = oracle("verl.trainer.ppo.rollout_corr_helper")
     for threshold, ours in (
         (2.0, grpo.truncated_importance_weights(theta, behaviour, 2.0)),
         ("0.5_5.0", grpo.icepop_weights(theta, behaviour, 0.5, 5.0)),
     ):
-        weights, _ = verl_correction.compute_rollout_correction_weights(
+        weights, _ = correction.compute_rollout_correction_weights(
             log_ratio, batch.mask, rollout_is="token", rollout_is_threshold=threshold
         )
         torch.testing.assert_close(ours, batch.unpadded(weights), **CLOSE)
@@ -164,7 +176,7 @@ def test_importance_weights_are_verls(seed: int) -> None:
 # --- TRL, which does not clamp broken tokens --------------------------------------------------------------------------
 
 
-def trl_loss(batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
+def trl_loss(trl: Any, batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
     """TRL's loss of the batch; ``theta`` [S, L] stands for what its model would have computed."""
     settings: dict[str, Any] = {
         "loss_type": "dapo",
@@ -205,7 +217,7 @@ def trl_loss(batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
         "importance_sampling_ratio": weights,
         "num_items_in_batch": batch.mask.sum(),
     }
-    return trl_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)  # type: ignore[no-any-return]
+    return trl.GRPOTrainer._compute_loss(trainer, None, inputs)  # type: ignore[no-any-return]
 
 
 class _AnyList(dict[str, list[Any]]):
@@ -229,41 +241,41 @@ def verl_weights(batch: Ragged) -> Tensor:
 )
 @pytest.mark.parametrize("kl_coef", [0.0, 0.05])
 def test_the_whole_loss_is_trls_in_value_and_gradient(
-    seed: int, loss_type: str, method: Aggregation, kl_coef: float
+    trl: Any, seed: int, loss_type: str, method: Aggregation, kl_coef: float
 ) -> None:
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(batch, theirs, loss_type=loss_type, beta=kl_coef, epsilon_high=0.28)
+    expected = trl_loss(trl, batch, theirs, loss_type=loss_type, beta=kl_coef, epsilon_high=0.28)
     losses = grpo.clipped_surrogate(ours, batch.packed("old"), batch.packed("advantage"), 0.2, 0.28)
     losses = losses + kl_coef * grpo.kl_penalty(ours, batch.packed("reference"))
     assert_same(batch, aggregated(losses, batch, method), ours, expected, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_decoupled_objective_is_trls_with_its_engine_correction(seed: int) -> None:
+def test_the_decoupled_objective_is_trls_with_its_engine_correction(trl: Any, seed: int) -> None:
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(batch, theirs, use_vllm=True)
+    expected = trl_loss(trl, batch, theirs, use_vllm=True)
     losses = grpo.clipped_surrogate(ours, batch.packed("old"), batch.packed("advantage"))
     losses = losses * grpo.truncated_importance_weights(batch.packed("old"), batch.packed("behaviour"), 2.0)
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_cispo_is_trls_whose_bound_is_the_ratio_itself(seed: int) -> None:
+def test_cispo_is_trls_whose_bound_is_the_ratio_itself(trl: Any, seed: int) -> None:
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
-    expected = trl_loss(batch, theirs, loss_type="cispo", epsilon_high=1.28)
+    expected = trl_loss(trl, batch, theirs, loss_type="cispo", epsilon_high=1.28)
     losses = grpo.cispo_loss(ours, batch.packed("old"), batch.packed("advantage"), clip_high=0.28)
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gspo_is_trls_sequence_level_ratio(seed: int) -> None:
+def test_gspo_is_trls_sequence_level_ratio(trl: Any, seed: int) -> None:
     batch = random_ragged(seed, spread=0.3, shortest=1, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
     expected = trl_loss(
-        batch, theirs, loss_type="grpo", importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.1
+        trl, batch, theirs, loss_type="grpo", importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.1
     )
     losses = grpo.gspo_loss(
         ours, batch.packed("old"), batch.packed("advantage"), batch.sequence_ids, batch.n_sequences, 0.05, 0.1
@@ -273,7 +285,7 @@ def test_gspo_is_trls_sequence_level_ratio(seed: int) -> None:
 
 def test_the_overlong_penalty_is_trls() -> None:
     lengths = list(range(40))
-    expected = trl_rewards.get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=12)(
+    expected = oracle("trl.rewards").get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=12)(
         completion_ids=[[1] * n for n in lengths]
     )
     result = grpo.overlong_penalty(torch.tensor(lengths), 30, 12)

@@ -8,9 +8,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.models import made_once
+from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,11 +46,10 @@ class Command:
     def text(self) -> str:
         return self.log.read_text()
 
-    def wait(self, seconds: float = 240) -> int:
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"no end within {seconds} s:\n{self.text}") from None
+    def wait(self) -> int:
+        """Waits for the end, and returns the exit code."""
+        self._wait_until(lambda: self.process.poll() is not None, "the end")
+        return self.process.returncode
 
     def succeed(self) -> dict[str, Any]:
         """Waits for the end and returns results.json."""
@@ -64,12 +64,16 @@ class Command:
     def samples(self, directory: str = "") -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.lines(directory)]
 
-    def wait_for_samples(self, count: int, seconds: float = 240) -> None:
-        end = time.monotonic() + seconds
-        while len(self.lines()) < count:
+    def wait_for_samples(self, count: int) -> None:
+        def are_there() -> bool:
             assert self.process.poll() is None, self.text
-            assert time.monotonic() < end, self.text
-            time.sleep(0.02)
+            return len(self.lines()) >= count
+
+        self._wait_until(are_there, f"{count} samples")
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        progress = partial(bytes_in, self.log, self.output)
+        wait_until(condition, what, every=0.02, progress=progress, told=lambda: self.text)
 
 
 Evaluate = Callable[..., Command]
@@ -100,7 +104,7 @@ def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
     for command in started:
         if command.process.poll() is None:
             command.process.send_signal(signal.SIGTERM)
-            command.process.wait(30)
+            command.process.wait(LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="session")

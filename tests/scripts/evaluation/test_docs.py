@@ -14,6 +14,7 @@ from scripts.evaluation.settings import EvaluationSettings
 from tests.scripts.evaluation.conftest import ARITHMETIC
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.skypilot_facts import ROOT, check_command
+from tests.waiting import LIMIT_SECONDS
 
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()
 
@@ -55,7 +56,7 @@ def test_its_commands_run(command, place, tiny_model):
             env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(place), "JOBGROUP_TOKEN": TOKEN},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=LIMIT_SECONDS,
         )
     finally:
         nodes.stop()

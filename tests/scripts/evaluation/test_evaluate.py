@@ -7,7 +7,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 
 import psutil
@@ -18,6 +17,7 @@ from scripts.local.processes import MARK
 from tests.scripts.evaluation.conftest import ARITHMETIC, ROOT
 from tests.scripts.evaluation.tool_model import questions
 from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 
 def servers_of(output):
@@ -81,11 +81,8 @@ def test_a_killed_evaluation_goes_on_from_its_samples(evaluate, tiny_model):
     first = evaluate(*arguments, **ARITHMETIC)
     first.wait_for_samples(300)
     first.process.send_signal(signal.SIGKILL)
-    first.process.wait(10)
-    end = time.monotonic() + 30
-    while servers_of(first.output):
-        assert time.monotonic() < end, "servers outlive the evaluation that started them"
-        time.sleep(0.1)
+    first.process.wait(IDLE_SECONDS)
+    wait_until(lambda: not servers_of(first.output), "the end of the servers that a killed evaluation started")
     before = first.lines()
     assert 300 <= len(before) < 2500, "it was to be killed on its way"
     with (first.output / "samples.jsonl").open("ab") as file:
@@ -214,7 +211,7 @@ def refusals(tiny_model, tmp_path_factory):
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
     )
     return json.loads(done.stdout)
 
@@ -232,7 +229,7 @@ def test_bad_input_is_named(refusals, number):
 
 def test_the_command_ends_with_a_refusals_code_and_words(evaluate, tiny_model):
     command = evaluate("--model", tiny_model, "--dataset", "arithmetic", "--k", "two")
-    assert command.wait(60) == 78
+    assert command.wait() == 78
     assert command.text.startswith("evaluate: EVAL_K is 'two'")
     assert "Traceback" not in command.text
 
@@ -242,6 +239,6 @@ def test_ctrl_c_ends_everything_in_order(evaluate, tiny_model):
     command = evaluate("--model", tiny_model, "--split", "all", "--samples", "64", "--concurrency", "1", **ARITHMETIC)
     command.wait_for_samples(100)
     os.kill(command.process.pid, signal.SIGINT)
-    assert command.wait(30) == 128 + signal.SIGINT
+    assert command.wait() == 128 + signal.SIGINT
     assert "the same command goes on" in command.text
     assert servers_of(command.output) == []

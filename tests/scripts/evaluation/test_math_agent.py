@@ -18,6 +18,7 @@ from services.reward_server.answers import Verdict, judge
 from services.rollout_server.embedded.app import create_app
 from services.rollout_server.settings import RolloutSettings
 from tests.scripts.evaluation.tool_model import questions
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 
 async def score(items: Any) -> list[RewardResult]:
@@ -38,12 +39,12 @@ async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleTyp
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=60) as http,
+        httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=IDLE_SECONDS) as http,
     ):
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_SECONDS):
             await app.state.lifecycle.wait_ready()
         sampling = Sampling(max_new_tokens=24, temperature=1.0, top_p=1.0, seed=0)
-        workflow = AgentWorkflow(math_agent.solve, sampling, score, model=model, token=None, seconds=60)
+        workflow = AgentWorkflow(math_agent.solve, sampling, score, model=model, token=None, seconds=IDLE_SECONDS)
         server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]

@@ -16,6 +16,7 @@ from fastapi import FastAPI, Response
 from scripts.evaluation import servers
 from scripts.evaluation.servers import ServerPool, parse_url
 from services.errors import ConfigurationError, DependencyLostError
+from tests.waiting import IDLE_SECONDS
 
 
 class FakeServer:
@@ -101,7 +102,13 @@ def quick(monkeypatch):
 
 def pool_of(*urls, places=4, lost_seconds=30.0, **options):
     return ServerPool(
-        urls, token=None, vocab_size=17, places=places, prompt_seconds=20, lost_seconds=lost_seconds, **options
+        urls,
+        token=None,
+        vocab_size=17,
+        places=places,
+        prompt_seconds=IDLE_SECONDS,
+        lost_seconds=lost_seconds,
+        **options,
     )
 
 
@@ -116,7 +123,7 @@ async def work(server):
 async def test_work_goes_to_all_and_not_more_of_it_than_there_are_places(make_server):
     first, second = await make_server(), await make_server()
     async with pool_of(first.url, second.url) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         done = Counter(await asyncio.gather(*(pool.run(work) for _ in range(60))))
     assert sum(done.values()) == 60
     assert min(done[first.url], done[second.url]) >= 20
@@ -128,12 +135,12 @@ async def test_what_a_dead_server_did_is_done_elsewhere(make_server):
     first, second = await make_server(), await make_server()
     first.seconds = 30  # holds its work until it dies
     async with pool_of(first.url, second.url) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         everything = [asyncio.create_task(pool.run(work)) for _ in range(20)]
         while first.at_once < 4:
             await asyncio.sleep(0.01)
         await first.kill()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(IDLE_SECONDS):
             done = Counter(await asyncio.gather(*everything))
     assert done == {second.url: 20}
     assert pool.deaths == 1
@@ -143,13 +150,13 @@ async def test_what_a_dead_server_did_is_done_elsewhere(make_server):
 async def test_a_server_that_comes_back_gets_work_again(make_server):
     server = await make_server()
     async with pool_of(server.url) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         await server.kill()
         waiting = asyncio.create_task(pool.run(work))
         while pool.alive:
             await asyncio.sleep(0.01)
         await server.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(IDLE_SECONDS):
             assert await waiting == server.url
 
 
@@ -158,22 +165,22 @@ async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
     first, second = await make_server(), await make_server()
     first.seconds = 30
     async with pool_of(first.url, second.url, places=1) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         everything = [asyncio.create_task(pool.run(work)) for _ in range(4)]
         while not first.at_once:
             await asyncio.sleep(0.01)
         first.health = 503
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(IDLE_SECONDS):
             assert set(await asyncio.gather(*everything)) == {second.url}
 
 
 async def test_without_any_server_work_fails_after_its_patience(make_server):
     server = await make_server()
     async with pool_of(server.url, lost_seconds=0.3) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         await server.kill()
         with pytest.raises(DependencyLostError, match=server.url):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(IDLE_SECONDS):
                 await asyncio.gather(*(pool.run(work) for _ in range(20)))
 
 
@@ -187,7 +194,7 @@ async def test_work_that_living_servers_lose_is_not_tried_for_ever(make_server):
         raise DependencyLostError("poison")
 
     async with pool_of(server.url) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         with pytest.raises(DependencyLostError, match="poison"):
             await pool.run(lose)
         assert await pool.run(work) == server.url
@@ -198,7 +205,7 @@ async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
     server = await make_server()
     server.seconds = 30
     async with pool_of(server.url, places=1) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         long = asyncio.create_task(pool.run(work))
         while not server.at_once:
             await asyncio.sleep(0.01)
@@ -206,7 +213,7 @@ async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
         with pytest.raises(asyncio.CancelledError):
             await long
         server.seconds = 0.01
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(IDLE_SECONDS):
             assert await pool.run(work) == server.url
 
 
@@ -221,9 +228,9 @@ async def test_discovery_adds_servers_and_drops_those_that_are_gone(make_server,
         return list(found)
 
     async with pool_of(discover=discover) as pool:
-        await pool.wait_ready(10)
+        await pool.wait_ready(IDLE_SECONDS)
         found.append(second.url)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(IDLE_SECONDS):
             while len(pool.alive) < 2:
                 await asyncio.sleep(0.01)
             found.remove(first.url)
@@ -247,7 +254,7 @@ async def test_a_refused_token_is_an_error_of_configuration(make_server):
     server.token = "secret"
     async with pool_of(server.url) as pool:
         with pytest.raises(ConfigurationError, match="JOBGROUP_TOKEN"):
-            await pool.wait_ready(10)
+            await pool.wait_ready(IDLE_SECONDS)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from scripts.local import spec
 from services.errors import EXIT_RECOVERABLE
 from tests.scripts.evaluation.conftest import ARITHMETIC
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from tests.waiting import LIMIT_SECONDS
 
 YAML = ROOT / "evaluation" / "evaluate.yaml"
 
@@ -97,13 +98,13 @@ def test_discovery_finds_what_is_up_by_its_name(told):
 
 def test_a_model_of_this_machine_is_refused(evaluate, tiny_model):
     command = evaluate("--scheduler", "skypilot", "--model", tiny_model)
-    assert command.wait(60) == 78
+    assert command.wait() == 78
     assert "is a directory of this machine" in command.text
 
 
 def test_without_skypilot_it_says_what_to_install(evaluate):
     command = evaluate("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
-    assert command.wait(60) == 78
+    assert command.wait() == 78
     assert "pip install 'skypilot[kubernetes]==0.14.1'" in command.text
 
 
@@ -129,7 +130,7 @@ def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT_SECONDS,
     )
     logs = "\n".join(log.read_text() for log in (tmp_path / "runs/e/logs").glob("evaluate*.log"))
     assert done.returncode == 0, done.stdout + logs

@@ -8,13 +8,21 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
+
+PATIENT = """
+import typer
+from scripts import run_local
+from scripts.local import supervisor
+supervisor.PRIMARY_STOP_SECONDS = {seconds}
+typer.run(run_local.main)
+"""
 HEADER = "name: group\nexecution: parallel\nprimary_tasks: [ppo-trainer]\n"
 
 
@@ -31,7 +39,6 @@ class Ended:
     exit_code: int
     output: str
     run_dir: Path
-    seconds: float
 
     def log(self, task: str, rank: int = 0) -> str:
         return (self.run_dir / "logs" / f"{task}-{rank}.log").read_text()
@@ -44,12 +51,20 @@ class Ended:
 class Runner:
     """A runner in a directory of its own."""
 
-    def __init__(self, directory: Path, *tasks: str, header: str = HEADER, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *tasks: str,
+        header: str = HEADER,
+        arguments: tuple[str, ...] = (),
+        stop_seconds: float | None = None,
+    ) -> None:
+        """Starts a runner; ``stop_seconds`` is how long it lets primary tasks end by themselves, unless its own."""
         self.directory = directory
         (directory / "group.yaml").write_text(header + "".join(tasks))
-        command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--run-id", "test", *arguments]
+        start = ["-m", "scripts.run_local"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
+        command = [sys.executable, *start, "group.yaml", "--run-id", "test", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JOBGROUP_")}
-        self.started = time.monotonic()
         self.process = subprocess.Popen(
             command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -58,31 +73,27 @@ class Runner:
     def run_dir(self) -> Path:
         return self.directory / "runs" / "test"
 
-    def wait_for(self, path: str, deadline: float = 120) -> Path:
+    def wait_for(self, path: str) -> Path:
         """Waits until a task has made the file ``path``."""
-        end = time.monotonic() + deadline
-        while not (self.directory / path).exists():
+
+        def is_made() -> bool:
             assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < end, f"{path} did not appear"
-            time.sleep(0.02)
+            return (self.directory / path).exists()
+
+        wait_until(is_made, path, progress=lambda: bytes_in(self.directory))
         return self.directory / path
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def end(self, deadline: float = 200) -> Ended:
-        output, _ = self.process.communicate(timeout=deadline)
-        return Ended(self.process.returncode, output, self.run_dir, time.monotonic() - self.started)
+    def end(self) -> Ended:
+        output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
+        return Ended(self.process.returncode, output, self.run_dir)
 
 
 def run(directory: Path, *tasks: str, **options: Any) -> Ended:
     """Runs a job group to its end."""
     return Runner(directory, *tasks, **options).end()
-
-
-def busy() -> float:
-    """How many times slower than an idle machine this one is now, by its load; at least 1."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def is_running(pid: int) -> bool:

@@ -11,6 +11,7 @@ from scripts.local import nodes
 from scripts.local.spec import JobGroup, TaskSpec
 from services import endpoints
 from services.endpoints import Task
+from tests.waiting import IDLE_SECONDS
 
 GROUP = JobGroup(
     "group",
@@ -53,7 +54,7 @@ def test_two_runs_at_once_share_no_address():
 
 def _bind_when_free(listener: socket.socket, port: int) -> None:
     """Takes the port on all addresses, once those that have it on one, such as other tests, let it go."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + IDLE_SECONDS
     while True:
         try:
             listener.bind(("0.0.0.0", port))

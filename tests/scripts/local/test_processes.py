@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from scripts.local.processes import MARK, MemoryMeter
+from tests.waiting import IDLE_SECONDS
 
 MEGABYTE = 1_000_000
 
@@ -50,7 +51,7 @@ def test_memory_that_processes_share_counts_once_and_the_peak_stays(family: subp
     peak = meter.peak_by_node["some-task-0"]
     assert 100 * MEGABYTE < peak < 150 * MEGABYTE
     assert meter.peak >= peak
-    family.communicate(timeout=30)
+    family.communicate(timeout=IDLE_SECONDS)
     for one in (meter, later):
         one.measure()
     assert meter.peak_by_node["some-task-0"] == peak

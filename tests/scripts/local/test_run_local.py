@@ -5,12 +5,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
-from tests.scripts.local.runner import HEADER, Runner, busy, is_running, run, task
+from tests.scripts.local.runner import HEADER, Runner, is_running, run, task
+from tests.waiting import IDLE_SECONDS
 
 DONE = task("ppo-trainer", "exit 0")
 
@@ -113,12 +113,11 @@ def test_the_run_ends_when_all_primary_tasks_have_succeeded(tmp_path):
 def test_the_run_fails_with_the_first_primary_task_that_does(tmp_path):
     ended = run(
         tmp_path,
-        task("ppo-trainer", "exec sleep 60"),
+        task("ppo-trainer", "exec sleep 3600"),
         task("collector", "exit 9"),
         header=HEADER.replace("[ppo-trainer]", "[ppo-trainer, collector]"),
     )
     assert ended.exit_code == 9
-    assert ended.seconds < 30 * busy()
 
 
 def test_an_auxiliary_that_is_gone_for_good_does_not_fail_the_run(tmp_path):
@@ -238,11 +237,10 @@ def test_auxiliaries_end_at_once_when_the_trainer_fails(tmp_path):
     ended = run(
         tmp_path,
         task("ppo-trainer", "exit 1"),
-        task("replay-buffer", "exec sleep 60"),
-        header=HEADER + "termination_delay: 60s\n",
+        task("replay-buffer", "exec sleep 3600"),
+        header=HEADER + "termination_delay: 1h\n",
     )
     assert ended.exit_code == 1
-    assert ended.seconds < 30 * busy()
 
 
 def test_an_auxiliary_may_finish_what_it_does_when_asked_to_end(tmp_path):
@@ -254,17 +252,15 @@ def test_an_auxiliary_may_finish_what_it_does_when_asked_to_end(tmp_path):
     assert (tmp_path / "flushed").exists()
 
 
-def test_ctrl_c_ends_every_process_within_ten_seconds_however_stubborn(tmp_path):
+def test_ctrl_c_ends_every_process_however_stubborn(tmp_path):
     (tmp_path / "stubborn.sh").write_text(
-        "for i in 1 2; do (trap '' TERM; sleep 300 & echo $! >> pids; wait) & done\n"
+        "for i in 1 2; do (trap '' TERM; sleep 3600 & echo $! >> pids; wait) & done\n"
         "trap '' TERM; echo $$ >> pids; touch started; while :; do sleep 1; done\n"
     )
     runner = Runner(tmp_path, task("ppo-trainer", "exec bash stubborn.sh"), task("reward-server", "exec sleep 300"))
     runner.wait_for("started")
-    asked = time.monotonic()
     runner.send(signal.SIGINT)
     ended = runner.end()
-    assert time.monotonic() - asked < 10 * busy()
     assert ended.exit_code == 130
     assert not [pid for pid in (tmp_path / "pids").read_text().split() if is_running(int(pid))]
 
@@ -279,14 +275,13 @@ def test_other_requests_to_end_are_as_good_as_ctrl_c(tmp_path, number):
 
 
 def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
-    runner = Runner(tmp_path, task("ppo-trainer", "trap '' TERM; touch started; while :; do sleep 0.1; done"))
+    command = "trap 'touch asked' TERM; touch started; while :; do sleep 0.1; done"
+    runner = Runner(tmp_path, task("ppo-trainer", command), stop_seconds=3600)
     runner.wait_for("started")
-    asked = time.monotonic()
     runner.send(signal.SIGINT)
-    time.sleep(0.5)
+    runner.wait_for("asked")
     runner.send(signal.SIGINT)
     assert runner.end().exit_code == 130
-    assert time.monotonic() - asked < 6 * busy()
 
 
 def test_processes_in_sessions_of_their_own_end_too(tmp_path):
@@ -321,7 +316,7 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path):
     pid = int(runner.wait_for("pid").read_text())
     runner.send(signal.SIGKILL)
     runner.process.wait()
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=15)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=IDLE_SECONDS)
     assert not is_running(pid)
 
 

@@ -45,6 +45,7 @@ def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(loa
     assert truths(source.test) == ["5"]
 
 
+@pytest.mark.optional
 @pytest.mark.skipif(not GSM8K.exists(), reason="the published GSM8K files are not beside the repository")
 def test_the_published_gsm8k_files_load_whole(load: Any) -> None:
     source = load(str(GSM8K / "train.jsonl"), dataset_test=GSM8K / "test.jsonl")

@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium import spaces
 
 from services.environment_server.environments import Conversation, Transition
+from tests.waiting import IDLE_SECONDS
 
 RELEASE = threading.Event()
 """Set by a test to let hanging environments go."""
@@ -43,7 +44,7 @@ class Sleepy(Plain):
 
     def step(self, action):
         if action == 1:
-            RELEASE.wait(30)
+            RELEASE.wait(IDLE_SECONDS)
         return super().step(action)
 
 

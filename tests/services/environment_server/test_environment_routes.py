@@ -12,7 +12,7 @@ import pytest
 from services.errors import ConfigurationError
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
-from tests.services.waiting import stats_show
+from tests.waiting import IDLE_SECONDS, stats_show
 
 
 async def begin(client: Any, **request: Any) -> list[dict[str, Any]]:
@@ -143,9 +143,9 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
 
 async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.3)) as client:
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(IDLE_SECONDS):
             results = await take(client, (hangs, 0, 1), (goes_on, 0, 0))
         assert [r["status"] for r in results] == ["lost", "running"]
         assert "ENVIRONMENT_STEP_SECONDS" in results[0]["detail"]

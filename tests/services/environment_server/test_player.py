@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from services.environment_server import player
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served
-from tests.services.waiting import eventually, stats_show
+from tests.waiting import IDLE_SECONDS, eventually, stats_show, wait_until
 
 
 class Head:
@@ -48,7 +47,7 @@ async def test_episodes_are_played_and_each_is_reported_once(serving: Any, app: 
     with served(head.app) as url:
         options = {"environment": f"{ODD}Plain-v0", "environment_max_steps": 3, "eval_head_endpoint": url}
         async with serving(app(**options, environment_push_episodes=4, environment_push_total=10)) as client:
-            await eventually(lambda: len(head.finished) == 10)
+            await eventually(lambda: len(head.finished) == 10, "episodes", progress=lambda: len(head.requests))
             stats = (await client.get("/stats")).json()
             assert (await client.get("/health")).json()["pushing"] is True
     assert sorted(report.seed for report in head.finished) == list(range(10))
@@ -73,7 +72,7 @@ async def test_a_head_that_is_away_costs_no_episode(
             head.failing = True
             await stats_show(client, lambda stats: stats["push"]["trouble"] is not None)
             head.failing = False
-            await eventually(lambda: len(head.finished) == 2)
+            await eventually(lambda: len(head.finished) == 2, "episodes", progress=lambda: len(head.requests))
             push = (await client.get("/stats")).json()["push"]
     assert {report.steps for report in head.finished} == {50}
     assert (push["lost"], push["trouble"]) == (0, None)
@@ -96,9 +95,8 @@ def test_the_service_plays_as_a_process_and_ends_when_told(start_service: Any, h
         server = start_service(
             "services.environment_server", EVAL_HEAD_ENDPOINT=url, ENVIRONMENT_PUSH_TOTAL="4", LOG_LEVEL="warning"
         )
-        deadline = time.monotonic() + 30
-        while len(head.finished) < 4:
-            assert time.monotonic() < deadline, server.log
-            time.sleep(0.05)
-        assert httpx.get(f"{server.url}/stats", trust_env=False).json()["push"]["finished"] == 4
+        wait_until(
+            lambda: len(head.finished) == 4, "episodes", progress=lambda: len(head.requests), told=lambda: server.log
+        )
+        assert httpx.get(f"{server.url}/stats", timeout=IDLE_SECONDS, trust_env=False).json()["push"]["finished"] == 4
         assert server.terminate() == 0

@@ -21,6 +21,7 @@ from tests.browser import browser, screenshot
 from tests.services.conftest import free_port
 from tests.services.evaluation_head.policies import publish_lean, publish_wobbles
 from tests.services.run_page.serving import served
+from tests.waiting import IDLE_SECONDS
 
 PLAYING_SECONDS = 45
 WINDOW = {"width": 1280, "height": 1480}
@@ -51,7 +52,7 @@ def main(target: Path) -> None:
         serve("laptop", eval_head_endpoint=url, environment_push_policy="careful")
         page = stack.enter_context(browser()).new_page(viewport=WINDOW)
         page.goto(f"{url}/dashboard")
-        expect(page.locator("#state")).to_have_text("live", timeout=30_000)
+        expect(page.locator("#state")).to_have_text("live", timeout=1000 * IDLE_SECONDS)
         time.sleep(PLAYING_SECONDS)
         screenshot(page, target)
 

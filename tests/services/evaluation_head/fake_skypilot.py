@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
+
+from tests.waiting import IDLE_SECONDS
 
 
 class ClusterStatus(enum.Enum):
@@ -44,6 +47,8 @@ class FakeSkyPilot:
         self.status_error: Exception | None = None
         self.serve_error: Exception | None = None
         self.seconds = 0.0
+        self.answers = threading.Event()
+        self.answers.set()
         self.passes = 0
         self.serve = SimpleNamespace(status=self._serve_status)
         self.exceptions = SimpleNamespace(
@@ -79,6 +84,7 @@ class FakeSkyPilot:
 
     def get(self, request_id: str) -> Any:
         time.sleep(self.seconds)
+        self.answers.wait(IDLE_SECONDS)
         result = self._requests[request_id]
         if isinstance(result, Exception):
             raise result

@@ -19,8 +19,9 @@ from services.environment_server.settings import EnvironmentSettings
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
+from tests.waiting import IDLE_SECONDS
 
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=1000 * IDLE_SECONDS)
 needs_browser = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
 
 
@@ -37,7 +38,7 @@ def open_page(chrome: Any) -> Iterator[Any]:
     def open_(url: str, *, expected_problems: str = "", **options: Any) -> Any:
         window = chrome.new_context(**{"viewport": DESKTOP, **options})
         page = window.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * IDLE_SECONDS)
         requests: list[str] = []
         page.on("request", lambda request: requests.append(request.url))
         windows.append((window, problems_of(page), expected_problems, requests, url))
@@ -147,8 +148,8 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 def test_it_fits_a_phone_and_trusts_no_text(open_page: Any, head: Any, scheme: str) -> None:
     with served_ready(head()) as url:
         report = {"server": "a-server-with-a-rather-long-name/1", "environment": "x" * 100, "state": [0, 0]}
-        assert httpx.post(f"{url}/evaluate", json=report, trust_env=False).status_code == 200
-        odd = httpx.post(f"{url}/evaluate", json={**report, "server": HOSTILE}, trust_env=False)
+        assert httpx.post(f"{url}/evaluate", json=report, timeout=IDLE_SECONDS, trust_env=False).status_code == 200
+        odd = httpx.post(f"{url}/evaluate", json={**report, "server": HOSTILE}, timeout=IDLE_SECONDS, trust_env=False)
         assert odd.status_code == 422
         page = open_page(url, viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
         expect(page.locator("#servers")).to_contain_text("a-server-with-a-rather-long-name/1")

@@ -18,8 +18,8 @@ from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head import checkpoint
 from services.evaluation_head.settings import HeadSettings
 from tests.services.evaluation_head.policies import Lean
-from tests.services.waiting import stats_show
 from tests.skypilot_facts import check_command
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, stats_show
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/evaluation_head.md").read_text()
@@ -40,7 +40,7 @@ def policy(tmp_path: Path) -> Path:
     """The policy that the page's first command makes."""
     module = "scripts.cartpole_policy"
     words = [str(tmp_path) if word == POLICIES else word for word in words_of(module)]
-    subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, check=True, timeout=LIMIT_SECONDS)
     return tmp_path
 
 
@@ -52,7 +52,7 @@ async def test_its_three_commands_make_a_head_that_plays(start_service: Any, pol
     given = {f"cartpole={POLICIES}": f"cartpole={policy}", "127.0.0.1:8081": f"127.0.0.1:{server.port}"}
     service = start_service("services.evaluation_head", *(given.get(word, word) for word in head[2:]))
     [request] = [orjson.loads(text) for language, _, text in FENCES if language == "json"]
-    async with httpx.AsyncClient(base_url=service.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS, trust_env=False) as client:
         await stats_show(client, lambda stats: stats["episodes"]["finished"] > 0)
         reply = (await client.post("/evaluate", json=request)).json()
         assert reply["actions"] == [1, 1]

@@ -19,7 +19,7 @@ from services.evaluation_head import checkpoint
 from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies
 from tests.services.run_page.serving import served
-from tests.services.waiting import eventually, stats_show
+from tests.waiting import IDLE_SECONDS, Deadline, eventually, stats_show
 
 KEY, OTHER_KEY = "k" * 16, "o" * 16
 
@@ -46,9 +46,8 @@ async def test_many_states_are_answered_in_order_beyond_the_batch_size(serving: 
 
 
 async def test_requests_share_a_batch(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=20, head_timeout_ms=5000)) as client:
-        async with asyncio.timeout(4):
-            replies = await asyncio.gather(*(ask(client, state=[i, 1]) for i in range(20)))
+    async with serving(head(head_batch_size=20, head_timeout_ms=10_000)) as client:
+        replies = await asyncio.gather(*(ask(client, state=[i, 1]) for i in range(20)))
         assert [reply["action"][0] for reply in replies] == [3.0 * i for i in range(20)]
         assert (await client.get("/stats")).json()["policies"][0]["batch_sizes"] == {"20": 1}
 
@@ -58,7 +57,7 @@ async def test_a_state_alone_waits_no_longer_than_the_timeout(serving: Any, head
         await ask(client, state=[0, 0])
         started = time.monotonic()
         await ask(client, state=[0, 0])
-        assert 0.09 < time.monotonic() - started < 2
+        assert 0.09 < time.monotonic() - started < IDLE_SECONDS
 
 
 async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, head: Any, tmp_path: Path) -> None:
@@ -187,7 +186,7 @@ async def test_an_episode_that_is_heard_of_no_more_is_lost(serving: Any, head: A
 
 
 async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> None:
-    async with serving(head(head_silent_seconds=0.5)) as client:
+    async with serving(head(head_silent_seconds=1.5)) as client:
         await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
         liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]
@@ -205,7 +204,7 @@ async def test_a_slow_client_holds_up_nobody(head: Any) -> None:
     """One client sends half a request, another never reads its large reply: batches go on for the third."""
     with served(head(head_batch_size=64, head_timeout_ms=20)) as url:
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
-        await eventually(lambda: httpx.get(f"{url}/health", trust_env=False).status_code == 200)
+        await eventually(lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200)
         half = socket.create_connection(address)
         half.sendall(
             b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
@@ -216,12 +215,10 @@ async def test_a_slow_client_holds_up_nobody(head: Any) -> None:
         body = json.dumps({"states": [[0.123456789, 1.0]] * 4096}).encode()
         request = b"POST /evaluate HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
         threading.Thread(target=deaf.sendall, args=(20 * (request % len(body) + body),), daemon=True).start()
-        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=IDLE_SECONDS, trust_env=False) as client:
             await stats_show(client, lambda stats: stats["states"] >= 4096)
             for _ in range(20):
-                started = time.monotonic()
                 await ask(client, state=[1, 1])
-                assert time.monotonic() - started < 2
         half.close()
         deaf.close()
 
@@ -288,9 +285,9 @@ async def test_every_action_is_of_one_whole_version_while_versions_change(
         seen: set[int] = set()
         for version in (2, 3):
             policies.publish_times(tmp_path, version)
-            deadline = time.monotonic() + 20
+            deadline = Deadline(f"version {version}")
             while version not in seen:
-                assert time.monotonic() < deadline
+                deadline.check()
                 reply = await ask(client, states=[[1, 1]] * 16)
                 assert [action[0] for action in reply["actions"]] == reply["policy_versions"]
                 seen |= set(reply["policy_versions"])
@@ -300,7 +297,7 @@ async def test_the_head_runs_as_a_process_and_reads_its_flags(start_service: Any
     service = start_service(
         "services.evaluation_head", "--policies", f"times={times}", "--batch-size", "7", "--timeout-ms", "2"
     )
-    async with httpx.AsyncClient(base_url=service.url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=IDLE_SECONDS, trust_env=False) as client:
         assert (await ask(client, state=[1, 2]))["action"] == [3.0, 6.0]
         policy = (await client.get("/stats")).json()["policies"][0]
         assert (policy["batch_size"], policy["timeout_ms"]) == (7, 2.0)

@@ -16,7 +16,7 @@ from services.environment_server.settings import EnvironmentSettings
 from services.rollout_server.embedded.app import create_app as create_engine_app
 from services.rollout_server.settings import RolloutSettings
 from tests.services.run_page.serving import served, served_ready
-from tests.services.waiting import stats_show
+from tests.waiting import IDLE_SECONDS, stats_show
 
 
 class Guesser:
@@ -157,7 +157,7 @@ async def test_the_embedded_engine_says_through_the_head_what_it_says_by_itself(
 ) -> None:
     questions = ["3+4=", "2+2=", "9+1="]
     with served_ready(create_engine_app(RolloutSettings(model_name=str(tiny_model), engine_dtype="float32"))) as url:
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as engine:
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=IDLE_SECONDS) as engine:
             asked = {"model": "default", "temperature": 0.0, "max_tokens": 4}
             replies = [await engine.post("/v1/chat/completions", json=asked | {"messages": user(q)}) for q in questions]
         async with serving(head(head_policies=f"llm={url}", head_llm_max_tokens=4)) as client:

@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from services.evaluation_head import dashboard
 from tests.services.run_page.serving import served, served_ready
+from tests.waiting import IDLE_SECONDS
 
 
 async def test_the_websocket_tells_statistics_by_the_second(head: Any) -> None:
@@ -35,8 +36,8 @@ async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
             assert refused.value.rcvd.code == dashboard.REFUSED
         async with websockets.connect(address, additional_headers={"Authorization": "Bearer secret"}) as socket:
             assert "stats" in orjson.loads(await socket.recv())
-        assert httpx.get(f"{url}/stats", trust_env=False).status_code == 401  # noqa: ASYNC210
-        assert httpx.get(f"{url}/dashboard", trust_env=False).status_code == 200  # noqa: ASYNC210
+        assert httpx.get(f"{url}/stats", timeout=IDLE_SECONDS, trust_env=False).status_code == 401  # noqa: ASYNC210
+        assert httpx.get(f"{url}/dashboard", timeout=IDLE_SECONDS, trust_env=False).status_code == 200  # noqa: ASYNC210
 
 
 async def test_a_watcher_that_does_not_read_holds_up_nobody(head: Any) -> None:

@@ -12,6 +12,7 @@ from services.clients import ReplayClient
 from services.endpoints import Endpoint
 from services.errors import DependencyLostError
 from services.protocol import AcknowledgeRequest, Group, LeaseRequest
+from tests.waiting import LIMIT_SECONDS
 
 
 @pytest.mark.parametrize("fsync", ["true", "false"])
@@ -49,7 +50,7 @@ async def test_what_was_acknowledged_survives_sigkill(
     async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=1.0) as replay:
         load = [asyncio.create_task(add(worker, replay)) for worker in range(4)]
         load.append(asyncio.create_task(take(replay)))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(LIMIT_SECONDS):
             while len(stored) < 150 or len(taken) < 30:  # noqa: ASYNC110  # the load itself sets no event
                 await asyncio.sleep(0.01)
         service.kill()

@@ -9,6 +9,7 @@ import pytest
 
 from services.replay_buffer.app import create_app
 from services.replay_buffer.settings import ReplaySettings
+from tests.waiting import IDLE_SECONDS
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ def body(group: Any, *names: str) -> dict[str, Any]:
 async def test_a_lease_waits_for_groups_and_ends_when_enough_have_come(serving: Any, app: Any, group: Any) -> None:
     async with serving(app) as client:
         request = {"max_groups": 4, "min_groups": 2, "wait_seconds": 30}
-        lease = asyncio.create_task(client.post("/queue/lease", json=request, timeout=40))
+        lease = asyncio.create_task(client.post("/queue/lease", json=request, timeout=IDLE_SECONDS))
         await client.post("/queue", json=body(group, "a"))
         await asyncio.sleep(0.05)
         assert not lease.done()
         await client.post("/queue", json=body(group, "b", "c"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(IDLE_SECONDS):
             reply = (await lease).json()
         assert [g["group_id"] for g in reply["groups"]] == ["a", "b", "c"]
 
@@ -38,7 +39,7 @@ async def test_a_lease_that_waits_in_vain_takes_what_there_is(serving: Any, app:
         await client.post("/queue", json=body(group, "a"))
         started = time.monotonic()
         reply = await client.post("/queue/lease", json={"max_groups": 4, "min_groups": 2, "wait_seconds": 0.2})
-        assert 0.2 <= time.monotonic() - started < 10
+        assert 0.2 <= time.monotonic() - started < IDLE_SECONDS
         assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
         empty = (await client.post("/queue/lease", json={"max_groups": 1})).json()
         assert (empty["lease_id"], empty["groups"]) == (None, [])
@@ -48,7 +49,7 @@ async def test_a_lease_gets_groups_whose_former_lease_runs_out_meanwhile(serving
     async with serving(app) as client:
         await client.post("/queue", json=body(group, "a"))
         await client.post("/queue/lease", json={"max_groups": 1, "lease_seconds": 0.3})
-        reply = await client.post("/queue/lease", json={"max_groups": 1, "wait_seconds": 20}, timeout=30)
+        reply = await client.post("/queue/lease", json={"max_groups": 1, "wait_seconds": 20}, timeout=IDLE_SECONDS)
         assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
 
 

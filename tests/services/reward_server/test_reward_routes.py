@@ -10,6 +10,7 @@ import pytest
 from services.errors import ConfigurationError
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
+from tests.waiting import IDLE_SECONDS
 
 
 def test_rewards_are_read_with_their_weights() -> None:
@@ -78,7 +79,7 @@ def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: s
     children = psutil.Process(service.process.pid).children(recursive=True)
     assert len(children) >= 3
     service.kill()
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=IDLE_SECONDS)
     assert alive == []
 
 

@@ -27,6 +27,6 @@ def server(
     environment = {"ENGINE_STALE_SECONDS": "1000", "ENGINE_DTYPE": "float32"}
     nodes = Nodes(tmp_path_factory.mktemp("server"), tiny_model, engine=request.param, environment=environment)
     try:
-        yield nodes.start_all(seconds=240)
+        yield nodes.start_all()
     finally:
         nodes.stop()

@@ -16,7 +16,8 @@ from services.errors import DependencyLostError
 from services.protocol import Completion
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
-from tests.services.rollout_server.nodes import TOKEN, Nodes, eventually
+from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.waiting import IDLE_SECONDS, wait_until
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine")
 GROUP_SIZE = 4
@@ -54,9 +55,9 @@ class FakeNodes(Nodes):
         """Makes a node's engine go wrong, as fake_engine/sglang/launch_server.py says; without any, not any more."""
         assert self.post(self.worker(rank), "/fault", fault).status_code == 200
 
-    def wait_for_version(self, version: int, rank: int, seconds: float = 30) -> None:
+    def wait_for_version(self, version: int, rank: int) -> None:
         """Waits until a node's engine serves a version."""
-        eventually(lambda: self._version_or_none(rank) == str(version), seconds, f"version {version}", self.logs)
+        self.wait_until(lambda: self._version_or_none(rank) == str(version), f"version {version}")
 
     def all_processes(self) -> list[psutil.Process]:
         """The launchers and everything below them."""
@@ -75,7 +76,7 @@ class FakeNodes(Nodes):
     async def _update_workers(self, path: Path, version: int) -> None:
         async with RouterControl(self.router, TOKEN) as router:
             for url in await router.workers():
-                async with WorkerControl(url, TOKEN, timeout=60) as worker:
+                async with WorkerControl(url, TOKEN, timeout=IDLE_SECONDS) as worker:
                     try:
                         await worker.hold(finishes_requests=True)
                         await worker.update_from_disk(path, version)
@@ -106,10 +107,15 @@ class Traffic(AbstractContextManager["Traffic"]):
         if kind is None:
             self.check()
 
-    def wait_for_groups(self, count: int, seconds: float = 60) -> None:
+    def wait_for_groups(self, count: int) -> None:
         """Waits until ``count`` more groups have come."""
         wanted = len(self.groups) + count
-        eventually(lambda: len(self.groups) >= wanted or self.errors, seconds, "groups", self._nodes.logs)
+        wait_until(
+            lambda: len(self.groups) >= wanted or self.errors,
+            "groups",
+            progress=lambda: len(self.groups),
+            told=self._nodes.logs,
+        )
 
     def check(self) -> None:
         """Every group is complete, and every token comes from the weights of the version that it is said to be of."""
@@ -126,7 +132,7 @@ class Traffic(AbstractContextManager["Traffic"]):
         return {token for group in self.groups[since:] for completion in group for token in completion.completion_ids}
 
     async def _run(self) -> None:
-        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=1000, deadline_seconds=60) as client:
+        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=1000, deadline_seconds=IDLE_SECONDS) as client:
             await asyncio.gather(*(self._ask(client, number) for number in range(self._concurrency)))
 
     async def _ask(self, client: RolloutClient, number: int) -> None:

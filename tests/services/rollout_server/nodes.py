@@ -29,6 +29,7 @@ from services.endpoints import (
     Endpoint,
 )
 from services.policy_store import PolicyStore
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "a-token-of-the-tests"
@@ -58,15 +59,6 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 60, what: str = "", logs: Callable[[], str] = str) -> Any:
-    """Waits until ``condition`` gives something true, and returns it."""
-    end = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what or condition}\n{logs()}"
-        time.sleep(0.05)
-    return result
-
-
 @dataclass
 class Node:
     """One launcher and its log."""
@@ -82,11 +74,11 @@ class Node:
 
     @property
     def engine(self) -> psutil.Process:
-        return eventually(lambda: [c for c in self._all() if not _is(c, "router")], what="an engine")[0]
+        return wait_until(lambda: [c for c in self._all() if not _is(c, "router")], "an engine")[0]
 
     @property
     def router(self) -> psutil.Process:
-        return eventually(lambda: self.children("sglang::router"), what="a router")[0]
+        return wait_until(lambda: self.children("sglang::router"), "a router")[0]
 
     def _all(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
@@ -154,14 +146,14 @@ class Nodes:
         self.nodes[rank] = Node(process, log)
         return self.nodes[rank]
 
-    def start_all(self, seconds: float = 120) -> Nodes:
+    def start_all(self) -> Nodes:
         """Starts every node and waits until all workers are registered."""
         for rank in range(self.count):
             self.start(rank)
-        self.wait_registered(range(self.count), seconds)
+        self.wait_registered(range(self.count))
         return self
 
-    def wait_registered(self, ranks: Any, seconds: float = 60) -> None:
+    def wait_registered(self, ranks: Any) -> None:
         """Waits until exactly these workers are in the routing."""
         wanted = sorted(self.worker(rank).url for rank in ranks)
 
@@ -170,7 +162,11 @@ class Nodes:
                 assert node.process.poll() is None or self.count > 1, node.log.read_text()[-3000:]
             return self.registered() == wanted
 
-        eventually(registered, seconds, f"workers {wanted}", self.logs)
+        self.wait_until(registered, f"workers {wanted}")
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Waits until ``condition`` returns something true, as long as the nodes' logs grow."""
+        wait_until(condition, what, progress=lambda: bytes_in(self.directory), told=self.logs)
 
     def registered(self) -> list[str] | None:
         """URLs of the workers that the router sends to; None when it does not answer."""
@@ -183,10 +179,12 @@ class Nodes:
         return sorted(w["url"] for w in reply.json()["workers"] if w["is_healthy"])
 
     def get(self, endpoint: Endpoint, path: str) -> httpx.Response:
-        return httpx.get(endpoint.url + path, headers=authorization(), timeout=30, trust_env=False)
+        return httpx.get(endpoint.url + path, headers=authorization(), timeout=IDLE_SECONDS, trust_env=False)
 
     def post(self, endpoint: Endpoint, path: str, payload: dict[str, Any]) -> httpx.Response:
-        return httpx.post(endpoint.url + path, json=payload, headers=authorization(), timeout=120, trust_env=False)
+        return httpx.post(
+            endpoint.url + path, json=payload, headers=authorization(), timeout=IDLE_SECONDS, trust_env=False
+        )
 
     def version(self, rank: int = 0) -> str:
         return str(self.get(self.worker(rank), "/model_info").json()["weight_version"])
@@ -207,7 +205,7 @@ class Nodes:
         for node in self.nodes.values():
             if node.process.poll() is None:
                 node.process.send_signal(signal.SIGTERM)
-        return [node.process.wait(15) for node in self.nodes.values()]
+        return [node.process.wait(LIMIT_SECONDS) for node in self.nodes.values()]
 
     def _endpoint(self, rank: int, port: int) -> Endpoint:
         host, _, number = self.endpoints[f"rollout-server-{rank}:{port}"].rpartition(":")

@@ -15,10 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services import scaffold
-from tests.services.waiting import eventually
+from tests.waiting import IDLE_SECONDS, eventually
 
 TOKEN = "a-token"
-PATIENCE = 60.0
 
 
 @dataclass
@@ -49,7 +48,7 @@ class Router:
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         yield b"first"
-        await asyncio.wait_for(self.go_on.wait(), PATIENCE)
+        await asyncio.wait_for(self.go_on.wait(), IDLE_SECONDS)
         yield b"second"
 
 
@@ -71,7 +70,7 @@ async def open_door(start_service: Any, router_url: str) -> str:
     """Starts a door in front of a router and returns its URL."""
     command = ["services.rollout_server.door", "--router", router_url]
     door = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(IDLE_SECONDS):
         while True:
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", door.port)
@@ -84,7 +83,7 @@ async def open_door(start_service: Any, router_url: str) -> str:
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {token}".strip()} if token is not None else None
-    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=PATIENCE, trust_env=False)
+    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
 
 
 @pytest.mark.parametrize("token", [None, "", "another"])
@@ -113,7 +112,7 @@ async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
 
 async def test_a_path_that_cannot_be_passed_on_is_refused(router: Router) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(router.door.rpartition(":")[2]))
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(IDLE_SECONDS):
         writer.write(
             b"GET /%s HTTP/1.1\r\nHost: door\r\nAuthorization: Bearer %s\r\n\r\n" % (b"a" * 70_000, TOKEN.encode())
         )
@@ -132,11 +131,11 @@ async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
 
 async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     async with client(router) as friend:
-        asking = asyncio.create_task(friend.post("/generate", content=b"{}", timeout=PATIENCE))
+        asking = asyncio.create_task(friend.post("/generate", content=b"{}", timeout=IDLE_SECONDS))
         await eventually(lambda: "/generate" in router.heard)
         asking.cancel()
         await asyncio.wait([asking])
-    await asyncio.wait_for(router.left.wait(), PATIENCE)
+    await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
 
 
 async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:

@@ -17,7 +17,8 @@ from services.rollout_control import WorkerControl
 from services.rollout_server import supervision
 from services.rollout_server.engines import Command
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
-from tests.services.rollout_server.nodes import TOKEN, authorization, eventually
+from tests.services.rollout_server.nodes import TOKEN, authorization
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_a_worker_killed_in_mid_generation_costs_no_group_and_returns_with_the_n
         traffic.wait_for_groups(12)  # those that were in flight meanwhile are over
         before = len(traffic.groups)
         two.nodes[1].engine.kill()
-        eventually(lambda: two.registered() == [two.worker(0).url], what="the dead worker has left the routing")
+        two.wait_until(lambda: two.registered() == [two.worker(0).url], "the dead worker has left the routing")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(12)
     # It started with version 0, and nobody got anything of it.
@@ -76,7 +77,7 @@ def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
     with Traffic(two) as traffic:
         engine = two.nodes[1].engine
         engine.send_signal(signal.SIGSTOP)
-        eventually(lambda: not engine.is_running(), what="the engine was killed")
+        wait_until(lambda: not engine.is_running(), "the engine was killed")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
 
@@ -114,7 +115,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
 async def leave_in_mid_update(nodes: FakeNodes) -> None:
     """What SIGKILL of a trainer leaves."""
-    async with WorkerControl(nodes.worker(1).url, TOKEN, timeout=60) as worker:
+    async with WorkerControl(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
         await worker.pause("in_place")
         await worker.begin_update()
 
@@ -135,7 +136,7 @@ def test_a_killed_router_comes_back_with_all_its_workers(two: FakeNodes) -> None
     with Traffic(two) as traffic:
         router = two.nodes[0].router
         router.kill()
-        eventually(lambda: not router.is_running(), what="the router is dead")
+        wait_until(lambda: not router.is_running(), "the router is dead")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
 
@@ -174,7 +175,7 @@ def test_a_node_that_loses_the_shared_volume_ends_and_the_others_go_on(lost: Fak
         runs = lost.directory / "runs"
         runs.rename(lost.directory / "gone")
         lost.nodes[1].engine.kill()
-        assert lost.nodes[1].process.wait(60) == EXIT_RECOVERABLE
+        assert lost.nodes[1].process.wait(LIMIT_SECONDS) == EXIT_RECOVERABLE
         runs.parent.joinpath("gone").rename(runs)
         traffic.wait_for_groups(6)
     assert traffic.versions() == {4}
@@ -195,10 +196,11 @@ def test_a_node_with_another_volume_than_the_trainers_ends(lost: FakeNodes, tmp_
         """As a trainer drops it at each step."""
         for worker in lost.get(lost.router, "/workers").json()["workers"]:
             if worker["url"] == lost.worker(1).url:
-                httpx.delete(f"{lost.router.url}/workers/{worker['id']}", headers=authorization(), trust_env=False)
+                url = f"{lost.router.url}/workers/{worker['id']}"
+                httpx.delete(url, headers=authorization(), timeout=IDLE_SECONDS, trust_env=False)
         return node.poll() is not None
 
-    eventually(dropped, what="the end of the node")
+    wait_until(dropped, "the end of the node")
     assert node.returncode == EXIT_CONFIGURATION
     assert "is SHARED_DIR the same volume" in lost.log(1).splitlines()[-1]
 
@@ -214,9 +216,9 @@ def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes,
         process.kill()
         deaths += 1
         if deaths < 2:
-            eventually(lambda: not process.is_running(), what="the child is dead")  # noqa: B023  # called at once
+            wait_until(lambda: not process.is_running(), "the child is dead")  # noqa: B023  # called at once
             lost.wait_registered([0])
-    assert node.process.wait(30) == EXIT_RECOVERABLE
+    assert node.process.wait(LIMIT_SECONDS) == EXIT_RECOVERABLE
     assert f"error: the {child}" in lost.log(0).splitlines()[-1]
     assert "was ended by SIGKILL, for the 2. time" in lost.log(0).splitlines()[-1]
 
@@ -224,7 +226,7 @@ def test_a_child_that_keeps_dying_ends_the_node_with_the_reason(lost: FakeNodes,
 def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(lost: FakeNodes) -> None:
     lost.environment["FAKE_ENGINE_EXIT"] = str(EXIT_CONFIGURATION)
     node = lost.start(0)
-    assert node.process.wait(30) == EXIT_CONFIGURATION
+    assert node.process.wait(LIMIT_SECONDS) == EXIT_CONFIGURATION
     assert lost.log(0).splitlines()[-1].startswith("error: the engine cannot run with these settings")
 
 
@@ -241,7 +243,7 @@ def test_an_engine_that_never_comes_up_is_not_recoverable(lost: FakeNodes, fault
     lost.count = 1
     lost.environment |= fault
     node = lost.start(0)
-    assert node.process.wait(60) == EXIT_CONFIGURATION
+    assert node.process.wait(LIMIT_SECONDS) == EXIT_CONFIGURATION
     last = lost.log(0).splitlines()[-1]
     assert last.startswith(f"error: the engine (sglang.launch_server) never answered in 2 starts and {how}")
 
@@ -260,7 +262,7 @@ async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_tim
 def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:
     lost.environment["ROLLOUT_LOST_SECONDS"] = "1"
     node = lost.start(1)
-    assert node.process.wait(60) == EXIT_RECOVERABLE
+    assert node.process.wait(LIMIT_SECONDS) == EXIT_RECOVERABLE
     assert "the router does not answer" in lost.log(1).splitlines()[-1]
 
 
@@ -278,7 +280,7 @@ def test_nothing_outlives_a_killed_launcher(lost: FakeNodes) -> None:
     for node in lost.nodes.values():
         node.process.kill()
         node.process.wait()
-    eventually(lambda: not [p for p in processes if p.is_running() and p.status() != "zombie"], 10, "their ends")
+    wait_until(lambda: not [p for p in processes if p.is_running() and p.status() != "zombie"], "their ends")
 
 
 def test_the_token_is_in_no_command_line(lost: FakeNodes) -> None:

@@ -17,6 +17,7 @@ from services.protocol import FinishReason
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl
 from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]  # "3+4*"
 END = 1
@@ -133,7 +134,7 @@ def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any
 
 async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
     ids = [*PROMPT, 9, END]
-    async with WorkerControl(server.worker().url, TOKEN, timeout=60) as worker:
+    async with WorkerControl(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
         assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
 
 
@@ -208,8 +209,10 @@ async def test_the_client_gets_groups_through_the_router(server: Nodes, referenc
 
 def test_health_needs_no_token_and_everything_else_does(server: Nodes) -> None:
     for endpoint in (server.worker(), server.router):
-        assert httpx.get(endpoint.url + "/health", trust_env=False).status_code == 200
-        reply = httpx.post(endpoint.url + "/generate", json={"input_ids": PROMPT}, trust_env=False)
+        assert httpx.get(endpoint.url + "/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200
+        reply = httpx.post(
+            endpoint.url + "/generate", json={"input_ids": PROMPT}, timeout=IDLE_SECONDS, trust_env=False
+        )
         assert reply.status_code == 401
 
 

@@ -16,6 +16,7 @@ from services.rollout_server.keeper import WorkerKeeper
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervision import Supervised
 from tests.fake_service import FakeService, fake_service
+from tests.waiting import IDLE_SECONDS
 
 HOLD_SECONDS = 600.0
 
@@ -106,7 +107,7 @@ async def kept(node: Node, directory: Path) -> AsyncIterator[None]:
 
 async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Path) -> None:
     node.publish(1)
-    async with kept(node, tmp_path), asyncio.timeout(30):
+    async with kept(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
         while node.version != "3" or not node.registered:  # noqa: ASYNC110  # in another thread
             await asyncio.sleep(0.01)
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"

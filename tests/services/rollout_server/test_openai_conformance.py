@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.waiting import IDLE_SECONDS
 
 QUESTION = [{"role": "user", "content": "3+4="}]
 TOOL = {
@@ -23,7 +24,7 @@ TOOL = {
 @pytest.fixture(params=["worker", "router"])
 def client(request: pytest.FixtureRequest, server: Nodes) -> Iterator[openai.OpenAI]:
     endpoint = server.worker() if request.param == "worker" else server.router
-    with openai.OpenAI(base_url=endpoint.url + "/v1", api_key=TOKEN, timeout=60, max_retries=0) as made:
+    with openai.OpenAI(base_url=endpoint.url + "/v1", api_key=TOKEN, timeout=IDLE_SECONDS, max_retries=0) as made:
         yield made
 
 

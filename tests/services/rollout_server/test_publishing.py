@@ -22,7 +22,8 @@ from services.protocol import Completion
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import RouterControl
 from tests.services.rollout_server.conftest import ENGINES, check_installed
-from tests.services.rollout_server.nodes import TOKEN, Nodes, eventually, free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
+from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
 from trainer.distributed import join_ranks
 from trainer.policy import Policy, load_policy
@@ -42,7 +43,7 @@ def two(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pyte
     environment = {"ENGINE_DTYPE": "float32", "ROLLOUT_MAX_RESTARTS": "20"}
     nodes = Nodes(tmp_path_factory.mktemp("two"), tiny_model, 2, engine=request.param, environment=environment)
     try:
-        yield nodes.start_all(seconds=280)
+        yield nodes.start_all()
     finally:
         nodes.stop()
 
@@ -129,10 +130,15 @@ class Traffic(AbstractContextManager["Traffic"]):
     def wait_for_answers(self) -> None:
         """Until every prompt has been answered once more and some."""
         wanted = len(self.answers) + 2 * GROUP_SIZE * len(PROMPTS)
-        eventually(lambda: len(self.answers) >= wanted or self.errors, 60, "answers", self._nodes.logs)
+        wait_until(
+            lambda: len(self.answers) >= wanted or self.errors,
+            "answers",
+            progress=lambda: len(self.answers),
+            told=self._nodes.logs,
+        )
 
     async def _run(self) -> None:
-        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=60) as client:
+        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as client:
             await asyncio.gather(*(self._ask(client, prompt) for prompt in PROMPTS))
 
     async def _ask(self, client: RolloutClient, prompt: list[int]) -> None:
@@ -234,11 +240,11 @@ def test_a_worker_that_was_restarted_is_part_of_the_next_broadcast(two: Nodes, t
     assert trainer.publish()[1] == 2
     engine = two.nodes[1].engine
     engine.kill()
-    eventually(lambda: not engine.is_running(), what="the end of the engine")
-    two.wait_registered([0], seconds=60)
-    two.wait_registered([0, 1], seconds=280)
+    wait_until(lambda: not engine.is_running(), "the end of the engine")
+    two.wait_registered([0])
+    two.wait_registered([0, 1])
     started = time.monotonic()
     version, workers = trainer.publish()
     assert workers == 2
-    assert time.monotonic() - started < 30, "nobody waited for the worker that is no more"
+    assert time.monotonic() - started < IDLE_SECONDS, "nobody waited for the worker that is no more"
     assert [two.version(rank) for rank in (0, 1)] == [str(version)] * 2

@@ -18,6 +18,7 @@ from services.errors import DependencyLostError
 from services.http_client import RequestRefusedError
 from services.protocol import FinishReason
 from services.rollout_client import MAX_ROUNDS, RolloutClient, SamplingParams
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,))
 Answer = Callable[[dict[str, Any]], Any]
@@ -212,12 +213,12 @@ async def test_a_refused_request_is_not_tried_again(router: Router) -> None:
 
 
 async def test_a_deadline_ends_all_tries(router: Router) -> None:
-    router.seconds = 30
+    router.seconds = LIMIT_SECONDS
     started = time.monotonic()
     async with client(router, deadline_seconds=0.5) as rollouts:
         with pytest.raises(DependencyLostError, match="rollout-server"):
             await rollouts.generate([1], PARAMS, n=2)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < IDLE_SECONDS
     router.seconds = 0
 
 

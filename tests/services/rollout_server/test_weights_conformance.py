@@ -19,11 +19,11 @@ from services.protocol import Completion, FinishReason, VersionSpan
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl, WorkerRefusedError
 from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
-from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, eventually, free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
+from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]
 LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
-BROADCAST_SECONDS = 30.0
 TRIES = 10
 
 
@@ -42,14 +42,14 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture
 async def worker(server: Nodes) -> AsyncIterator[WorkerControl]:
     """The server's worker, which serves version 0 again afterwards."""
-    async with WorkerControl(server.worker().url, TOKEN, timeout=60) as control:
+    async with WorkerControl(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
         yield control
         await control.update_from_disk(server.model, 0)
         await control.resume()
 
 
 def client(server: Nodes) -> RolloutClient:
-    return RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=60)
+    return RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS)
 
 
 def logprobs(model: Path, ids: list[int]) -> list[float]:
@@ -82,7 +82,7 @@ class Flight:
 
 @pytest.fixture
 async def flight(server: Nodes) -> AsyncIterator[Flight]:
-    async with httpx.AsyncClient(base_url=server.worker().url, headers=authorization(), timeout=60) as http:
+    async with httpx.AsyncClient(base_url=server.worker().url, headers=authorization(), timeout=IDLE_SECONDS) as http:
         await http.get("/model_info")  # the connection is there when it is needed
         yield Flight(http)
 
@@ -123,8 +123,8 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: W
     refusals = {"embedded": WorkerRefusedError, "sglang": (WorkerRefusedError, DependencyLostError)}
     with pytest.raises(refusals[server.engine]):
         await worker.update_from_disk(broken, 9)
-    await asyncio.to_thread(eventually, lambda: server.serves(0), 280, "the version before", server.logs)
-    server.wait_registered([0], 280)
+    await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the version before")
+    server.wait_registered([0])
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
 
@@ -158,7 +158,7 @@ async def mixed_versions(
     """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
     for attempt in range(TRIES):
         pending = flight.start()
-        await asyncio.sleep(0.02 * (1 + attempt))
+        await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("in_place")
         try:
             await worker.update_from_disk(other_model, 11, flush_cache=False)
@@ -216,7 +216,7 @@ async def test_an_end_without_a_begin_is_refused(worker: WorkerControl) -> None:
 async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerControl, flight: Flight) -> None:
     for attempt in range(TRIES):
         pending = flight.start()
-        await asyncio.sleep(0.02 * (1 + attempt))
+        await asyncio.sleep(0.02 * (1 + attempt) ** 2)
         await worker.pause("abort")
         await worker.resume()
         replies = await pending
@@ -264,11 +264,11 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, o
     name = f"weights-{port}"
 
     def join() -> Any:
-        return join_weights_group("127.0.0.1", port, 0, 2, name, "gloo", BROADCAST_SECONDS)
+        return join_weights_group("127.0.0.1", port, 0, 2, name, "gloo", IDLE_SECONDS)
 
     def send(names: list[str]) -> None:
         for tensor in names:
-            broadcast_weights(weights[tensor].contiguous(), group, BROADCAST_SECONDS)
+            broadcast_weights(weights[tensor].contiguous(), group, IDLE_SECONDS)
 
     group, _ = await asyncio.gather(asyncio.to_thread(join), worker.init_group("127.0.0.1", port, 1, 2, name, "gloo"))
     try:

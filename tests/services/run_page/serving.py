@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.scaffold import listen
+from tests.waiting import IDLE_SECONDS, wait_until
 
 
 @contextmanager
@@ -21,15 +21,12 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert time.monotonic() < deadline, "the application did not start"
-        time.sleep(0.01)
+    wait_until(lambda: server.started, "the application has started", every=0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(IDLE_SECONDS)
         listener.close()
 
 
@@ -37,8 +34,7 @@ def served(app: FastAPI, port: int = 0) -> Iterator[str]:
 def served_ready(app: FastAPI) -> Iterator[str]:
     """As ``served``, once the application says that it is healthy."""
     with served(app) as url:
-        deadline = time.monotonic() + 30
-        while httpx.get(f"{url}/health", trust_env=False).status_code != 200:
-            assert time.monotonic() < deadline, "the application does not get healthy"
-            time.sleep(0.05)
+        wait_until(
+            lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200, "health"
+        )
         yield url

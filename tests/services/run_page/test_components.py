@@ -16,6 +16,7 @@ from services.run_page.components import ComponentWatch
 from services.scaffold import create_app
 from services.settings import Settings
 from tests.services.run_page.serving import served
+from tests.waiting import IDLE_SECONDS
 
 
 @asynccontextmanager
@@ -76,7 +77,7 @@ def job_group(monkeypatch):
 
 async def seen(watch, *, figure="", **wanted):
     """The components by name, once each of ``wanted`` has the state that is given and one of them the figure."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(IDLE_SECONDS):
         while True:
             now = {component["name"]: component for component in watch.components()}
             have_states = all(now.get(name, {}).get("state") == state for name, state in wanted.items())

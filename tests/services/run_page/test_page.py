@@ -17,8 +17,9 @@ from services.settings import Settings
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.run_page.runs import append, group, metrics, write_run
 from tests.services.run_page.serving import served
+from tests.waiting import IDLE_SECONDS
 
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=1000 * IDLE_SECONDS)
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
 
@@ -44,7 +45,7 @@ def open_page(chrome, serve):
     def open_(app, part="", *, expected_problems="", **options):
         window = chrome.new_context(**{"viewport": DESKTOP, **options})
         page = window.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(1000 * IDLE_SECONDS)
         windows.append((window, problems_of(page), expected_problems))
         page.goto((app if isinstance(app, str) else serve(app)) + part)
         return page

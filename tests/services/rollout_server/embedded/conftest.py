@@ -16,9 +16,9 @@ from services.rollout_server.embedded.engine import Engine
 from services.rollout_server.embedded.loading import Loaded, load
 from services.rollout_server.embedded.sequences import Request
 from services.rollout_server.settings import RolloutSettings
+from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 15]
-WAIT_SECONDS = 60
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +58,7 @@ class RunningEngine:
         return request.done
 
     def generate(self, prompt: list[int] | None = None, **fields: Any) -> Request:
-        return self.submit(prompt, **fields).result(WAIT_SECONDS)
+        return self.submit(prompt, **fields).result(IDLE_SECONDS)
 
 
 @pytest.fixture

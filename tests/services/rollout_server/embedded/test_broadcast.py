@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from services.rollout_server.embedded.app import create_app
 from tests.services.conftest import free_port
 from tests.services.rollout_server.embedded.conftest import PROMPT, settings_for
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 Serving = Callable[..., Any]
 GROUP = "weights"
@@ -58,7 +59,7 @@ def description(model: Path) -> dict[str, Any]:
 async def join(client: httpx.AsyncClient, port: int) -> httpx.Response:
     group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     reply: httpx.Response = await client.post(
-        "/init_weights_update_group", json={**group, "group_name": GROUP, "backend": "gloo"}, timeout=60
+        "/init_weights_update_group", json={**group, "group_name": GROUP, "backend": "gloo"}, timeout=IDLE_SECONDS
     )
     return reply
 
@@ -80,9 +81,9 @@ async def test_broadcast_weights_serve_after_the_update_ends(serving: Serving, t
         trainer = start_trainer(tiny_model, port)
         assert (await join(client, port)).json()["success"] is True
         assert (await client.post("/begin_weight_update", json={"selector": "all"})).json()["success"] is True
-        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=60)
+        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
         assert sent.json()["success"] is True
-        assert await asyncio.to_thread(trainer.wait, 60) == 0
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
         assert (await version(client), await logprobs(client)) == ("0", before)
         assert (await client.post("/end_weight_update", json={})).json()["success"] is True
         assert await version(client) == "3"
@@ -112,10 +113,12 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         trainer = start_trainer(tiny_model, port, count=20)
         assert (await join(client, port)).status_code == 200
         await client.post("/begin_weight_update", json={})
-        broken = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=60)
+        broken = await client.post(
+            "/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS
+        )
         assert broken.status_code == 400
         assert "broke off" in broken.json()["message"]
-        assert await asyncio.to_thread(trainer.wait, 60) == 0
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
         assert (await client.post("/end_weight_update", json={})).status_code == 400
         assert (await version(client), await logprobs(client)) == ("0", before)
         # It can join the next group and catch up.
@@ -123,11 +126,11 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         trainer = start_trainer(tiny_model, port)
         assert (await join(client, port)).status_code == 200
         await client.post("/begin_weight_update", json={})
-        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=60)
+        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
         assert sent.status_code == 200
         assert (await client.post("/end_weight_update", json={})).status_code == 200
         assert await version(client) == "3"
-        assert await asyncio.to_thread(trainer.wait, 60) == 0
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
 
 
 async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_is_received(
@@ -159,4 +162,4 @@ async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_i
         assert end.status_code == 400
         assert "a part of the update was refused" in end.json()["message"]
         assert await version(client) == "0"
-        assert await asyncio.to_thread(trainer.wait, 60) == 0
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0

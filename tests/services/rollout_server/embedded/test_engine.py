@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from services.rollout_server.embedded.engine import EngineStoppedError, NotIdleError, QueueFullError
 from services.rollout_server.embedded.model import Model
 from services.rollout_server.embedded.sequences import Request, Sequence
-from tests.services.rollout_server.embedded.conftest import PROMPT, WAIT_SECONDS, RunningEngine
+from tests.services.rollout_server.embedded.conftest import PROMPT, RunningEngine
+from tests.waiting import IDLE_SECONDS
 
 MakeEngine = Callable[..., RunningEngine]
 
@@ -35,14 +36,14 @@ class Gate:
     def __call__(self, sequence: Sequence) -> None:
         if sequence.number == 0 and len(sequence.output_ids) == self._tokens and not self.reached.is_set():
             self.reached.set()
-            assert self.released.wait(WAIT_SECONDS)
+            assert self.released.wait(IDLE_SECONDS)
 
 
 def held(engine: RunningEngine, tokens: int = 3, **fields: Any) -> tuple[Gate, Future[Request]]:
     """A request that is in mid-generation."""
     gate = Gate(tokens)
     done = engine.submit(on_progress=gate, **{"max_new_tokens": 30, **fields})
-    assert gate.reached.wait(WAIT_SECONDS)
+    assert gate.reached.wait(IDLE_SECONDS)
     return gate, done
 
 
@@ -65,10 +66,10 @@ def test_a_seed_gives_the_same_tokens_and_logprobs_whatever_else_runs(engine: Ru
     ]
     again = engine.submit(n=4, sampling_seed=11, temperature=1.5, max_new_tokens=40)
     others += [engine.submit([2 + i] * (1 + 7 * i), n=2, top_p=0.9, max_new_tokens=20) for i in range(8)]
-    assert outputs(again.result(WAIT_SECONDS)) == alone
+    assert outputs(again.result(IDLE_SECONDS)) == alone
     assert len({tuple(ids) for ids, _ in alone}) > 1
     for other in others:
-        other.result(WAIT_SECONDS)
+        other.result(IDLE_SECONDS)
 
 
 def test_without_a_seed_completions_differ(engine: RunningEngine) -> None:
@@ -117,7 +118,7 @@ def test_long_and_short_requests_share_the_memory_and_keep_their_results(
     wanted = [outputs(engine.generate(prompt, **fields)) for prompt, fields in asked]
     small = make_engine(engine_max_total_tokens=600, engine_max_running_requests=5)
     pending = [small.submit(prompt, **fields) for prompt, fields in asked]
-    assert [outputs(done.result(WAIT_SECONDS)) for done in pending] == wanted
+    assert [outputs(done.result(IDLE_SECONDS)) for done in pending] == wanted
 
 
 def test_prompt_logprobs_come_with_a_completion(engine: RunningEngine) -> None:
@@ -141,7 +142,7 @@ def test_more_waiting_requests_than_allowed_are_refused_at_once(make_engine: Mak
         small.submit()
     gate.released.set()
     for done in [first, *waiting]:
-        done.result(WAIT_SECONDS)
+        done.result(IDLE_SECONDS)
     small.generate()
 
 
@@ -151,12 +152,12 @@ def test_an_abort_ends_running_and_waiting_sequences_with_what_they_have(make_en
     waiting, other = small.submit(rid="b"), small.submit(rid="c")
     ended = small.engine.abort(lambda sequence: sequence.request.rid in ("a", "b"), "enough")
     gate.released.set()
-    assert ended.result(WAIT_SECONDS) == 2
-    first, second = running.result(WAIT_SECONDS).sequences[0], waiting.result(WAIT_SECONDS).sequences[0]
+    assert ended.result(IDLE_SECONDS) == 2
+    first, second = running.result(IDLE_SECONDS).sequences[0], waiting.result(IDLE_SECONDS).sequences[0]
     assert len(first.output_ids) == len(first.logprobs) == 3
     assert second.output_ids == []
     assert first.finish == second.finish == {"type": "abort", "message": "enough"}
-    assert other.result(WAIT_SECONDS).sequences[0].finish == {"type": "length", "length": 8}
+    assert other.result(IDLE_SECONDS).sequences[0].finish == {"type": "length", "length": 8}
 
 
 def test_a_stop_string_ends_a_completion_at_any_place(engine: RunningEngine) -> None:
@@ -179,9 +180,9 @@ def test_weights_change_only_once_nothing_runs_and_nothing_is_let_in_before(
     changed = engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1", keeps_caches=False)
     late = engine.submit()
     gate.released.set()
-    assert changed.result(WAIT_SECONDS) == 0
-    assert running.result(WAIT_SECONDS).sequences[0].versions == [("0", 0)]
-    assert late.result(WAIT_SECONDS).sequences[0].versions == [("1", 0)]
+    assert changed.result(IDLE_SECONDS) == 0
+    assert running.result(IDLE_SECONDS).sequences[0].versions == [("0", 0)]
+    assert late.result(IDLE_SECONDS).sequences[0].versions == [("1", 0)]
     assert engine.engine.version == "1"
 
 
@@ -191,12 +192,12 @@ def test_weights_that_change_in_place_show_in_the_versions_of_each_token(
     gate, running = held(engine, tokens=5, max_new_tokens=20, n=2)
     paused = engine.engine.pause("in_place")
     gate.released.set()
-    assert paused.result(WAIT_SECONDS) == 2
+    assert paused.result(IDLE_SECONDS) == 2
     assert not running.done()
     changed = engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "7", keeps_caches=True)
-    assert changed.result(WAIT_SECONDS) == 2
-    engine.engine.resume().result(WAIT_SECONDS)
-    for sequence in running.result(WAIT_SECONDS).sequences:
+    assert changed.result(IDLE_SECONDS) == 2
+    engine.engine.resume().result(IDLE_SECONDS)
+    for sequence in running.result(IDLE_SECONDS).sequences:
         assert sequence.versions == [("0", 0), ("7", 5)]
     # The tokens before the change have the old model's log-probabilities.
     sequence = running.result().sequences[0]
@@ -213,14 +214,16 @@ def test_caches_in_use_are_not_thrown_away(engine: RunningEngine, other_weights:
     gate, running = held(engine)
     paused = engine.engine.pause("in_place")
     gate.released.set()
-    paused.result(WAIT_SECONDS)
+    paused.result(IDLE_SECONDS)
     with pytest.raises(NotIdleError, match="flush_cache false"):
-        engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1", keeps_caches=False).result(5)
+        engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "1", keeps_caches=False).result(
+            IDLE_SECONDS
+        )
     with pytest.raises(NotIdleError):
-        engine.engine.flush().result(5)
+        engine.engine.flush().result(IDLE_SECONDS)
     assert engine.engine.version == "0"
     engine.engine.resume()
-    assert running.result(WAIT_SECONDS).sequences[0].versions == [("0", 0)]
+    assert running.result(IDLE_SECONDS).sequences[0].versions == [("0", 0)]
 
 
 def test_retracted_sequences_go_on_with_new_weights_throughout(
@@ -229,10 +232,10 @@ def test_retracted_sequences_go_on_with_new_weights_throughout(
     gate, running = held(engine, tokens=5, max_new_tokens=12)
     paused = engine.engine.pause("retract")
     gate.released.set()
-    assert paused.result(WAIT_SECONDS) == 1
-    engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "2", keeps_caches=False).result(5)
+    assert paused.result(IDLE_SECONDS) == 1
+    engine.engine.change_weights(engine.loaded.pack(dict(other_weights)), "2", keeps_caches=False).result(IDLE_SECONDS)
     engine.engine.resume()
-    sequence = running.result(WAIT_SECONDS).sequences[0]
+    sequence = running.result(IDLE_SECONDS).sequences[0]
     assert sequence.versions == [("0", 0), ("2", 5)]
     # Computed anew: what follows is what the new weights alone give after the same tokens.
     rescored = engine.generate([*PROMPT, *sequence.output_ids], logprob_start=0, max_new_tokens=0).input_logprobs
@@ -243,13 +246,13 @@ def test_a_pause_with_abort_ends_everything_and_holds_what_comes_after(engine: R
     gate, running = held(engine)
     paused = engine.engine.pause("abort")
     gate.released.set()
-    assert paused.result(WAIT_SECONDS) == 1
-    assert running.result(WAIT_SECONDS).sequences[0].finish["type"] == "abort"  # type: ignore[index]
+    assert paused.result(IDLE_SECONDS) == 1
+    assert running.result(IDLE_SECONDS).sequences[0].finish["type"] == "abort"  # type: ignore[index]
     later = engine.submit()
-    engine.engine.flush().result(WAIT_SECONDS)
+    engine.engine.flush().result(IDLE_SECONDS)
     assert not later.done()
     engine.engine.resume()
-    assert later.result(WAIT_SECONDS).sequences[0].finish == {"type": "length", "length": 8}
+    assert later.result(IDLE_SECONDS).sequences[0].finish == {"type": "length", "length": 8}
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -261,12 +264,12 @@ def test_logits_that_are_not_finite_abort_the_completion_and_leave_no_trace(
     wanted = outputs(engine.generate(n=2, sampling_seed=1))
     broken = {name: tensor.clone() for name, tensor in other_weights.items()}
     broken["model.layers.1.self_attn.v_proj.bias"][:] = torch.nan
-    engine.engine.change_weights(engine.loaded.pack(broken), "1", keeps_caches=False).result(WAIT_SECONDS)
+    engine.engine.change_weights(engine.loaded.pack(broken), "1", keeps_caches=False).result(IDLE_SECONDS)
     sequence = engine.generate().sequences[0]
     assert sequence.finish == {"type": "abort", "message": "the model's logits are not finite"}
     assert sequence.logprobs == []
     weights = engine.loaded.read_weights(tiny_model)
-    engine.engine.change_weights(weights, "2", keeps_caches=False).result(WAIT_SECONDS)
+    engine.engine.change_weights(weights, "2", keeps_caches=False).result(IDLE_SECONDS)
     assert outputs(engine.generate(n=2, sampling_seed=1)) == wanted
 
 
@@ -283,7 +286,7 @@ def test_a_failing_step_ends_the_engine_and_tells_everyone_who_waits(
     gate.released.set()
     for done in (running, waiting):
         with pytest.raises(EngineStoppedError):
-            done.result(WAIT_SECONDS)
+            done.result(IDLE_SECONDS)
     engine.engine.stop()
     assert [str(error) for error in engine.failures] == ["out of memory"]
     with pytest.raises(EngineStoppedError):
@@ -296,8 +299,8 @@ def test_stopping_tells_everyone_who_waits(engine: RunningEngine) -> None:
     stopper = threading.Thread(target=engine.engine.stop)
     stopper.start()
     gate.released.set()
-    stopper.join(WAIT_SECONDS)
+    stopper.join(IDLE_SECONDS)
     for done in (running, waiting):
         with pytest.raises(EngineStoppedError):
-            done.result(WAIT_SECONDS)
+            done.result(IDLE_SECONDS)
     assert engine.failures == []

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from services.rollout_server.embedded.app import create_app
-from tests.services.rollout_server.embedded.conftest import PROMPT, WAIT_SECONDS, settings_for
+from tests.services.rollout_server.embedded.conftest import PROMPT, settings_for
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 Serving = Callable[..., Any]
 StartService = Callable[..., Any]
@@ -67,7 +68,7 @@ async def test_a_full_queue_is_answered_429_with_when_to_try_again(serving: Serv
     async with serving(create_app(settings)) as client:
         await client.post("/pause_generation", json={"mode": "in_place"})
         waiting = [asyncio.create_task(client.post("/generate", json=body())) for _ in range(2)]
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(IDLE_SECONDS):
             while (await client.get("/stats")).json()["waiting"] < 2:  # noqa: ASYNC110  # it has no event for it
                 await asyncio.sleep(0.001)  # the engine has no event for it
         refused = await client.post("/generate", json=body())
@@ -85,7 +86,7 @@ async def test_a_request_that_is_aborted_before_its_prompt_is_computed_is_answer
         await client.post("/pause_generation", json={"mode": "in_place"})
         asked = {**body(n=2), "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
         waiting = asyncio.create_task(client.post("/generate", json=asked))
-        async with asyncio.timeout(WAIT_SECONDS):
+        async with asyncio.timeout(IDLE_SECONDS):
             while not (await client.get("/stats")).json()["waiting"]:  # noqa: ASYNC110  # it has no event for it
                 await asyncio.sleep(0.001)
         await client.post("/abort_request", json={"abort_all": True})
@@ -132,37 +133,32 @@ async def test_health_answers_while_weights_load_and_requests_run(serving: Servi
 @pytest.mark.slow
 def test_a_client_that_leaves_frees_its_place(start_service: StartService, tiny_model: Path) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model), ENGINE_MAX_RUNNING_REQUESTS="1")
-    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, trust_env=False)
+    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, timeout=IDLE_SECONDS, trust_env=False)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/generate", json=body(max_new_tokens=200), timeout=0.3, trust_env=False)
 
     def waiting() -> int:
-        return int(httpx.get(f"{service.url}/stats", trust_env=False).json()["waiting"])
+        return int(httpx.get(f"{service.url}/stats", timeout=IDLE_SECONDS, trust_env=False).json()["waiting"])
 
-    deadline = threading.Event()
-    timer = threading.Timer(30, deadline.set)
-    timer.start()
-    while waiting():
-        assert not deadline.is_set()
-    timer.cancel()
+    wait_until(lambda: waiting() == 0, "a place")
 
 
 def test_sigterm_gives_running_requests_their_tokens_and_exits_with_0(
     start_service: StartService, tiny_model: Path
 ) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model))
-    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, trust_env=False)
+    httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, timeout=IDLE_SECONDS, trust_env=False)
     replies: list[httpx.Response] = []
 
     def ask() -> None:
-        replies.append(httpx.post(f"{service.url}/generate", json=body(), timeout=30, trust_env=False))
+        replies.append(httpx.post(f"{service.url}/generate", json=body(), timeout=IDLE_SECONDS, trust_env=False))
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not httpx.get(f"{service.url}/stats", trust_env=False).json()["waiting"]:
+    while not httpx.get(f"{service.url}/stats", timeout=IDLE_SECONDS, trust_env=False).json()["waiting"]:
         assert thread.is_alive()
     assert service.terminate() == 0
-    thread.join(10)
+    thread.join(IDLE_SECONDS)
     assert replies[0].status_code == 200
     assert replies[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
 
@@ -172,5 +168,5 @@ def test_a_model_that_cannot_be_had_ends_the_engine_with_one_line(start_service:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for name, reason in ((str(tmp_path), "MODEL_NAME="), ("no/such-model", "neither a directory nor a model")):
         service = start_service(ENGINE, healthy=False, MODEL_NAME=name)
-        assert service.process.wait(60) == 78
+        assert service.process.wait(LIMIT_SECONDS) == 78
         assert reason in service.log.splitlines()[-1]

@@ -1,0 +1,104 @@
+"""Waits that follow progress instead of the clock, so that they hold on a machine that is busy with other work.
+
+A wait fails once nothing has moved for ``IDLE_SECONDS``, and after ``LIMIT_SECONDS`` in any case. Both are many times
+what anything in the tests takes, and less than the time-out of pytest itself (``pyproject.toml``), which says less.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+IDLE_SECONDS = 120.0
+"""The longest time without progress; also the time-out of a single request, connection or answer."""
+LIMIT_SECONDS = 540.0
+"""The longest time of a wait; also the time-out of a command that runs to its end."""
+
+
+class Deadline:
+    """A limit to a wait, which starts anew whenever ``progress`` returns another value."""
+
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        progress: Callable[[], object] = lambda: None,
+        told: Callable[[], object] = str,
+        idle_seconds: float = IDLE_SECONDS,
+        limit_seconds: float = LIMIT_SECONDS,
+    ) -> None:
+        """Starts the time.
+
+        Args:
+            what: names the thing that is waited for in the error.
+            progress: a value that changes while the thing is under way: the size of a log, a counter. It is asked for
+                once a second.
+            told: what else the error shows, such as the end of a log.
+            idle_seconds: the longest time in which ``progress`` may stay the same.
+            limit_seconds: the longest time in all.
+        """
+        self._what, self._progress, self._told = what, progress, told
+        self._idle_seconds, self._limit_seconds = idle_seconds, limit_seconds
+        self._started = self._moved = self._looked = time.monotonic()
+        self._seen = progress()
+
+    def check(self) -> None:
+        """Fails when the time is over."""
+        now = time.monotonic()
+        if now - self._looked < 1:
+            return
+        self._looked = now
+        if (seen := self._progress()) != self._seen:
+            self._seen, self._moved = seen, now
+        still, whole = now - self._moved, now - self._started
+        if still > self._idle_seconds or whole > self._limit_seconds:
+            what = self._what or "what was waited for"
+            raise AssertionError(f"{what}: not within {whole:.0f} s, the last {still:.0f} of them idle\n{self._told()}")
+
+
+def wait_until(condition: Callable[[], T], what: str = "", *, every: float = 0.05, **limits: Any) -> T:
+    """Waits until ``condition`` returns something true, and returns it; ``limits`` are those of ``Deadline``."""
+    deadline = Deadline(what, **limits)
+    while not (found := condition()):
+        deadline.check()
+        time.sleep(every)
+    return found
+
+
+async def eventually(
+    condition: Callable[[], T | Awaitable[T]], what: str = "", *, every: float = 0.02, **limits: Any
+) -> T:
+    """As ``wait_until``, on an event loop that runs on meanwhile."""
+    deadline = Deadline(what, **limits)
+    while True:
+        answer = condition()
+        found: T = await answer if isinstance(answer, Awaitable) else answer
+        if found:
+            return found
+        deadline.check()
+        await asyncio.sleep(every)
+
+
+async def stats_show(client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Waits until a service's statistics fulfil ``condition``, and returns them; their change is progress."""
+    seen: dict[str, Any] = {}
+
+    async def look() -> bool:
+        seen.update((await client.get("/stats")).json())
+        return condition(seen)
+
+    await eventually(look, "statistics", progress=lambda: str(seen), told=lambda: seen)
+    return seen
+
+
+def bytes_in(*paths: Path) -> int:
+    """Return the size of files, and of all files below directories: a value that changes while logs are written."""
+    found = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in found if file.is_file())
