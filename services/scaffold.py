@@ -397,12 +397,18 @@ def exit_code_of(main: Callable[[], None]) -> int:
     try:
         main()
     except ConfigurationError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_CONFIGURATION
     except DependencyLostError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_RECOVERABLE
     except NeverReadyError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_FAILED
     return 0
+
+
+def say_error(error: Exception) -> None:
+    """Writes an error's line to stderr, if that can be written: a log on a full disk must not change the exit code."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"error: {error}\n")

@@ -27,7 +27,8 @@ WORKER_POLL_SECONDS = 0.2
 class Conductor:
     """The services of a run.
 
-    An async context manager. Entering it waits until all of them are healthy; NeverReadyError if they do not become so.
+    An async context manager. Entering it waits until data-server, reward-server and replay-buffer are healthy;
+    NeverReadyError if they do not become so.
     """
 
     def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
@@ -56,8 +57,7 @@ class Conductor:
         deadline = self.settings.start_deadline_seconds
         try:
             await asyncio.gather(
-                *(service.wait_healthy(deadline) for service in (self.data, self.rewards, self.replay)),
-                self._wait_for_workers(deadline),
+                *(service.wait_healthy(deadline) for service in (self.data, self.rewards, self.replay))
             )
         except DependencyLostError as error:
             raise NeverReadyError(str(error)) from error
@@ -116,7 +116,12 @@ class Conductor:
         """Lets the replay buffer forget a checkpoint's contents."""
         await self.replay.drop_snapshot(label)
 
-    async def _wait_for_workers(self, deadline_seconds: float) -> None:
+    async def wait_for_workers(self, deadline_seconds: float) -> None:
+        """Waits until the router has MIN_WORKERS rollout workers.
+
+        Raises:
+            NeverReadyError: it has fewer after the deadline.
+        """
         workers: list[str] = []
         reason = "the router did not answer"
         try:
@@ -129,7 +134,7 @@ class Conductor:
                     except DependencyLostError as error:
                         reason = str(error)
         except TimeoutError:
-            raise DependencyLostError(
+            raise NeverReadyError(
                 f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
                 f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
             ) from None

@@ -36,6 +36,7 @@ from trainer.distributed import Ranks
 from trainer.logprobs import token_logprobs
 from trainer.packing import MicroBatch
 from trainer.support import check_config, check_model
+from trainer.volume import DiskFullError, writing
 
 LORA_TARGETS = "all-linear"
 
@@ -176,7 +177,11 @@ def compute_type(settings: TrainerSettings, device: torch.device) -> torch.dtype
 
 
 def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
-    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective."""
+    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
+
+    Raises:
+        DiskFullError: on every rank.
+    """
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
@@ -184,10 +189,14 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
             # of a part of a storage, which a gathered parameter can be.
             is_part = value.untyped_storage().nbytes() != value.nbytes
             state[name] = value.to("cpu", copy=is_part)
-    if ranks.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        save_description(policy, directory, dtype)
+
+    def write() -> None:
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(state, directory, metadata={"format": "pt"})
+            save_description(policy, directory, dtype)
+
+    ranks.on_main(write, DiskFullError)
 
 
 def save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:

@@ -4,7 +4,6 @@ ended."""
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.logs import get_logger
 from services.policy_store import PolicyStore
 from services.protocol import Cursor, DataStats
-from services.scaffold import exit_code_of
+from services.scaffold import exit_code_of, say_error
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
 from trainer.config import Mode, TrainerSettings
@@ -33,6 +32,7 @@ from trainer.publishing.disk import published_dtype
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
+from trainer.volume import writing
 
 log = get_logger(__name__)
 
@@ -81,10 +81,10 @@ def run_rank() -> int:
     try:
         code = exit_code_of(body)
     except TrainingDivergedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_FAILED
     except PeerLostError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_PEER_LOST
     return 128 + (stop.number or signal.SIGTERM) if interrupted else code
 
@@ -126,12 +126,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         state = _resume(settings, ranks, policy, learner, checkpoints)
         status.step = state.step
-        main = None
-        if thread is not None and conductor is not None:
-            _start_source(settings, thread, conductor, state)
-            files = RunFiles(settings, state.step)
-            stack.callback(files.close)
-            main = Main(thread, conductor, files, status)
+        main = _start_main(settings, ranks, state, thread, conductor, status, stack)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
         loop = TrainingLoop(
@@ -147,14 +142,13 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         try:
             final = loop.run()
+            save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         except Exception as error:
-            if main is not None:
-                main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
+            _write_summary(main, _summary(settings, ranks, state, data.source, _status_of(error)))
             raise
-        save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
-        if main is not None:
-            main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
-            status.phase = "finished"
+        _write_summary(main, _summary(settings, ranks, final, data.source, "succeeded"))
+        status.phase = "finished"
+        if ranks.is_main:
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
 
 
@@ -178,6 +172,42 @@ def _connect(
 
     ranks.on_main(work, *EXPECTED_ERRORS)
     return conductor
+
+
+def _start_main(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    state: RunState,
+    thread: ServiceThread | None,
+    conductor: Conductor | None,
+    status: RunStatus,
+    stack: ExitStack,
+) -> Main | None:
+    """Takes services and run directory back to ``state`` and starts the source of groups; on rank 0 what the loop
+    needs of them."""
+    made: list[Main] = []
+
+    def work() -> None:
+        assert thread is not None
+        assert conductor is not None
+        _start_source(settings, thread, conductor, state)
+        with writing(settings.run_dir):
+            files = RunFiles(settings, state.step)
+        stack.callback(files.close)
+        made.append(Main(thread, conductor, files, status))
+
+    ranks.on_main(work, *EXPECTED_ERRORS)
+    return made[0] if made else None
+
+
+def _write_summary(main: Main | None, summary: dict[str, Any]) -> None:
+    """Writes the summary on rank 0; on a full disk the log says so, since the error would hide how the run ended."""
+    if main is None:
+        return
+    try:
+        main.files.write_summary(summary)
+    except OSError as error:
+        log.error("no summary", status=summary["status"], reason=str(error))
 
 
 def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:

@@ -51,9 +51,7 @@ class WeightsReceiver:
     ) -> dist.ProcessGroup:
         """Meets the other members of a group, for which it may wait long; ``join`` takes what it returns."""
         try:
-            return join_weights_group(
-                master_address, master_port, rank, world_size, group_name, backend, JOIN_SECONDS
-            )
+            return join_weights_group(master_address, master_port, rank, world_size, group_name, backend, JOIN_SECONDS)
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
                 f"rank {rank} of group {group_name!r} did not meet {master_address}:{master_port}: {error}"
