@@ -27,6 +27,7 @@ from services.errors import ConfigurationError
 from services.logs import get_logger
 from services.protocol import Cursor
 from trainer.distributed import Ranks
+from trainer.fingerprint import Fingerprint
 from trainer.policy import Policy
 from trainer.volume import DiskFullError, writing
 
@@ -59,6 +60,10 @@ class RunState(BaseModel):
     seconds: float = 0.0
     random_state: list[int] = []
     """torch's CPU generator state, bytes."""
+    fingerprint: Fingerprint | None = None
+    """What the run was begun with; None in a checkpoint of a former release."""
+    job: str | None = None
+    """SkyPilot's name of the job that saved it."""
 
 
 @dataclass

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,11 +26,13 @@ from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
 from trainer.config import Mode, TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
+from trainer.fingerprint import Fingerprint, tokenizer_digest
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
 from trainer.policy import Policy, compute_type, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
+from trainer.resume import check_same, has_succeeded, job_id
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
@@ -99,6 +103,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         InterruptedCallError: a signal came; the last completed step is in a checkpoint.
         TrainingDivergedError: updates were not finite.
     """
+    if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
+        return
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
@@ -124,7 +130,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
-        state = _resume(settings, ranks, policy, learner, checkpoints)
+        state = resume(settings, ranks, policy, data, learner, checkpoints)
         status.step = state.step
         main = _start_main(settings, ranks, state, thread, conductor, status, stack)
         publisher = make_publisher(settings, policy, ranks, thread)
@@ -220,23 +226,70 @@ def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
     return min(steps, settings.max_steps) if settings.max_steps else steps
 
 
-def _resume(
-    settings: TrainerSettings, ranks: Ranks, policy: Policy, learner: Learner, checkpoints: CheckpointStore
+def resume(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    policy: Policy,
+    data: DataStats,
+    learner: Learner,
+    checkpoints: CheckpointStore,
 ) -> RunState:
-    """The state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one."""
-    fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
+    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
+
+    Raises:
+        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
+    """
+    fresh = RunState(
+        model_type=policy.config.model_type,
+        parameters=count_parameters(policy),
+        cursor=Cursor(),
+        fingerprint=_fingerprint(settings, policy, data),
+        job=job_id(),
+    )
     found = checkpoints.newest(fresh.model_type, fresh.parameters)
     if found is None:
         # An earlier life may have published without having come to its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
     path, state = found
+    before = state.fingerprint
+    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
+    state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
     checkpoints.load(path, policy, learner.optimizer)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
     state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
     log.info("resumed", checkpoint=str(path), step=state.step)
     return state
+
+
+def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
+    """What the run is begun with, on rank 0, which saves it."""
+    described = policy.description
+    if described is None:
+        return None
+    return Fingerprint(
+        model=settings.model_name,
+        weights=described.weights_digest,
+        tokenizer=tokenizer_digest(described.tokenizer),
+        dataset=data.source,
+        data=data.fingerprint,
+    )
+
+
+def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
+    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
+    assert fresh.fingerprint is not None, "rank 0 has the model's description"
+    check_same(settings, path, state.fingerprint, fresh.fingerprint)
+    if "run_id" not in settings.model_fields_set and state.job != fresh.job:
+        log.warning(
+            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
+            "Give another RUN_ID to start anew",
+            run=settings.run_id,
+            step=state.step,
+            begun_by=state.job,
+            job=fresh.job,
+        )
 
 
 def _next_version(settings: TrainerSettings, version: int) -> int:
@@ -292,5 +345,6 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "device": ranks.device.type,
         "compute_type": str(compute_type(settings, ranks.device)).removeprefix("torch."),
         "ranks": ranks.world_size,
+        "job": job_id(),
         "ended": time.time(),
     }
