@@ -33,7 +33,8 @@ class Settings(BaseSettings):
         default_factory=lambda: default_run_id(),
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. "
-        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree.",
+        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree; a "
+        "run of that name that has succeeded is left alone.",
     )
     log_level: str = Field(
         default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
