@@ -20,10 +20,10 @@ from services.protocol import Cursor, Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from services.vocabulary import vocabulary_size
+from trainer.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
-from trainer.resume import check_data, has_succeeded
 
 log = get_logger(__name__)
 

@@ -1,89 +1,131 @@
-"""Which runs are gone on with: never one of other content, and none that has succeeded unless RUN_ID asks for it."""
+"""Takes a run back to its newest checkpoint: the trainer's state, the published versions and the replay buffer."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import orjson
+import torch
 
 from services.errors import ConfigurationError
 from services.logs import get_logger
-from services.protocol import DataStats
-from services.settings import parse_task_id
-from trainer.config import TrainerSettings
-from trainer.fingerprint import Fingerprint, data_differences, differences
+from services.policy_store import PolicyStore
+from services.protocol import Cursor, DataStats
+from trainer.admission import check_same, job_id
+from trainer.checkpoint import CheckpointStore, RunState
+from trainer.conductor import Conductor
+from trainer.config import Mode, TrainerSettings
+from trainer.distributed import Ranks
+from trainer.fingerprint import Fingerprint, tokenizer_digest
+from trainer.learner import Learner
+from trainer.loop import GRACE_SECONDS
+from trainer.policy import Policy
+from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 
 
-def job_id() -> str | None:
-    """Return the managed job's number and the time of its jobs controller's start; None without SkyPilot.
-
-    All tasks of a job and its recoveries have the same. A job of the same number of a later controller has another; so
-    has a recovery after the controller was restarted.
-    """
-    found = parse_task_id()
-    return f"{found['job']} of {found['time']}" if found else None
-
-
-def has_succeeded(settings: TrainerSettings) -> bool:
-    """Return True when this very job has succeeded before, so that there is nothing left to do.
+def resume(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    policy: Policy,
+    data: DataStats,
+    learner: Learner,
+    checkpoints: CheckpointStore,
+) -> RunState:
+    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
 
     Raises:
-        ConfigurationError: the run of this name is another job's that has succeeded, and RUN_ID does not ask for it.
+        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
     """
-    if "run_id" in settings.model_fields_set:
-        return False
-    summary = _read(settings.run_dir / "summary.json")
-    if summary.get("status") != "succeeded":
-        return False
-    if job_id() is not None and summary.get("job") == job_id():
-        log.info("this job has succeeded before: nothing is left to do", run=str(settings.run_dir))
-        return True
-    raise ConfigurationError(
-        f"run {settings.run_id} in {settings.run_dir} has succeeded after {summary.get('steps')} steps, as job "
-        f"{summary.get('job') or 'unknown'}; job {job_id() or 'unknown'} only has the same default name and changes "
-        f"nothing. Give RUN_ID={settings.run_id} to go on with that run, or another RUN_ID for a new one"
+    fresh = RunState(
+        model_type=policy.config.model_type,
+        parameters=count_parameters(policy),
+        cursor=Cursor(),
+        fingerprint=_fingerprint(settings, policy, data),
+        job=job_id(),
+    )
+    found = checkpoints.newest(fresh.model_type, fresh.parameters)
+    if found is None:
+        # An earlier life may have published without having come to its first checkpoint.
+        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
+        return fresh
+    path, state = found
+    before = state.fingerprint
+    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
+    state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
+    checkpoints.load(path, policy, learner.optimizer)
+    if state.random_state:
+        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
+    log.info("resumed", checkpoint=str(path), step=state.step)
+    return state
+
+
+def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
+    """Return what the run is begun with on rank 0, which saves it; None on the others."""
+    described = policy.description
+    if described is None:
+        return None
+    return Fingerprint(
+        model=settings.model_name,
+        weights=described.weights_digest,
+        tokenizer=tokenizer_digest(described.tokenizer),
+        dataset=data.source,
+        data=data.fingerprint,
     )
 
 
-def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint | None, now: Fingerprint) -> None:
-    """Make sure that a checkpoint is of the model and the data that the run has now.
+def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
+    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
+    assert fresh.fingerprint is not None, "rank 0 has the model's description"
+    check_same(settings, path, state.fingerprint, fresh.fingerprint)
+    if "run_id" not in settings.model_fields_set and state.job != fresh.job:
+        log.warning(
+            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
+            "Give another RUN_ID to start anew",
+            run=settings.run_id,
+            step=state.step,
+            begun_by=state.job,
+            job=fresh.job,
+        )
 
-    Raises:
-        ConfigurationError: weights, tokenizer or data are others.
+
+def _next_version(settings: TrainerSettings, version: int) -> int:
+    """Return the version to publish a state's policy as; it was ``version`` when saved, and is 0 in a fresh state."""
+    store = PolicyStore(settings.policy_dir)
+    if settings.mode is Mode.SYNC:
+        # What was published after the checkpoint will be made again, the same.
+        store.discard_after(version)
+        return version
+    # Groups of the abandoned steps may still be in the queue: no version is used twice.
+    newest = store.newest()
+    return version if newest is None else max(version, newest.version + 1)
+
+
+def start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
+    """Take the replay buffer back to the checkpoint and start the source of groups."""
+    if settings.mode is Mode.SYNC:
+        _restore_replay(settings, thread, conductor, state)
+    thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
+
+
+def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
+    """Give the replay buffer the contents that the state's training has seen, and no others.
+
+    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
+    before its first checkpoint, would be newer than the policy.
     """
-    if before is None:
-        log.warning("checkpoint of a former release: nothing says which model and data it is of", path=str(checkpoint))
-    elif found := differences(before, now):
-        raise _refusal(settings, checkpoint, found)
-
-
-def check_data(settings: TrainerSettings, data: DataStats) -> None:
-    """Make sure that the run's newest checkpoint, if any, is of the data that the data-server has now.
-
-    Raises:
-        ConfigurationError: it is of other data.
-    """
-    newest = max(settings.checkpoint_dir.glob("step-[0-9]*"), default=None)
-    before = None if newest is None else _read(newest / "state.json").get("fingerprint")
-    if newest is None or before is None:
+    deadline = settings.service_deadline_seconds + GRACE_SECONDS
+    start = f"{settings.run_id}-start"
+    if thread.call(conductor.restore_replay(state.replay_snapshot or start), deadline):
         return
-    if found := data_differences(Fingerprint.model_validate(before), data.source, data.fingerprint):
-        raise _refusal(settings, newest, found)
+    if state.replay_snapshot is None:
+        thread.call(conductor.save_replay(start), deadline)
+    else:
+        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
 
 
-def _refusal(settings: TrainerSettings, checkpoint: Path, found: list[str]) -> ConfigurationError:
-    return ConfigurationError(
-        f"RUN_ID {settings.run_id} cannot go on from {checkpoint}, which is of something else: {'. '.join(found)}. "
-        "Give the former MODEL_NAME, DATASET and its settings to go on, or another RUN_ID to start anew; with "
-        f"MODEL_NAME={settings.policy_dir}/v... the new run starts from what this one has trained"
-    )
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        found = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def count_parameters(policy: Policy) -> int:
+    """Return how many parameters the whole model has, adapters included."""
+    return sum(p.numel() for p in policy.parameters())

@@ -7,8 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,20 +17,19 @@ from services import logs, memory
 from services.endpoints import Task
 from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.logs import get_logger
-from services.policy_store import PolicyStore
-from services.protocol import Cursor, DataStats
+from services.protocol import DataStats
 from services.scaffold import exit_code_of, say_error
+from trainer.admission import has_succeeded, job_id
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
-from trainer.config import Mode, TrainerSettings
+from trainer.config import TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
-from trainer.fingerprint import Fingerprint, tokenizer_digest
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
 from trainer.policy import Policy, compute_type, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
-from trainer.resume import check_same, has_succeeded, job_id
+from trainer.resume import count_parameters, resume, start_source
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
@@ -158,11 +155,6 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
 
 
-def count_parameters(policy: Policy) -> int:
-    """Parameters of the whole model, adapters included."""
-    return sum(p.numel() for p in policy.parameters())
-
-
 def _connect(
     settings: TrainerSettings, ranks: Ranks, policy: Policy, thread: ServiceThread | None, stack: ExitStack
 ) -> Conductor | None:
@@ -196,7 +188,7 @@ def _start_main(
     def work() -> None:
         assert thread is not None
         assert conductor is not None
-        _start_source(settings, thread, conductor, state)
+        start_source(settings, thread, conductor, state)
         with writing(settings.run_dir):
             files = RunFiles(settings, state.step)
         stack.callback(files.close)
@@ -224,107 +216,6 @@ def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
             "training prompts of all epochs"
         )
     return min(steps, settings.max_steps) if settings.max_steps else steps
-
-
-def resume(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    policy: Policy,
-    data: DataStats,
-    learner: Learner,
-    checkpoints: CheckpointStore,
-) -> RunState:
-    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
-
-    Raises:
-        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
-    """
-    fresh = RunState(
-        model_type=policy.config.model_type,
-        parameters=count_parameters(policy),
-        cursor=Cursor(),
-        fingerprint=_fingerprint(settings, policy, data),
-        job=job_id(),
-    )
-    found = checkpoints.newest(fresh.model_type, fresh.parameters)
-    if found is None:
-        # An earlier life may have published without having come to its first checkpoint.
-        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
-        return fresh
-    path, state = found
-    before = state.fingerprint
-    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
-    state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
-    checkpoints.load(path, policy, learner.optimizer)
-    if state.random_state:
-        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
-    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
-    log.info("resumed", checkpoint=str(path), step=state.step)
-    return state
-
-
-def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
-    """What the run is begun with, on rank 0, which saves it."""
-    described = policy.description
-    if described is None:
-        return None
-    return Fingerprint(
-        model=settings.model_name,
-        weights=described.weights_digest,
-        tokenizer=tokenizer_digest(described.tokenizer),
-        dataset=data.source,
-        data=data.fingerprint,
-    )
-
-
-def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
-    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
-    assert fresh.fingerprint is not None, "rank 0 has the model's description"
-    check_same(settings, path, state.fingerprint, fresh.fingerprint)
-    if "run_id" not in settings.model_fields_set and state.job != fresh.job:
-        log.warning(
-            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
-            "Give another RUN_ID to start anew",
-            run=settings.run_id,
-            step=state.step,
-            begun_by=state.job,
-            job=fresh.job,
-        )
-
-
-def _next_version(settings: TrainerSettings, version: int) -> int:
-    """The version to publish a state's policy as, which was version ``version`` when it was saved; 0 of a fresh one."""
-    store = PolicyStore(settings.policy_dir)
-    if settings.mode is Mode.SYNC:
-        # What was published after the checkpoint will be made again, the same.
-        store.discard_after(version)
-        return version
-    # Groups of the abandoned steps may still be in the queue: no version is used twice.
-    newest = store.newest()
-    return version if newest is None else max(version, newest.version + 1)
-
-
-def _start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Takes the replay buffer back to the checkpoint and starts the source of groups."""
-    if settings.mode is Mode.SYNC:
-        _restore_replay(settings, thread, conductor, state)
-    thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
-
-
-def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Gives the replay buffer the contents that the state's training has seen, and no others.
-
-    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
-    before its first checkpoint, would be newer than the policy.
-    """
-    deadline = settings.service_deadline_seconds + GRACE_SECONDS
-    start = f"{settings.run_id}-start"
-    if thread.call(conductor.restore_replay(state.replay_snapshot or start), deadline):
-        return
-    if state.replay_snapshot is None:
-        thread.call(conductor.save_replay(start), deadline)
-    else:
-        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
 
 
 def _status_of(error: Exception) -> str:

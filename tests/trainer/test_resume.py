@@ -18,12 +18,12 @@ from services.errors import ConfigurationError
 from services.protocol import DataStats
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
+from trainer.admission import check_data, has_succeeded
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks, join_ranks
 from trainer.fingerprint import tokenizer_digest, weights_digest
-from trainer.resume import check_data, has_succeeded
-from trainer.run import resume
+from trainer.resume import resume
 
 DATA = {"training prompts": "40 (digest 1a)", "order": "shuffled, DATA_SEED 0, CURRICULUM off"}
 OLD, NEW = (f"sky-managed-2026-0{month}-01-00-00-00-000000_grpo_ppo-trainer_1-4" for month in (1, 2))
