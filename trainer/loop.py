@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -124,8 +125,9 @@ class TrainingLoop:
             elif self.state.step:
                 self.save_checkpoint(wait=True)
         except DiskFullError as full:
-            # Not raised: it would hide why the run ends.
-            log.error("no checkpoint of the last completed step", step=self.state.step, reason=str(full))
+            # Not raised: it would hide why the run ends. Where that is the full disk, it is said once.
+            reason = None if isinstance(error, DiskFullError) else str(full)
+            log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
 
     def step(self) -> bool:
         """One step; False when the training prompts are used up."""
@@ -177,17 +179,23 @@ class TrainingLoop:
 
     def fetch_generate_score_store(self) -> list[TrainingGroup]:
         """Steps 1 to 4 on rank 0; every rank gets the groups to train on, with their advantages (step 5)."""
+        version = self.state.policy_version
 
-        def work() -> list[Any]:
+        def work() -> list[Any] | None:
             main = self._main()
             main.status.phase = "generate"
             deadline = self.settings.batch_deadline_seconds + GRACE_SECONDS
-            main.batch = main.thread.call(
-                main.conductor.next_batch(self.state.policy_version), deadline, interruptible=True
-            )
-            return _to_json([training_group(g, self.settings) for g in main.batch.groups])
+            generating = main.conductor.next_batch(version, partial(self.publisher.is_on_volume, version))
+            batch = main.thread.call(generating, deadline, interruptible=True)
+            if batch is None:
+                return None
+            main.batch = batch
+            return _to_json([training_group(g, self.settings) for g in batch.groups])
 
-        return _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
+        while (groups := self.ranks.on_main(work, *EXPECTED_ERRORS)) is None:
+            log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
+            self.publisher.write(version)
+        return _from_json(groups)
 
     def update(self, groups: list[TrainingGroup]) -> UpdateResult:
         """Step 6: the clipped surrogate update.

@@ -9,7 +9,7 @@ import errno
 import io
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -48,12 +48,15 @@ class Outside:
     In ``finish_step`` of that step, ``happens`` is called before.
     """
 
-    def __init__(self, lost: str, happens: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, lost: str, happens: Callable[[], None] = lambda: None, deleted: Sequence[int] = ()) -> None:
+        """``deleted`` are versions that go from the shared volume as soon as they are published."""
         self.lost = lost
+        self.deleted = deleted
         self.happens = happens
         self.error: DependencyLostError | None = None
         self.steps = 0
         self.forgotten: list[str] = []
+        self.written: list[int] = []
         self.first: list[str] = []
         """What was asked for before the first step."""
         self.source = self
@@ -61,7 +64,9 @@ class Outside:
     def cursor(self) -> Cursor:
         return Cursor(epoch=0, position=self.steps)
 
-    async def next_batch(self, policy_version: int) -> Batch:
+    async def next_batch(self, policy_version: int, is_there: Callable[[], bool]) -> Batch | None:
+        if not is_there():
+            return None
         self._reach("next_batch", self.steps + 1)
         self.steps += 1
         return Batch([group(f"g{self.steps}", policy_version)])
@@ -85,12 +90,19 @@ class Outside:
         self.first.append("workers")
 
     def write(self, version: int) -> None:
-        self.first.append(f"write {version}")
+        self.written.append(version)
+        if not self.steps:
+            self.first.append(f"write {version}")
+
+    def is_on_volume(self, version: int) -> bool:
+        return version == 0 or version in self.written
 
     def publish(self, version: int) -> dict[str, float]:
         if not version:
             self.first.append("publish 0")
         else:
+            if version not in self.deleted:
+                self.written.append(version)
             self._reach("publish", self.steps)
         return {}
 
@@ -175,6 +187,14 @@ def test_weights_prompts_and_records_are_of_one_step(
         learner.update([training_group(group(f"g{step}", step - 1), broken.settings)], step - 1)
     expected = weights_of(undisturbed.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
+
+
+def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("", deleted=[2])
+    loop = train(alone, tmp_path, outside)
+    assert outside.error is None
+    assert loop.state.step == 4
+    assert outside.written == [0, 1, 2, 3, 4]
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------

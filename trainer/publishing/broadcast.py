@@ -113,12 +113,12 @@ class BroadcastPublisher(Publisher):
             raise
         commit_version(self.store, version, self.settings)
 
-    def _can_be_caught_up_with(self, version: int) -> bool:
-        """Whether a worker that missed the version will find it on the volume."""
-        return (self._writing is not None and not self._writing.done()) or self.store.path(version).is_dir()
+    def is_on_volume(self, version: int) -> bool:
+        """See Publisher; one that is being written counts."""
+        return (self._writing is not None and not self._writing.done()) or super().is_on_volume(version)
 
     async def _update_workers(self, version: int, state: dict[str, Tensor]) -> dict[str, float]:
-        is_there = partial(self._can_be_caught_up_with, version)
+        is_there = partial(self.is_on_volume, version)
         urls = await registered_workers(self.settings, is_there)
         began, pauses = time.perf_counter(), [0.0]
         held = await self._hold(urls)

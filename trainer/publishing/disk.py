@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -63,8 +64,9 @@ class DiskPublisher(Publisher):
                 await worker.update_from_disk(path, version)
             pauses.append(time.perf_counter() - began)
 
-        urls = await registered_workers(self.settings, path.is_dir)
-        served = await update_workers(self.settings, urls, version, update, path.is_dir)
+        is_there = partial(self.is_on_volume, version)
+        urls = await registered_workers(self.settings, is_there)
+        served = await update_workers(self.settings, urls, version, update, is_there)
         return {"workers": float(served), "pause_seconds": max(pauses)}
 
 

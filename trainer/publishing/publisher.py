@@ -63,6 +63,13 @@ class Publisher(ABC):
         self.put_on_volume(version)
         self._written = version
 
+    def is_on_volume(self, version: int) -> bool:
+        """Whether a worker that starts or missed the version finds it. For rank 0; no collective."""
+        try:
+            return self.store.path(version).is_dir()
+        except OSError:
+            return True  # the volume does not answer: whether the version is there is not known
+
     @abstractmethod
     def put_on_volume(self, version: int) -> None:
         """Writes the version, or begins to write it beside the training."""
