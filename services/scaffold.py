@@ -389,18 +389,19 @@ def exit_code_of(main: Callable[[], None]) -> int:
     try:
         main()
     except ConfigurationError as error:
-        _last_words(error)
+        say_error(error)
         return EXIT_CONFIGURATION
     except DependencyLostError as error:
-        _last_words(error)
+        say_error(error)
         return EXIT_RECOVERABLE
     except NeverReadyError as error:
-        _last_words(error)
+        say_error(error)
         return EXIT_FAILED
     return 0
 
 
-def _last_words(error: Exception) -> None:
+def say_error(error: Exception) -> None:
+    """Write an error's line to stderr, if that can be written: a log on a full disk must not change the exit code."""
     # Past the buffer of sys.stderr: Python ends with 120 when the log's disk is full and something is left in it.
     with contextlib.suppress(OSError):
         os.write(2, f"error: {error}\n".encode("utf-8", "backslashreplace"))

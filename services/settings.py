@@ -33,7 +33,8 @@ class Settings(BaseSettings):
         default_factory=lambda: default_run_id(),
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. "
-        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree.",
+        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree; a "
+        "run of that name that has succeeded is left alone.",
     )
     log_level: str = Field(
         default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
@@ -73,10 +74,19 @@ class Settings(BaseSettings):
 
 def default_run_id() -> str:
     """The managed job's name and number, which are the same in all its tasks and after a recovery; else ``local``."""
-    # sky-managed-<time>_<group>_<task>_<job>-<task number>; the time changes when the jobs controller restarts.
-    match = re.fullmatch(r"sky-managed-.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
+    found = parse_task_id()
     group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
-    return f"{group}-{match['job']}" if match else group
+    return f"{group}-{found['job']}" if found else group
+
+
+def parse_task_id() -> dict[str, str] | None:
+    """Return number (``job``) and controller's start (``time``) of the managed job; None without SkyPilot.
+
+    The time is another once the jobs controller has been restarted, and a new controller counts jobs from 1 again.
+    """
+    # sky-managed-<time>_<group>_<task>_<job>-<task number>
+    match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
+    return match.groupdict() if match else None
 
 
 def _describe(problem: Any) -> str:

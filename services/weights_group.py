@@ -10,6 +10,7 @@ torch's watchdog ends the process. So an NCCL group is made without that, and gi
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,10 @@ SOURCE = 0
 """The rank that broadcasts."""
 
 POLL_SECONDS = 0.001
+
+REACH_SECONDS = 30.0
+"""Longest wait until rank 0 listens. It invites the others and begins to listen at the same time."""
+REACH_POLL_SECONDS = 0.1
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read by torch when an NCCL group is made; 0 leaves what is to become of a failed group to its owner."""
@@ -50,9 +55,13 @@ def join_weights_group(
 
     Raises:
         ValueError: a group of that name is joined already.
-        RuntimeError: the others did not come in time (torch.distributed.DistError among them).
+        RuntimeError: the others did not come in time (torch.distributed.DistError among them), or nobody listens at
+            the address.
     """
     limit = timedelta(seconds=timeout)
+    if rank != SOURCE:
+        # TCPStore itself takes up to three times its time-out to give up an address at which nobody listens.
+        _wait_until_reached(master_address, master_port, min(REACH_SECONDS, timeout))
     # Not torch's rendezvous: under torchrun that would take the launcher's store for this one.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed
         master_address, master_port, world_size, is_master=rank == SOURCE, timeout=limit, multi_tenant=True
@@ -96,6 +105,25 @@ def leave_weights_group(group: dist.ProcessGroup) -> None:
         distributed_c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
+
+
+def _wait_until_reached(address: str, port: int, seconds: float) -> None:
+    """Waits until somebody listens at an address.
+
+    Raises:
+        RuntimeError: nobody did within ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    reason = "no answer"
+    while (left := end - time.monotonic()) > 0:
+        try:
+            socket.create_connection((address, port), timeout=left).close()
+        except OSError as error:
+            reason = str(error)
+            time.sleep(REACH_POLL_SECONDS)
+        else:
+            return
+    raise RuntimeError(f"nobody listens at {address}:{port} after {seconds:g} s ({reason})")
 
 
 def _wait_for_device(work: dist.Work, group: dist.ProcessGroup, timeout: float) -> None:

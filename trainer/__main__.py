@@ -6,6 +6,7 @@ otherwise torch's launcher starts one process a GPU (one a node without GPUs) wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -100,8 +101,10 @@ def leave(code: int) -> NoReturn:
     Threads of gloo have no order in which they end: now and then one aborts a process that Python takes apart, and the
     finished run would count as failed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # Logs on a full disk must not change the exit code.
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -27,7 +27,9 @@ from services.errors import ConfigurationError
 from services.logs import get_logger
 from services.protocol import Cursor
 from trainer.distributed import Ranks
+from trainer.fingerprint import Fingerprint
 from trainer.policy import Policy
+from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 
@@ -58,6 +60,10 @@ class RunState(BaseModel):
     seconds: float = 0.0
     random_state: list[int] = []
     """torch's CPU generator state, bytes."""
+    fingerprint: Fingerprint | None = None
+    """What the run was begun with; None in a checkpoint of a former release."""
+    job: str | None = None
+    """SkyPilot's name of the job that saved it."""
 
 
 @dataclass
@@ -76,7 +82,8 @@ class CheckpointStore:
         self.kept = kept
         self.ranks = ranks
         self.saved_step: int | None = None
-        """The step of the newest checkpoint that this process has begun to write, or has loaded."""
+        """The step of the newest checkpoint that this process has begun to write, or has loaded; None after one that
+        could not be written."""
         self._removed_snapshots: list[str] = []
         self._pending: _Pending | None = None
         # Its collectives run in a thread beside the training's, so it has a process group of its own.
@@ -120,16 +127,35 @@ class CheckpointStore:
         return self.finish()
 
     def finish(self) -> RunState | None:
-        """Waits until a checkpoint that is being written is in place; returns its state."""
+        """Waits until a checkpoint that is being written is in place; returns its state.
+
+        Raises:
+            DiskFullError: it could not be written, on whichever rank; what was written of it is removed.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return None
-        pending.future.result()
-        self.ranks.barrier()
-        if self.ranks.is_main:
-            _replace(pending.final, pending.hidden)
-            self._remove_old(pending.state.best_step)
-        self.ranks.barrier()
+        complaint = ""
+        try:
+            with writing(pending.hidden):
+                pending.future.result()
+        except DiskFullError as error:
+            complaint = str(error)
+        complaints = [one for one in self.ranks.gather_json(complaint) if one]
+
+        def put_in_place() -> None:
+            if complaints:
+                shutil.rmtree(pending.hidden, ignore_errors=True)
+                raise DiskFullError(complaints[0])
+            with writing(pending.final):
+                _replace(pending.final, pending.hidden)
+                self._remove_old(pending.state.best_step)
+
+        try:
+            self.ranks.on_main(put_in_place, DiskFullError)
+        except DiskFullError:
+            self.saved_step = None
+            raise
         return pending.state
 
     def take_removed_snapshots(self) -> list[str]:

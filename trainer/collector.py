@@ -20,6 +20,7 @@ from services.protocol import Cursor, Prompt
 from services.rollout_client import RolloutClient
 from services.scaffold import exit_code_of
 from services.vocabulary import vocabulary_size
+from trainer.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.curriculum import SuccessRates
 from trainer.experience import GroupMaker, initial_priority
@@ -143,6 +144,8 @@ async def collect(settings: TrainerSettings) -> None:
         ) as rollouts,
     ):
         await asyncio.gather(*(service.wait_healthy(deadline) for service in (data, rewards, replay)))
+        # The trainer refuses other data, too; but groups of these would be in the queue by then.
+        check_data(settings, await data.stats())
         maker = GroupMaker(settings, rollouts, rewards)
         await Collector(settings, data, maker, replay, endpoints.node_rank(), endpoints.num_nodes()).run()
 
@@ -151,6 +154,8 @@ def main() -> None:
     """Runs one collector."""
     settings = TrainerSettings.load()
     logs.configure(Task.COLLECTOR.value, settings.log_level)
+    if has_succeeded(settings):
+        return
     asyncio.run(collect(settings))
     log.info("all prompts collected")
 

@@ -12,22 +12,26 @@ from services.logs import get_logger
 from services.protocol import Cursor, DataStats, SampledGroup
 from services.rollout_client import RolloutClient
 from services.rollout_control import RouterControl
+from services.scaffold import in_background
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.evaluate import Evaluator
 from trainer.experience import GroupMaker
+from trainer.publishing.workers import IsThere
 from trainer.replay import sample_groups
 from trainer.sources import AsynchronousSource, Batch, GroupSource, SynchronousSource
 
 log = get_logger(__name__)
 
 WORKER_POLL_SECONDS = 0.2
+VERSION_POLL_SECONDS = 2.0
 
 
 class Conductor:
     """The services of a run.
 
-    An async context manager. Entering it waits until all of them are healthy; NeverReadyError if they do not become so.
+    An async context manager. Entering it waits until data-server, reward-server and replay-buffer are healthy;
+    NeverReadyError if they do not become so.
     """
 
     def __init__(self, settings: TrainerSettings, vocab_size: int) -> None:
@@ -48,6 +52,7 @@ class Conductor:
         self.evaluator = Evaluator(settings, self.data, self.rollouts, self.rewards)
         self.source: GroupSource | None = None
         self.collector: asyncio.Task[None] | None = None
+        self._coming: asyncio.Task[Batch] | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Conductor:
@@ -56,16 +61,16 @@ class Conductor:
         deadline = self.settings.start_deadline_seconds
         try:
             await asyncio.gather(
-                *(service.wait_healthy(deadline) for service in (self.data, self.rewards, self.replay)),
-                self._wait_for_workers(deadline),
+                *(service.wait_healthy(deadline) for service in (self.data, self.rewards, self.replay))
             )
         except DependencyLostError as error:
             raise NeverReadyError(str(error)) from error
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self.collector is not None:
-            self.collector.cancel()
+        for task in (self.collector, self._coming):
+            if task is not None:
+                task.cancel()
         await self._stack.aclose()
 
     async def describe_data(self) -> DataStats:
@@ -82,10 +87,25 @@ class Conductor:
             self.collector = asyncio.create_task(Collector(self.settings, self.data, self.maker, self.replay).run())
         self.source = AsynchronousSource(self.settings, self.data, self.replay, self.collector)
 
-    async def next_batch(self, policy_version: int) -> Batch:
-        """The groups of the next step; empty when the prompts are used up."""
+    async def next_batch(self, policy_version: int, is_there: IsThere) -> Batch | None:
+        """The groups of the next step; empty when the prompts are used up.
+
+        None once ``is_there`` says that the version has gone from the shared volume, because a worker that comes back
+        would wait for it. The groups are still being made then; the next call goes on waiting for them.
+        """
         assert self.source is not None
-        return await self.source.next(policy_version)
+        if self._coming is None:
+            self._coming = asyncio.create_task(self.source.next(policy_version))
+        try:
+            while not self._coming.done():
+                await asyncio.wait({self._coming}, timeout=VERSION_POLL_SECONDS)
+                if not self._coming.done() and not await in_background(is_there):
+                    return None
+        except asyncio.CancelledError:
+            self._coming.cancel()
+            raise
+        coming, self._coming = self._coming, None
+        return coming.result()
 
     async def sample_replay(self, step: int, policy_version: int, batch: Batch) -> list[SampledGroup]:
         """Groups for the additional update of the step."""
@@ -116,7 +136,12 @@ class Conductor:
         """Lets the replay buffer forget a checkpoint's contents."""
         await self.replay.drop_snapshot(label)
 
-    async def _wait_for_workers(self, deadline_seconds: float) -> None:
+    async def wait_for_workers(self, deadline_seconds: float) -> None:
+        """Waits until the router has MIN_WORKERS rollout workers.
+
+        Raises:
+            NeverReadyError: it has fewer after the deadline.
+        """
         workers: list[str] = []
         reason = "the router did not answer"
         try:
@@ -129,7 +154,7 @@ class Conductor:
                     except DependencyLostError as error:
                         reason = str(error)
         except TimeoutError:
-            raise DependencyLostError(
+            raise NeverReadyError(
                 f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
                 f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
             ) from None

@@ -57,7 +57,8 @@ class Ranks:
     def on_main(self, work: Callable[[], Any], *errors: type[Exception]) -> Any:
         """Rank 0's result of ``work``, on every rank; one of ``errors`` that it raises is raised on every rank.
 
-        The result must be JSON. Any other error ends rank 0, and the others by their broken connections.
+        The others raise the first of ``errors`` that the error is an instance of. Any other error ends rank 0, and the
+        others by their broken connections. The result must be JSON.
         """
         reply: dict[str, Any] = {}
         if self.is_main:
@@ -66,8 +67,9 @@ class Ranks:
             except errors as error:
                 if self.world_size > 1:
                     # Said first: the others may end sooner, and then this process is killed before its last words.
-                    log.warning("telling the other ranks", error=type(error).__name__, text=str(error))
-                    self.broadcast_json({"error": type(error).__name__, "text": str(error)})
+                    kind = next(kind.__name__ for kind in errors if isinstance(error, kind))
+                    log.warning("telling the other ranks", error=kind, text=str(error))
+                    self.broadcast_json({"error": kind, "text": str(error)})
                 raise
         reply = self.broadcast_json(reply)
         if "error" in reply:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import orjson
@@ -35,11 +36,12 @@ from trainer.run_files import RunFiles
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.sources import Batch
 from trainer.status import RunStatus
+from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 
-EXPECTED_ERRORS = (ConfigurationError, DependencyLostError, NeverReadyError, InterruptedCallError)
-"""What rank 0 meets in its dealings with the services, and tells the other ranks."""
+EXPECTED_ERRORS = (ConfigurationError, DiskFullError, DependencyLostError, NeverReadyError, InterruptedCallError)
+"""What rank 0 meets in its dealings with the services and the run directory, and tells the other ranks."""
 
 GRACE_SECONDS = 60.0
 """Added to the deadlines that calls have themselves, so that their own messages win."""
@@ -77,6 +79,8 @@ class TrainingLoop:
     should_stop: Callable[[], bool]
     skipped_in_a_row: int = 0
     started: float = 0.0
+    is_recorded: bool = True
+    """False once the metrics of a completed step could not be written."""
 
     def run(self) -> RunState:
         """Trains to the end and returns the state there.
@@ -85,8 +89,13 @@ class TrainingLoop:
             InterruptedCallError: the run was asked to stop; a checkpoint of the last completed step is in place.
             TrainingDivergedError: updates were not finite; the last batch is in the run directory.
             DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
+            DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         self.started = time.monotonic() - self.state.seconds
+        self._phase("publish")
+        # First, since an engine that starts may wait for a version.
+        self.publisher.write(self.state.policy_version)
+        self.wait_for_workers()
         self.publish()
         if self.state.step == 0:
             self.state.accuracy_before = self.evaluate({}).get("accuracy")
@@ -95,10 +104,7 @@ class TrainingLoop:
                 if not self.step():
                     break
         except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
-            if self.checkpoints.saved_step == self.state.step:
-                self.checkpoints.finish()
-            else:
-                self.save_checkpoint(wait=True)
+            self.leave_checkpoint(error)
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
@@ -106,6 +112,22 @@ class TrainingLoop:
             self.evaluate({})
         self.save_checkpoint(wait=True)
         return self.state
+
+    def leave_checkpoint(self, error: Exception) -> None:
+        """Puts a checkpoint of the last completed step in place before the run ends with ``error``.
+
+        Before the first step there is nothing to save. On a full disk, a checkpoint that is being written is the last.
+        """
+        try:
+            is_full = isinstance(error, DiskFullError) or not self.is_recorded
+            if is_full or self.checkpoints.saved_step == self.state.step:
+                self.checkpoints.finish()
+            elif self.state.step:
+                self.save_checkpoint(wait=True)
+        except DiskFullError as full:
+            # Not raised: it would hide why the run ends. Where that is the full disk, it is said once.
+            reason = None if isinstance(error, DiskFullError) else str(full)
+            log.error("no checkpoint of the last completed step", step=self.state.step, reason=reason)
 
     def step(self) -> bool:
         """One step; False when the training prompts are used up."""
@@ -126,7 +148,11 @@ class TrainingLoop:
             if self.is_due(self.settings.eval_every) or self.state.step == self.learner.total_steps:
                 self.evaluate(metrics)
         except EXPECTED_ERRORS:
-            self.record(metrics)
+            try:
+                self.record(metrics)
+            except DiskFullError as full:
+                self.is_recorded = False
+                log.error("step not recorded", step=self.state.step, reason=str(full))
             raise
         self.record(metrics)
         if self.is_due(self.settings.checkpoint_every) or self.state.best_step == self.state.step:
@@ -153,17 +179,23 @@ class TrainingLoop:
 
     def fetch_generate_score_store(self) -> list[TrainingGroup]:
         """Steps 1 to 4 on rank 0; every rank gets the groups to train on, with their advantages (step 5)."""
+        version = self.state.policy_version
 
-        def work() -> list[Any]:
+        def work() -> list[Any] | None:
             main = self._main()
             main.status.phase = "generate"
             deadline = self.settings.batch_deadline_seconds + GRACE_SECONDS
-            main.batch = main.thread.call(
-                main.conductor.next_batch(self.state.policy_version), deadline, interruptible=True
-            )
-            return _to_json([training_group(g, self.settings) for g in main.batch.groups])
+            generating = main.conductor.next_batch(version, partial(self.publisher.is_on_volume, version))
+            batch = main.thread.call(generating, deadline, interruptible=True)
+            if batch is None:
+                return None
+            main.batch = batch
+            return _to_json([training_group(g, self.settings) for g in batch.groups])
 
-        return _from_json(self.ranks.on_main(work, *EXPECTED_ERRORS))
+        while (groups := self.ranks.on_main(work, *EXPECTED_ERRORS)) is None:
+            log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
+            self.publisher.write(version)
+        return _from_json(groups)
 
     def update(self, groups: list[TrainingGroup]) -> UpdateResult:
         """Step 6: the clipped surrogate update.
@@ -186,7 +218,10 @@ class TrainingLoop:
         if self.skipped_in_a_row > self.settings.max_skipped_steps:
             path = self.settings.run_dir / f"diverged-step-{self.state.step + 1:06d}.json"
             if self.ranks.is_main:
-                path.write_bytes(orjson.dumps([asdict(g) for g in groups]))
+                try:
+                    path.write_bytes(orjson.dumps([asdict(g) for g in groups]))
+                except OSError as error:
+                    log.error("the last batch is not written", path=str(path), reason=str(error))
             raise TrainingDivergedError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
                 f"(MAX_SKIPPED_STEPS is {self.settings.max_skipped_steps}); the last batch is in {path}. "
@@ -228,6 +263,16 @@ class TrainingLoop:
             seen = [] if replay.skipped else [s.group for s in main.replayed]
             deadline = self.settings.service_deadline_seconds + GRACE_SECONDS
             main.thread.call(main.conductor.finish_step(updated_priorities(seen, replay.signal)), deadline)
+
+        self.ranks.on_main(work, *EXPECTED_ERRORS)
+
+    def wait_for_workers(self) -> None:
+        """Waits until MIN_WORKERS rollout workers have come up."""
+
+        def work() -> None:
+            main = self._main()
+            deadline = self.settings.start_deadline_seconds
+            main.thread.call(main.conductor.wait_for_workers(deadline), deadline + GRACE_SECONDS, interruptible=True)
 
         self.ranks.on_main(work, *EXPECTED_ERRORS)
 
@@ -347,11 +392,15 @@ class TrainingLoop:
         """Writes a step's metrics and samples, and its line in the log."""
         reward = metrics.get("reward_mean")
         self.state.rewards += self.ranks.broadcast_json([] if reward is None else [reward])
-        if self.main is None:
-            return
-        self.main.files.record_step(self.state.step, metrics, self.main.batch.groups)
-        self.main.status.step, self.main.status.metrics = self.state.step, metrics
-        log.info(f"step {self.state.step}/{self.learner.total_steps}", **_headline(metrics))
+
+        def write() -> None:
+            main = self._main()
+            with writing(self.settings.run_dir):
+                main.files.record_step(self.state.step, metrics, main.batch.groups)
+            main.status.step, main.status.metrics = self.state.step, metrics
+            log.info(f"step {self.state.step}/{self.learner.total_steps}", **_headline(metrics))
+
+        self.ranks.on_main(write, DiskFullError)
 
     def _phase(self, name: str) -> None:
         if self.main is not None:

@@ -33,9 +33,11 @@ from trainer.attention import SHARED_PROMPT_ATTENTION
 from trainer.collectives import PairwiseReduceScatter
 from trainer.config import ComputeType, TrainerSettings
 from trainer.distributed import Ranks
+from trainer.fingerprint import weights_digest
 from trainer.logprobs import token_logprobs
 from trainer.packing import MicroBatch
 from trainer.support import check_config, check_model
+from trainer.volume import DiskFullError, writing
 
 LORA_TARGETS = "all-linear"
 
@@ -49,6 +51,7 @@ class Description:
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
+    weights_digest: str
 
 
 class Policy(nn.Module):
@@ -142,11 +145,12 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
         ConfigurationError: the model cannot be had or its architecture is not supported.
     """
     model = _load_model(settings, materialise=ranks.is_main)
+    digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
     if trainable and ranks.is_main:
-        policy.description = _load_description(settings)
+        policy.description = _load_description(settings, digest)
     # Without dropout, of which the policy that sampled knew nothing either.
     policy.eval().requires_grad_(trainable and not settings.lora_rank)
     for name, parameter in policy.named_parameters():
@@ -176,7 +180,11 @@ def compute_type(settings: TrainerSettings, device: torch.device) -> torch.dtype
 
 
 def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
-    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective."""
+    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
+
+    Raises:
+        DiskFullError: on every rank.
+    """
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
@@ -184,10 +192,14 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
             # of a part of a storage, which a gathered parameter can be.
             is_part = value.untyped_storage().nbytes() != value.nbytes
             state[name] = value.to("cpu", copy=is_part)
-    if ranks.is_main:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        save_description(policy, directory, dtype)
+
+    def write() -> None:
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(state, directory, metadata={"format": "pt"})
+            save_description(policy, directory, dtype)
+
+    ranks.on_main(write, DiskFullError)
 
 
 def save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
@@ -218,13 +230,14 @@ def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel
     return cast("PreTrainedModel", model)
 
 
-def _load_description(settings: TrainerSettings) -> Description:
+def _load_description(settings: TrainerSettings, digest: str) -> Description:
     # A configuration of its own: the model's says how it is computed here.
     name, trust = settings.model_name, settings.trust_remote_code
     with _as_configuration_error(name):
         return Description(
             AutoConfig.from_pretrained(name, trust_remote_code=trust),
             AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
+            digest,
         )
 
 

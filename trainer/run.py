@@ -4,7 +4,6 @@ ended."""
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,21 +17,23 @@ from services import logs, memory
 from services.endpoints import Task
 from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.logs import get_logger
-from services.policy_store import PolicyStore
-from services.protocol import Cursor, DataStats
-from services.scaffold import exit_code_of
+from services.protocol import DataStats
+from services.scaffold import exit_code_of, say_error
+from trainer.admission import has_succeeded, job_id
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
-from trainer.config import Mode, TrainerSettings
+from trainer.config import TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
 from trainer.policy import Policy, compute_type, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
+from trainer.resume import count_parameters, resume, start_source
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
+from trainer.volume import writing
 
 log = get_logger(__name__)
 
@@ -81,10 +82,10 @@ def run_rank() -> int:
     try:
         code = exit_code_of(body)
     except TrainingDivergedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_FAILED
     except PeerLostError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error)
         return EXIT_PEER_LOST
     return 128 + (stop.number or signal.SIGTERM) if interrupted else code
 
@@ -99,6 +100,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         InterruptedCallError: a signal came; the last completed step is in a checkpoint.
         TrainingDivergedError: updates were not finite.
     """
+    if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
+        return
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
@@ -124,14 +127,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
-        state = _resume(settings, ranks, policy, learner, checkpoints)
+        state = resume(settings, ranks, policy, data, learner, checkpoints)
         status.step, status.state = state.step, state
-        main = None
-        if thread is not None and conductor is not None:
-            _start_source(settings, thread, conductor, state)
-            files = RunFiles(settings, state.step)
-            stack.callback(files.close)
-            main = Main(thread, conductor, files, status)
+        main = _start_main(settings, ranks, state, thread, conductor, status, stack)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
         loop = TrainingLoop(
@@ -147,20 +145,14 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         try:
             final = loop.run()
+            save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         except Exception as error:
-            if main is not None:
-                main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
+            _write_summary(main, _summary(settings, ranks, state, data.source, _status_of(error)))
             raise
-        save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
-        if main is not None:
-            main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
-            status.phase = "finished"
+        _write_summary(main, _summary(settings, ranks, final, data.source, "succeeded"))
+        status.phase = "finished"
+        if ranks.is_main:
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
-
-
-def count_parameters(policy: Policy) -> int:
-    """Parameters of the whole model, adapters included."""
-    return sum(p.numel() for p in policy.parameters())
 
 
 def _connect(
@@ -180,6 +172,42 @@ def _connect(
     return conductor
 
 
+def _start_main(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    state: RunState,
+    thread: ServiceThread | None,
+    conductor: Conductor | None,
+    status: RunStatus,
+    stack: ExitStack,
+) -> Main | None:
+    """Takes services and run directory back to ``state`` and starts the source of groups; on rank 0 what the loop
+    needs of them."""
+    made: list[Main] = []
+
+    def work() -> None:
+        assert thread is not None
+        assert conductor is not None
+        start_source(settings, thread, conductor, state)
+        with writing(settings.run_dir):
+            files = RunFiles(settings, state.step)
+        stack.callback(files.close)
+        made.append(Main(thread, conductor, files, status))
+
+    ranks.on_main(work, *EXPECTED_ERRORS)
+    return made[0] if made else None
+
+
+def _write_summary(main: Main | None, summary: dict[str, Any]) -> None:
+    """Writes the summary on rank 0; on a full disk the log says so, since the error would hide how the run ended."""
+    if main is None:
+        return
+    try:
+        main.files.write_summary(summary)
+    except OSError as error:
+        log.error("no summary", status=summary["status"], reason=str(error))
+
+
 def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
     steps = settings.num_epochs * train_prompts // settings.batch_size
     if steps == 0:
@@ -188,60 +216,6 @@ def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
             "training prompts of all epochs"
         )
     return min(steps, settings.max_steps) if settings.max_steps else steps
-
-
-def _resume(
-    settings: TrainerSettings, ranks: Ranks, policy: Policy, learner: Learner, checkpoints: CheckpointStore
-) -> RunState:
-    """The state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one."""
-    fresh = RunState(model_type=policy.config.model_type, parameters=count_parameters(policy), cursor=Cursor())
-    found = checkpoints.newest(fresh.model_type, fresh.parameters)
-    if found is None:
-        # An earlier life may have published without having come to its first checkpoint.
-        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
-        return fresh
-    path, state = found
-    checkpoints.load(path, policy, learner.optimizer)
-    if state.random_state:
-        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
-    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
-    log.info("resumed", checkpoint=str(path), step=state.step)
-    return state
-
-
-def _next_version(settings: TrainerSettings, version: int) -> int:
-    """The version to publish a state's policy as, which was version ``version`` when it was saved; 0 of a fresh one."""
-    store = PolicyStore(settings.policy_dir)
-    if settings.mode is Mode.SYNC:
-        # What was published after the checkpoint will be made again, the same.
-        store.discard_after(version)
-        return version
-    # Groups of the abandoned steps may still be in the queue: no version is used twice.
-    newest = store.newest()
-    return version if newest is None else max(version, newest.version + 1)
-
-
-def _start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Takes the replay buffer back to the checkpoint and starts the source of groups."""
-    if settings.mode is Mode.SYNC:
-        _restore_replay(settings, thread, conductor, state)
-    thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
-
-
-def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Gives the replay buffer the contents that the state's training has seen, and no others.
-
-    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
-    before its first checkpoint, would be newer than the policy.
-    """
-    deadline = settings.service_deadline_seconds + GRACE_SECONDS
-    start = f"{settings.run_id}-start"
-    if thread.call(conductor.restore_replay(state.replay_snapshot or start), deadline):
-        return
-    if state.replay_snapshot is None:
-        thread.call(conductor.save_replay(start), deadline)
-    else:
-        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
 
 
 def _status_of(error: Exception) -> str:
@@ -262,5 +236,6 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "device": ranks.device.type,
         "compute_type": str(compute_type(settings, ranks.device)).removeprefix("torch."),
         "ranks": ranks.world_size,
+        "job": job_id(),
         "ended": time.time(),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,10 +11,13 @@ from typing import Any
 
 import orjson
 
+from services.logs import get_logger
 from services.protocol import Group
 from trainer import exported
 from trainer.config import TrainerSettings
 from trainer.experience import reward_counts
+
+log = get_logger(__name__)
 
 AVERAGED_STEPS = 3
 """Steps at the start and at the end over which the summary averages rewards."""
@@ -72,7 +76,11 @@ class RunFiles:
 
     def close(self) -> None:
         """Flushes what is buffered."""
-        self._tensorboard.close()
+        try:
+            self._tensorboard.close()
+        except OSError as error:
+            # Not raised: the run has ended, and why it did must not be hidden.
+            log.warning("TensorBoard's events are not whole", reason=str(error))
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -124,8 +132,13 @@ def _start_wandb(settings: TrainerSettings) -> Any:
 
 
 def _append(path: Path, records: list[dict[str, Any]]) -> None:
-    with path.open("ab") as stream:
-        stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as stream:
+            stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    except OSError:
+        os.truncate(path, size)  # on a full disk a part of a line may be there
+        raise
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge
 from services import scaffold
 from services.data_server import sources
 from services.data_server.catalogue import Catalogue
+from services.data_server.fingerprint import fingerprint
 from services.data_server.order import EpochOrder, walk
 from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
@@ -58,6 +59,7 @@ class Data:
     orders: dict[Split, EpochOrder]
     state: ServerState
     curriculum: Curriculum
+    fingerprint: dict[str, str]
 
     def batch(
         self, split: Split, cursor: Cursor, batch_size: int, shard_index: int, shard_count: int
@@ -109,6 +111,7 @@ class Data:
             refused={**self.source.refused, "too long": train.too_long + test.too_long},
             cursors=self.state.cursors(),
             curriculum=self.curriculum.value,
+            fingerprint=self.fingerprint,
         ).model_dump()
 
 
@@ -171,7 +174,8 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Data:
         refused=source.refused or None,
         too_long=sum(c.too_long for c in catalogues.values()) or None,
     )
-    return Data(source, catalogues, orders, state, settings.curriculum)
+    described = fingerprint(settings, train, source.test, maker)
+    return Data(source, catalogues, orders, state, settings.curriculum, described)
 
 
 def _quieten_libraries() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ INSTRUCTIONS = {
     GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
 }
 
+
+_PROBE = "What is 12 + 345?\n#### 357"
 
 # A fast tokenizer spreads a list over threads; for a few texts, waiting for these costs more than it gains.
 _WORTH_THREADS = 128
@@ -122,6 +125,20 @@ class PromptMaker:
         else:
             parts.append(self.user_turn(question))
         return "\n\n".join(parts)
+
+    def digest(self) -> str:
+        """Return a digest of everything that makes a prompt of a question: equal digests mean equal prompts.
+
+        Not of a rendered prompt, because a template may write the date.
+        """
+        tokenizer = self._tokenizer
+        content = (
+            (self._style.value, self.uses_chat, self._system, self._instruction),
+            [(row.question, row.answer) for row in self._examples],
+            None if tokenizer is None else tokenizer.chat_template if self.uses_chat else "",
+            None if tokenizer is None else tokenizer(_PROBE, add_special_tokens=not self.uses_chat)["input_ids"],
+        )
+        return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()
 
     def token_ids(self, questions: Sequence[str]) -> list[list[int]]:
         """The token ids of whole prompts; empty lists without a tokenizer."""

@@ -6,6 +6,7 @@ the numbers of the rows that qualify are held.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT_COLUMNS = ("question", "prompt", "problem")
 _GROUND_TRUTH_COLUMNS = ("answer", "ground_truth", "solution")
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
+_DIGESTED_ROWS = 10_000
 _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
 
 
@@ -45,11 +47,14 @@ class Row:
 class Rows:
     """The rows of one split that have a question and a ground truth, in the order of the source."""
 
-    def __init__(self, table: pa.Table, truths: pa.ChunkedArray, numbers: np.ndarray[Any, np.dtype[np.int32]]) -> None:
-        """Takes a table with the columns question, answer and perhaps category."""
+    def __init__(
+        self, table: pa.Table, truths: pa.ChunkedArray, numbers: np.ndarray[Any, np.dtype[np.int32]], content: str
+    ) -> None:
+        """Takes a table with the columns question, answer and perhaps category, and a digest of its content."""
         self._table = datasets.table.InMemoryTable(table)
         self._truths = truths.combine_chunks()
         self.numbers = numbers
+        self._content = content
         self._has_category = "category" in table.column_names
 
     def __len__(self) -> int:
@@ -77,8 +82,13 @@ class Rows:
         """The same rows, but only those at ``places``."""
         chosen = Rows.__new__(Rows)
         chosen._table, chosen._truths, chosen._has_category = self._table, self._truths, self._has_category
+        chosen._content = self._content
         chosen.numbers = self.numbers[places]
         return chosen
+
+    def digest(self) -> str:
+        """Return a digest of the source's questions and ground truths in their order, and of which rows these are."""
+        return hashlib.blake2b(self._content.encode() + self.numbers.tobytes(), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -271,6 +281,7 @@ def _rows(opened: Opened, form: GroundTruthFormat, refused: Counter[str]) -> Row
     truths = _ground_truths(pc.cast(table["answer"], pa.string()), form)
     questions = _flags(pc.fill_null(pc.match_substring_regex(table["question"], r"\S"), False))
     answered = _flags(pc.fill_null(pc.not_equal(truths, ""), False))
+    content = _content(table["question"], truths)
     del table
     without_question, without_truth = int((~questions).sum()), int((questions & ~answered).sum())
     if without_question:
@@ -278,9 +289,19 @@ def _rows(opened: Opened, form: GroundTruthFormat, refused: Counter[str]) -> Row
     if without_truth:
         refused["no ground truth"] += without_truth
     numbers = np.flatnonzero(questions & answered).astype(np.int32)
-    rows = Rows(opened.table(), truths, numbers)
+    rows = Rows(opened.table(), truths, numbers, content)
     pa.default_memory_pool().release_unused()
     return rows
+
+
+def _content(*columns: pa.ChunkedArray) -> str:
+    """Return a digest of the texts of columns, however these are cut into chunks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        for start in range(0, len(column), _DIGESTED_ROWS):
+            texts = column.slice(start, _DIGESTED_ROWS).to_pylist()
+            digest.update("".join(f"{len(text or '')} {text or ''}\n" for text in texts).encode())
+    return digest.hexdigest()
 
 
 def _flags(values: pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -114,7 +114,8 @@ class PromptBatch(WireModel):
 class DataStats(BaseModel):
     """Reply of the data-server's GET /stats: prompts by split, rows refused by reason, and where consumers stand.
 
-    ``curriculum`` is "off" where success rates change nothing.
+    ``curriculum`` is "off" where success rates change nothing. ``fingerprint`` has a line for each part of the data:
+    equal lines mean equal prompts in an equal order.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -125,3 +126,4 @@ class DataStats(BaseModel):
     refused: dict[str, int]
     cursors: dict[str, dict[str, int]] = Field(default_factory=dict)
     curriculum: str = "off"
+    fingerprint: dict[str, str] = Field(default_factory=dict)

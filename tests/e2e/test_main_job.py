@@ -1,10 +1,12 @@
 """The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
 
+import shutil
 import signal
 import statistics
 from collections.abc import Iterator
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.browser import chromium
@@ -133,6 +135,34 @@ def test_ctrl_c_ends_every_process_and_leaves_a_checkpoint_of_the_last_step(inte
     assert interrupted.processes() == []
     checkpoints = [path.name for path in (interrupted.run_dir / "checkpoints").iterdir()]
     assert f"step-{interrupted.metrics()[-1]['step']:06d}" in checkpoints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "the weights of MODEL_NAME"),
+        ({"ARITHMETIC_OPERATIONS": "-"}, "the data: 'arithmetic' then, 'arithmetic' now; training prompts"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model_of_the_same_shape_or_other_data(
+    interrupted, tiny_model, tmp_path, settings, said
+):
+    completed = interrupted.metrics()[-1]["step"]
+    model = tiny_model if settings else with_other_weights(tiny_model, tmp_path / "other")
+    directory = interrupted.run_dir.parents[1]
+    second = System(directory, model, *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS=str(completed + 2), **settings)
+    assert second.wait() == 78, second.text
+    assert f"which is of something else: {said}" in second.log("ppo-trainer-0")
+    assert second.metrics()[-1]["step"] == completed
+
+
+def with_other_weights(model, directory):
+    shutil.copytree(model, directory)
+    weights = load_file(directory / "model.safetensors")
+    changed = {name: 1.01 * value for name, value in weights.items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 @pytest.mark.slow

@@ -73,3 +73,10 @@ def test_the_group_is_made_without_the_watchdog_that_ends_the_process(
     leave_weights_group(group)  # as after one that was given up
     assert seen == ["0"]
     assert os.environ.get(ASYNC_ERROR_HANDLING) == before
+
+
+def test_an_address_at_which_nobody_listens_is_given_up_in_time() -> None:
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"nobody listens at 127\.0\.0\.1:\d+ after 0\.3 s"):
+        join_weights_group("127.0.0.1", free_port(), 1, 2, "dead", "gloo", 0.3)
+    assert time.monotonic() - started < 30

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from services.protocol import Cursor
+from trainer import volume
 from trainer.checkpoint import CheckpointStore, RunState
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup
 from trainer.policy import Policy, load_policy
+from trainer.volume import DiskFullError
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
@@ -125,6 +130,29 @@ def train_and_save(
             # Only the last is waited for, so that the others are written beside the training.
             store.save(learner.policy, learner.optimizer, run_state(learner, step + 1), wait=step + 1 == steps)
     return weights_of(learner.policy)
+
+
+def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str, list[str]]:
+    """Saves two checkpoints, of which the last rank cannot write the second; the error, and what is there then."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    learner = make_learner(ranks, model)
+    store = CheckpointStore(directory, 2, ranks)
+    store.save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(volume.tempfile, "TemporaryFile", fail)
+        if ranks.rank == ranks.world_size - 1:
+            patch.setattr(FileSystem, "create_stream", fail)
+        try:
+            store.save(learner.policy, learner.optimizer, run_state(learner, 2), wait=True)
+        except DiskFullError as error:
+            said = str(error)
+        else:
+            said = "nothing"
+    ranks.barrier()
+    return said, sorted(path.name for path in directory.iterdir())
 
 
 def resume_and_train(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import subprocess
 import sys
@@ -18,7 +20,13 @@ import pytest
 import trainer.run
 from scripts.local import spec
 from scripts.local.nodes import allocate
-from services.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE
+from services.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_FAILED,
+    EXIT_PEER_LOST,
+    EXIT_RECOVERABLE,
+    DependencyLostError,
+)
 from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
 from trainer.distributed import PeerLostError
@@ -141,3 +149,20 @@ def test_the_other_node_of_a_killed_rank_is_not_recoverable_for_free(tiny_model,
         assert time.monotonic() - killed >= program.PEER_LOST_SECONDS
         assert second.stdout is not None
         assert "error: rank 1 of 2 lost the others" in second.stdout.read()
+
+
+class FullLog(io.TextIOBase):
+    """A log on a full disk."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_does_not_change_the_exit_code(monkeypatch):
+    def lose(*_: Any) -> None:
+        raise DependencyLostError("replay-buffer did not answer")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "stderr", FullLog())
+    monkeypatch.setattr(trainer.run, "join_ranks", lose)
+    assert program.main() == EXIT_RECOVERABLE

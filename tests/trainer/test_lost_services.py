@@ -1,19 +1,32 @@
-"""A service that is lost in mid-step leaves a checkpoint in which weights, prompts and records are of one step."""
+"""A service that is lost in mid-step leaves a checkpoint in which weights, prompts and records are of one step.
+
+On a full disk the run ends with what went wrong first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import io
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
+import structlog
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from services.errors import DependencyLostError
+from services.errors import EXIT_RECOVERABLE, DependencyLostError
 from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.scaffold import exit_code_of
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
+from trainer import run_files, volume
 from trainer.advantages import training_group
 from trainer.checkpoint import CheckpointStore
 from trainer.conductor import Conductor
@@ -23,24 +36,37 @@ from trainer.run_files import RunFiles
 from trainer.service_thread import ServiceThread
 from trainer.sources import Batch
 from trainer.status import RunStatus
+from trainer.volume import DiskFullError
 
 LAST = 2
 """The step in which a service is lost."""
 
 
 class Outside:
-    """All that is outside the trainer: hands out groups, and loses a service in one call of step LAST."""
+    """All that is outside the trainer: hands out groups, and loses a service in one call of step LAST.
 
-    def __init__(self, lost: str) -> None:
+    In ``finish_step`` of that step, ``happens`` is called before.
+    """
+
+    def __init__(self, lost: str, happens: Callable[[], None] = lambda: None, deleted: Sequence[int] = ()) -> None:
+        """``deleted`` are versions that go from the shared volume as soon as they are published."""
         self.lost = lost
+        self.deleted = deleted
+        self.happens = happens
+        self.error: DependencyLostError | None = None
         self.steps = 0
         self.forgotten: list[str] = []
+        self.written: list[int] = []
+        self.first: list[str] = []
+        """What was asked for before the first step."""
         self.source = self
 
     def cursor(self) -> Cursor:
         return Cursor(epoch=0, position=self.steps)
 
-    async def next_batch(self, policy_version: int) -> Batch:
+    async def next_batch(self, policy_version: int, is_there: Callable[[], bool]) -> Batch | None:
+        if not is_there():
+            return None
         self._reach("next_batch", self.steps + 1)
         self.steps += 1
         return Batch([group(f"g{self.steps}", policy_version)])
@@ -50,6 +76,8 @@ class Outside:
         return []
 
     async def finish_step(self, _: dict[str, float]) -> None:
+        if self.steps == LAST:
+            self.happens()
         self._reach("finish_step", self.steps)
 
     async def save_replay(self, label: str) -> None:
@@ -58,8 +86,23 @@ class Outside:
     async def forget_replay(self, label: str) -> None:
         self.forgotten.append(label)
 
+    async def wait_for_workers(self, _: float) -> None:
+        self.first.append("workers")
+
+    def write(self, version: int) -> None:
+        self.written.append(version)
+        if not self.steps:
+            self.first.append(f"write {version}")
+
+    def is_on_volume(self, version: int) -> bool:
+        return version == 0 or version in self.written
+
     def publish(self, version: int) -> dict[str, float]:
-        if version:
+        if not version:
+            self.first.append("publish 0")
+        else:
+            if version not in self.deleted:
+                self.written.append(version)
             self._reach("publish", self.steps)
         return {}
 
@@ -113,8 +156,8 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
         )
         try:
             loop.run()
-        except DependencyLostError:
-            assert outside.lost
+        except DependencyLostError as error:
+            outside.error = error
         files.close()
     return loop
 
@@ -127,7 +170,10 @@ def test_weights_prompts_and_records_are_of_one_step(
     alone: Ranks, tmp_path: Path, lost: str, completed: int, checkpoint_every: int
 ) -> None:
     broken = train(alone, tmp_path / "broken", Outside(lost), checkpoint_every=checkpoint_every)
-    undisturbed = train(alone, tmp_path / "undisturbed", Outside(""))
+    nothing_lost = Outside("")
+    undisturbed = train(alone, tmp_path / "undisturbed", nothing_lost)
+    assert nothing_lost.error is None
+    assert nothing_lost.first == ["write 0", "workers", "publish 0"], "workers may wait for a version"
     found = broken.checkpoints.newest(broken.state.model_type, broken.state.parameters)
     assert found is not None
     path, state = found
@@ -141,6 +187,97 @@ def test_weights_prompts_and_records_are_of_one_step(
         learner.update([training_group(group(f"g{step}", step - 1), broken.settings)], step - 1)
     expected = weights_of(undisturbed.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
+
+
+def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("", deleted=[2])
+    loop = train(alone, tmp_path, outside)
+    assert outside.error is None
+    assert loop.state.step == 4
+    assert outside.written == [0, 1, 2, 3, 4]
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Makes every later write of metrics and samples (``fill("records")``) or of checkpoints fail as on a full disk."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken_stream(*_: Any) -> Any:
+        return nullcontext(FullStream())
+
+    def fill_disk(what: str) -> None:
+        wait_for_checkpoint(tmp_path / "runs" / "r" / "checkpoints")
+        if what == "records":
+            monkeypatch.setattr(run_files, "_append", fail)
+        else:
+            monkeypatch.setattr(FileSystem, "create_stream", broken_stream)
+            monkeypatch.setattr(volume.tempfile, "TemporaryFile", fail)
+
+    return fill_disk
+
+
+def wait_for_checkpoint(directory: Path) -> None:
+    """Returns when the checkpoint of step 1 has been written beside the training."""
+    end = time.monotonic() + 60
+    while not any((directory / name / "manifest.json").exists() for name in (".step-000001.partial", "step-000001")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+class FullStream(io.RawIOBase):
+    """A file on a full disk."""
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return 0
+
+    def write(self, _: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def newest_step(loop: TrainingLoop) -> int:
+    found = loop.checkpoints.newest(loop.state.model_type, loop.state.parameters)
+    assert found is not None
+    return found[1].step
+
+
+def test_a_full_disk_does_not_hide_which_service_was_lost(
+    alone: Ranks, tmp_path: Path, fill: Callable[[str], None]
+) -> None:
+    outside = Outside("finish_step", lambda: fill("checkpoints"))
+    with structlog.testing.capture_logs() as logged:
+        loop = train(alone, tmp_path, outside)
+    assert str(outside.error) == "finish_step found nobody"
+    [entry] = [entry for entry in logged if entry["event"] == "no checkpoint of the last completed step"]
+    assert entry["step"] == LAST
+    assert re.search(
+        r"the disk is full: .*/checkpoints/\.step-000002\.partial cannot be written, .* GB are", entry["reason"]
+    )
+    assert [path.name for path in loop.settings.checkpoint_dir.iterdir()] == ["step-000001"], "room was made again"
+    assert newest_step(loop) == 1
+
+
+@pytest.mark.parametrize("full", ["records", "checkpoints"])
+def test_a_full_disk_ends_a_run_that_can_be_resumed_with_its_reason(
+    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str
+) -> None:
+    outside = Outside("", lambda: fill(full))
+    loop = train(alone, tmp_path, outside)
+    assert isinstance(outside.error, DiskFullError)
+    assert re.search(r"the disk is full: .* cannot be written, .* GB are free there\. Make room", str(outside.error))
+    assert newest_step(loop) == 1
+    assert exit_code_of(partial(_throw, outside.error)) == EXIT_RECOVERABLE
+
+
+def _throw(error: Exception) -> None:
+    raise error
 
 
 def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: Ranks, tmp_path: Path) -> None:

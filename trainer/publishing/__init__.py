@@ -7,28 +7,15 @@ that missed an update, or comes back from a restart, gets it.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from trainer.config import TrainerSettings, Transport
 from trainer.distributed import Ranks
 from trainer.policy import Policy
 from trainer.publishing.broadcast import BroadcastPublisher
 from trainer.publishing.disk import DiskPublisher
+from trainer.publishing.publisher import Publisher
 from trainer.service_thread import ServiceThread
 
-
-class Publisher(Protocol):
-    """Makes the policy in training what the rollout workers serve."""
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Publishes as ``version``; a collective. Returns seconds and counts by metric name, on rank 0.
-
-        Raises:
-            DependencyLostError: fewer than MIN_WORKERS workers serve the version; raised on every rank.
-        """
-
-    def close(self) -> None:
-        """Finishes what still goes on."""
+__all__ = ["Publisher", "make_publisher"]
 
 
 def make_publisher(

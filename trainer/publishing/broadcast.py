@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
@@ -25,15 +27,16 @@ from torch import Tensor
 from services.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.errors import DependencyLostError
 from services.logs import get_logger
-from services.policy_store import PolicyStore
 from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from services.weights_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.policy import Policy, save_description
 from trainer.publishing.disk import MARGIN_SECONDS, begin_version, commit_version, published_dtype
-from trainer.publishing.workers import registered_workers, update_workers, worker_control
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.workers import VersionGoneError, registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
+from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 
@@ -46,56 +49,77 @@ class _Group:
     process_group: dist.ProcessGroup
 
 
-class BroadcastPublisher:
+class BroadcastPublisher(Publisher):
     """Sends a version to every worker."""
 
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
-        self.settings = settings
-        self.policy = policy
-        self.ranks = ranks
-        self.services = services
-        self.store = PolicyStore(settings.policy_dir)
+        super().__init__(settings, policy, ranks, services)
         self.backend = "nccl" if ranks.device.type == "cuda" else "gloo"
         self._group: _Group | None = None
         # One thread each: broadcasts wait for workers, and writing goes on while the next step generates.
         self._sender = ThreadPoolExecutor(1, "broadcast")
         self._writer = ThreadPoolExecutor(1, "policy-writer")
-        self._written: Future[None] | None = None
+        self._writing: Future[None] | None = None
+        self._state: dict[str, Tensor] = {}
+        """What the workers get; on rank 0."""
 
-    def publish(self, version: int) -> dict[str, float]:
+    def put_on_volume(self, version: int) -> None:
         """See Publisher."""
         state: dict[str, Tensor] = {}
         for name, value in self.policy.full_parameters(published_dtype(self.settings)):
             if self.ranks.is_main:
                 state[name] = value.to("cpu", copy=True)
 
+        def work() -> None:
+            if self._writing is not None:
+                self._writing.result(self.settings.publish_deadline_seconds)
+            self._state = state
+            self._writing = self._writer.submit(self._write, version, state)
+
+        self.ranks.on_main(work, DiskFullError)
+
+    def update_workers(self, version: int) -> dict[str, float]:
+        """See Publisher."""
+
         def work() -> dict[str, float]:
             assert self.services is not None
-            if self._written is not None:
-                self._written.result(self.settings.publish_deadline_seconds)
-            self._written = self._writer.submit(self._write, version, state)
             # To have enough workers, to hold them, for the group, to receive, and for those that failed to catch up.
             deadline = 5 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
-            return self.services.call(self._update_workers(version, state), deadline)
+            return self.services.call(self._update_workers(version, self._state), deadline)
 
-        metrics: dict[str, float] = self.ranks.on_main(work, DependencyLostError)
+        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
+        self._state = {}
         return metrics
 
     def close(self) -> None:
         """Waits until the last version is on the volume."""
-        if self._written is not None:
-            self._written.result(self.settings.publish_deadline_seconds)
+        if self._writing is not None:
+            try:
+                self._writing.result(self.settings.publish_deadline_seconds)
+            except DiskFullError as error:
+                # Not raised: the run has ended, and why it did must not be hidden.
+                log.warning("the last policy version is not on the volume", reason=str(error))
         self._writer.shutdown()
         self._sender.shutdown(wait=False, cancel_futures=True)
 
     def _write(self, version: int, state: dict[str, Tensor]) -> None:
         directory = begin_version(self.store, version, self.settings)
-        save_torch_state_dict(state, directory, metadata={"format": "pt"})
-        save_description(self.policy, directory, published_dtype(self.settings))
+        try:
+            with writing(directory):
+                save_torch_state_dict(state, directory, metadata={"format": "pt"})
+                save_description(self.policy, directory, published_dtype(self.settings))
+        except DiskFullError:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         commit_version(self.store, version, self.settings)
 
+    def is_on_volume(self, version: int) -> bool:
+        """See Publisher; one that is being written counts."""
+        return (self._writing is not None and not self._writing.done()) or super().is_on_volume(version)
+
     async def _update_workers(self, version: int, state: dict[str, Tensor]) -> dict[str, float]:
-        urls = await registered_workers(self.settings)
+        is_there = partial(self.is_on_volume, version)
+        urls = await registered_workers(self.settings, is_there)
         began, pauses = time.perf_counter(), [0.0]
         held = await self._hold(urls)
         group = await self._group_or_none(held)
@@ -110,7 +134,7 @@ class BroadcastPublisher:
         loop = asyncio.get_running_loop()
         sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, state)
         try:
-            served = await update_workers(self.settings, urls, version, update)
+            served = await update_workers(self.settings, urls, version, update, is_there)
         finally:
             if sending is not None and not await self._is_sent(sending):
                 self._group = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,40 +13,43 @@ from services.errors import DependencyLostError
 from services.policy_store import PolicyStore
 from services.rollout_control import WorkerControl
 from trainer.config import PublishedType, TrainerSettings
-from trainer.distributed import Ranks
-from trainer.policy import Policy, save_pretrained
-from trainer.publishing.workers import held, registered_workers, update_workers
-from trainer.service_thread import ServiceThread
+from trainer.policy import save_pretrained
+from trainer.publishing.publisher import Publisher
+from trainer.publishing.workers import VersionGoneError, held, registered_workers, update_workers
+from trainer.volume import DiskFullError, writing
 
 MARGIN_SECONDS = 60.0
 """Added to the workers' own deadline, so that their message wins."""
 
 
-class DiskPublisher:
+class DiskPublisher(Publisher):
     """Writes a version, then has every worker load it."""
 
-    def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
-        self.settings = settings
-        self.policy = policy
-        self.ranks = ranks
-        self.services = services
-        self.store = PolicyStore(settings.policy_dir)
-
-    def publish(self, version: int) -> dict[str, float]:
+    def put_on_volume(self, version: int) -> None:
         """See Publisher."""
-        directory = (
-            begin_version(self.store, version, self.settings) if self.ranks.is_main else self.settings.policy_dir
-        )
-        save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
+
+        def begin() -> str:
+            return str(begin_version(self.store, version, self.settings))
+
+        directory = Path(self.ranks.on_main(begin, DiskFullError))
+        try:
+            save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
+        except DiskFullError:
+            if self.ranks.is_main:
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self.ranks.on_main(lambda: commit_version(self.store, version, self.settings), DiskFullError)
+
+    def update_workers(self, version: int) -> dict[str, float]:
+        """See Publisher."""
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            commit_version(self.store, version, self.settings)
             # For enough workers to be registered, for them to load it, and for those that failed to catch up.
             deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
             return self.services.call(self._update_workers(version), deadline)
 
-        metrics: dict[str, float] = self.ranks.on_main(work, DependencyLostError)
+        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         return metrics
 
     def close(self) -> None:
@@ -59,7 +64,9 @@ class DiskPublisher:
                 await worker.update_from_disk(path, version)
             pauses.append(time.perf_counter() - began)
 
-        served = await update_workers(self.settings, await registered_workers(self.settings), version, update)
+        is_there = partial(self.is_on_volume, version)
+        urls = await registered_workers(self.settings, is_there)
+        served = await update_workers(self.settings, urls, version, update, is_there)
         return {"workers": float(served), "pause_seconds": max(pauses)}
 
 
@@ -69,14 +76,16 @@ def begin_version(store: PolicyStore, version: int, settings: TrainerSettings) -
     One that must go for it goes first, since a file that is written to pages just freed takes a quarter of the time;
     but the newest stays.
     """
-    store.prune(max(settings.published_versions_kept - 1, 1), settings.publish_deadline_seconds)
-    return store.begin(version)
+    with writing(store.policy_dir):
+        store.prune(max(settings.published_versions_kept - 1, 1), settings.publish_deadline_seconds)
+        return store.begin(version)
 
 
 def commit_version(store: PolicyStore, version: int, settings: TrainerSettings) -> None:
     """Makes a version visible that was written since ``begin_version``."""
-    store.commit(version)
-    store.prune(settings.published_versions_kept, settings.publish_deadline_seconds)
+    with writing(store.policy_dir):
+        store.commit(version)
+        store.prune(settings.published_versions_kept, settings.publish_deadline_seconds)
 
 
 def published_dtype(settings: TrainerSettings) -> torch.dtype:

@@ -15,6 +15,7 @@ from prometheus_client import Counter
 from services.errors import DependencyLostError
 from services.logs import get_logger
 from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
+from services.scaffold import in_background
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
@@ -24,11 +25,25 @@ WORKERS_DROPPED = Counter("trainer_workers_dropped", "Rollout workers removed fr
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 
+IsThere = Callable[[], bool]
+"""Whether the version that workers wait for is on the shared volume; asked in a thread."""
+
+
+class VersionGoneError(DependencyLostError):
+    """The version that workers wait for has gone from the shared volume."""
+
+
 WorkerUpdate = Callable[[WorkerControl, int], Awaitable[None]]
 """Brings one worker, given with its index among the workers, to the new version."""
 
 
-async def update_workers(settings: TrainerSettings, urls: Sequence[str], version: int, update: WorkerUpdate) -> int:
+async def update_workers(
+    settings: TrainerSettings,
+    urls: Sequence[str],
+    version: int,
+    update: WorkerUpdate,
+    is_there: IsThere = lambda: True,
+) -> int:
     """Runs ``update`` on every worker at once and removes from the routing those that do not serve ``version`` then.
 
     If fewer than MIN_WORKERS are left, waits until the launchers have brought others up to date.
@@ -38,11 +53,13 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
         urls: the workers.
         version: what they are to serve.
         update: brings one worker to the version.
+        is_there: whether launchers find the version on the shared volume.
 
     Returns:
         How many serve it.
 
     Raises:
+        VersionGoneError: fewer than MIN_WORKERS do, and it is not there.
         DependencyLostError: fewer than MIN_WORKERS do, also after PUBLISH_DEADLINE_SECONDS more.
     """
 
@@ -70,7 +87,7 @@ async def update_workers(settings: TrainerSettings, urls: Sequence[str], version
         served = await asyncio.gather(*(_version_or_none(settings, url) for url in registered))
         return [url for url, number in zip(registered, served, strict=True) if number == version]
 
-    left = await _wait_for_workers(settings, up_to_date, f"serve policy version {version}")
+    left = await _wait_for_workers(settings, up_to_date, f"serve policy version {version}", is_there)
     return len(left)
 
 
@@ -87,21 +104,22 @@ async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
             await router.remove(url)
 
 
-async def registered_workers(settings: TrainerSettings) -> list[str]:
+async def registered_workers(settings: TrainerSettings, is_there: IsThere = lambda: True) -> list[str]:
     """URLs of the workers that the router knows; waits until they are at least MIN_WORKERS.
 
     Raises:
+        VersionGoneError: they are fewer, and the version that they could load is not there.
         DependencyLostError: they are fewer after PUBLISH_DEADLINE_SECONDS.
     """
 
     async def all_of_them(registered: list[str]) -> list[str]:
         return registered
 
-    return await _wait_for_workers(settings, all_of_them, "are registered with the router")
+    return await _wait_for_workers(settings, all_of_them, "are registered with the router", is_there)
 
 
 async def _wait_for_workers(
-    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], what: str
+    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], what: str, is_there: IsThere
 ) -> list[str]:
     """Waits until ``select`` keeps at least MIN_WORKERS of the registered workers; ``what`` says which it keeps."""
     selected: list[str] = []
@@ -111,6 +129,8 @@ async def _wait_for_workers(
                 selected = await select(await router.workers())
                 if len(selected) >= settings.min_workers:
                     return selected
+                if not await in_background(is_there):
+                    raise VersionGoneError(f"the newest policy version has gone from {settings.policy_dir}")
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise DependencyLostError(

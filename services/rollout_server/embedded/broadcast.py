@@ -35,7 +35,7 @@ class ReceivedUpdate:
 
 
 class WeightsReceiver:
-    """The groups that this worker has joined, and the update that is being received. One call at a time.
+    """The groups that this worker has joined, and the update that is being received. One call at a time, but for meet.
 
     Its methods block; every failure is a WeightsError, after which the serving weights are what they were.
     """
@@ -46,19 +46,20 @@ class WeightsReceiver:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._update: ReceivedUpdate | None = None
 
-    def join(
+    def meet(
         self, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, backend: str
-    ) -> None:
-        """Joins a group; one of the same name is left first."""
-        self.leave(group_name)
+    ) -> dist.ProcessGroup:
+        """Meets the other members of a group, for which it may wait long; ``join`` takes what it returns."""
         try:
-            self._groups[group_name] = join_weights_group(
-                master_address, master_port, rank, world_size, group_name, backend, JOIN_SECONDS
-            )
+            return join_weights_group(master_address, master_port, rank, world_size, group_name, backend, JOIN_SECONDS)
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
                 f"rank {rank} of group {group_name!r} did not meet {master_address}:{master_port}: {error}"
             ) from error
+
+    def join(self, group_name: str, group: dist.ProcessGroup) -> None:
+        """Joins a group whose members have met."""
+        self._groups[group_name] = group
 
     def leave(self, group_name: str) -> bool:
         """Leaves a group; False when it is not joined."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from torch.distributed import ProcessGroup
 
 from services import memory, scaffold
 from services.logs import get_logger
@@ -80,11 +81,14 @@ def _add_disk_update(app: FastAPI) -> None:
 def _add_broadcast_update(app: FastAPI) -> None:
     @app.post("/init_weights_update_group", tags=["weights"])
     async def init_weights_update_group(body: wire.InitGroup, http: Request) -> Response:
-        """Joins a broadcast group whose rank 0 is the trainer; answers when all its members have joined."""
+        """Joins a broadcast group whose rank 0 is the trainer; answers when all its members have joined.
+
+        A group of the same name is left first.
+        """
         served = served_by(http)
 
-        def join() -> None:
-            served.receiver.join(
+        def meet() -> ProcessGroup:
+            return served.receiver.meet(
                 body.master_address,
                 body.master_port,
                 body.rank_offset,
@@ -93,8 +97,13 @@ def _add_broadcast_update(app: FastAPI) -> None:
                 body.backend,
             )
 
-        async with served.receiver_lock:
-            return await _told("group joined", lambda: scaffold.in_background(join), group=body.group_name)
+        async def join() -> None:
+            async with served.receiver_lock:
+                served.receiver.leave(body.group_name)
+            # Without the lock: members that never come would keep the next update waiting.
+            served.receiver.join(body.group_name, await scaffold.in_background(meet))
+
+        return await _told("group joined", join, group=body.group_name)
 
     @app.post("/destroy_weights_update_group", tags=["weights"])
     async def destroy_weights_update_group(body: wire.DestroyGroup, http: Request) -> Response:

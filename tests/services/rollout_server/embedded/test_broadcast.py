@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.rollout_server.embedded import broadcast
 from services.rollout_server.embedded.app import create_app
 from tests.services.conftest import free_port
 from tests.services.rollout_server.embedded.conftest import PROMPT, settings_for
@@ -131,6 +133,31 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         assert (await client.post("/end_weight_update", json={})).status_code == 200
         assert await version(client) == "3"
         assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+
+
+async def test_a_group_whose_members_do_not_come_keeps_no_update_waiting(
+    serving: Serving, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, given_up = threading.Event(), threading.Event()
+
+    def meet_nobody(*_: Any) -> Any:
+        waiting.set()
+        assert given_up.wait(120)
+        raise RuntimeError("nobody came")
+
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        monkeypatch.setattr(broadcast, "join_weights_group", meet_nobody)
+        joining = asyncio.create_task(join(client, free_port()))
+        try:
+            assert await asyncio.to_thread(waiting.wait, 60)
+            assert (await client.post("/begin_weight_update", json={}, timeout=60)).status_code == 200
+            assert (await client.post("/end_weight_update", json={}, timeout=60)).status_code == 200
+            assert not joining.done()
+        finally:
+            given_up.set()
+        refused = await joining
+    assert refused.status_code == 400
+    assert "did not meet" in refused.json()["message"]
 
 
 async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_is_received(

@@ -1,0 +1,81 @@
+"""What a run trains and on what, by content, so that no run is resumed with another model or other data.
+
+Imports no torch: collectors, which have none, compare the data, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLES = 4096
+"""Values of each parameter that are read, at even distances, so that a large model takes milliseconds a layer."""
+
+PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
+"""A text of many kinds: how it is split shows a tokenizer's merges and rules."""
+
+
+class Fingerprint(BaseModel):
+    """The content of what a run was begun with. Names are for messages; digests and lines are compared."""
+
+    model: str
+    """MODEL_NAME as it was given."""
+    weights: str
+    tokenizer: str
+    dataset: str
+    """The data-server's name of its source."""
+    data: dict[str, str]
+    """What the data-server says of its prompts, by part; empty where it says nothing."""
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Return a digest of samples of every parameter, the same in whichever files and number format they are stored."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        samples = values[:: max(values.numel() // SAMPLES, 1)].float().contiguous().cpu().numpy()
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode() + samples.tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of vocabulary, special tokens and chat template, and of how a text of many kinds is split."""
+    content = (
+        sorted((number, str(token)) for token, number in tokenizer.get_vocab().items()),
+        (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id),
+        tokenizer.chat_template,
+        tokenizer(PROBE)["input_ids"],
+    )
+    return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()
+
+
+def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return one line for each of weights, tokenizer and data that is another now, with the old and the new."""
+    found = [
+        f"the {part} of MODEL_NAME: {before.model!r} (digest {old}) then, {now.model!r} (digest {new}) now"
+        for part, old, new in (
+            ("weights", before.weights, now.weights),
+            ("tokenizer", before.tokenizer, now.tokenizer),
+        )
+        if old != new
+    ]
+    return found + data_differences(before, now.dataset, now.data)
+
+
+def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
+    """Return one line for the parts of the data that are others now; none where the data-server did not say then or
+    does not say now."""
+    if not before.data or not data:
+        return []
+    parts = [
+        f"{part} {before.data.get(part, 'unknown')} then, {data.get(part, 'unknown')} now"
+        for part in {**before.data, **data}
+        if before.data.get(part) != data.get(part)
+    ]
+    return [f"the data: {before.dataset!r} then, {dataset!r} now; {'; '.join(parts)}"] if parts else []
