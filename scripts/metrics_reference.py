@@ -101,10 +101,10 @@ def page() -> str:
 
 
 def _columns() -> list[str]:
-    from trainer.exported import AT_K, DERIVED, MEASURES
+    from trainer.exported import AT_K, AT_K_STDERR, DERIVED, MEASURES
 
     rows = []
-    for measure in (*MEASURES, AT_K):
+    for measure in (*MEASURES, AT_K, AT_K_STDERR):
         labels = ",".join(f'{name}="{value}"' for name, value in measure.labels.items())
         rows.append(f"| `{measure.column}` | {measure.help} | `{measure.name}{f'{{{labels}}}' if labels else ''}` |")
     return rows + [f"| `{column}` | {text} | |" for column, text in DERIVED.items()]

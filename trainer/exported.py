@@ -58,9 +58,19 @@ MEASURES: tuple[Measure, ...] = (
     Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
     Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
     Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
+    Measure("accuracy_stderr", "trainer_accuracy_stderr_ratio", "Standard error of the newest accuracy (binomial)."),
     Measure("eval_reward", "trainer_evaluation_reward_mean", "Mean greedy reward on held-out prompts."),
     Measure("eval_prompts", "trainer_evaluation_prompts", "Held-out prompts of the newest evaluation."),
-    Measure("eval_left_out", "trainer_evaluation_prompts_left_out", "Held-out prompts that got no score."),
+    Measure(
+        "eval_over_limit",
+        "trainer_evaluation_answers_over_limit",
+        "Held-out answers counted as wrong because the verifier reached its time or memory limit over them.",
+    ),
+    Measure(
+        "eval_left_out",
+        "trainer_evaluation_prompts_left_out",
+        "Held-out prompts left out of the accuracy because generating or scoring their answer failed.",
+    ),
     *_update_measures(),
     Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
@@ -95,11 +105,16 @@ DERIVED = {
 """Columns that Prometheus has otherwise."""
 
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
-_AT_K = re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")
+AT_K_STDERR = Measure(
+    "avg_at_<k>_stderr, pass_at_<k>_stderr",
+    "trainer_samples_stderr_ratio",
+    "Standard errors of avg@k and pass@k, clustered by prompt.",
+)
+_AT_K = re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)(?P<stderr>_stderr)?")
 
 
 def _register() -> dict[str, Counter | Gauge]:
-    metrics: dict[str, Counter | Gauge] = {AT_K.name: Gauge(AT_K.name, AT_K.help, ["measure", "k"])}
+    metrics: dict[str, Counter | Gauge] = {m.name: Gauge(m.name, m.help, ["measure", "k"]) for m in (AT_K, AT_K_STDERR)}
     for measure in MEASURES:
         if measure.name not in metrics:
             kind = Counter if measure.name.endswith("_total") else Gauge
@@ -117,7 +132,8 @@ def export(step: int, metrics: Mapping[str, float]) -> None:
     STEPS.inc()
     for column, value in metrics.items():
         if match := _AT_K.fullmatch(column):
-            _METRICS[AT_K.name].labels(**match.groupdict()).set(value)  # type: ignore[union-attr]
+            gauge = _METRICS[AT_K_STDERR.name if match["stderr"] else AT_K.name]
+            gauge.labels(match["measure"], match["k"]).set(value)  # type: ignore[union-attr]
         elif (measure := _BY_COLUMN.get(column)) is not None:
             metric = _METRICS[measure.name]
             child = metric.labels(**measure.labels) if measure.labels else metric

@@ -256,9 +256,11 @@ function change(first, last) {
   return first === null || first === undefined ? number(last) : `${number(first)} → ${number(last)}`;
 }
 
-/** Accuracy before training, which is known when the run has ended, and the newest. */
+/** Accuracy before training, which is known when the run has ended, and the newest with its standard error. */
 function accuracy(run) {
-  return change(run.summary.accuracy_before, run.last("accuracy"));
+  const stderr = run.last("accuracy_stderr");
+  const newest = change(run.summary.accuracy_before, run.last("accuracy"));
+  return stderr === null ? newest : `${newest} ± ${number(stderr, 2)}`;
 }
 
 function mean(values) {

@@ -179,13 +179,14 @@ async def test_an_agent_that_does_not_end_is_ended(play):
         await play(agent, Model(), seconds=0.05)
 
 
-async def test_an_answer_that_cannot_be_scored_is_not_zero(math_agent, play):
+@pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])
+async def test_an_answer_without_a_reward_is_wrong_only_if_it_exceeded_a_limit(math_agent, play, status, is_correct):
     async def cannot(items: list[RewardItem]) -> list[RewardResult]:
-        return [RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason="too slow") for _ in items]
+        return [RewardResult(reward=None, status=status, reason="no reward") for _ in items]
 
     sample = await play(math_agent.solve, Model({"content": "42"}), score=cannot)
-    assert (sample.result.reward, sample.result.status) == (None, RewardStatus.TIMEOUT)
-    assert not sample.is_scored
+    assert (sample.result.reward, sample.result.status) == (None, status)
+    assert sample.is_correct is is_correct
 
 
 async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(math_agent, play):
