@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from services import scaffold
 from services.errors import ConfigurationError
+from services.extras import install_command
 from services.protocol import BatchRewardReply, BatchRewardRequest, Health, RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
@@ -98,7 +99,7 @@ async def _neural(settings: RewardSettings) -> AsyncIterator[NeuralReward | None
             from services.reward_server.reward_model import RewardModel
         except ImportError as error:
             raise ConfigurationError(
-                f"REWARD_MODEL needs torch and transformers ({error}); install this project with the extra reward-model"
+                f"REWARD_MODEL needs torch and transformers ({error}); run: {install_command('reward', 'reward-model')}"
             ) from error
         return RewardModel(name, batch_size=settings.reward_model_batch, max_tokens=settings.reward_model_max_tokens)
 
