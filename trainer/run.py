@@ -129,7 +129,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         main = None
         if thread is not None and conductor is not None:
             _start_source(settings, thread, conductor, state)
-            files = RunFiles(settings, state.step)
+            assert policy.description is not None, "rank 0 has it"
+            files = RunFiles(settings, state.step, policy.description.decode)
             stack.callback(files.close)
             main = Main(thread, conductor, files, status)
         publisher = make_publisher(settings, policy, ranks, thread)

@@ -142,7 +142,7 @@ class SampleIndex:
         if not _is_unbounded(query) and not any(_overlap(reward, reward, query) for reward in rewards):
             return None
         first = records[0]
-        shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "ground_truth")}
+        shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
         completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
         return {**shared, "completions": completions}
 

@@ -98,7 +98,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     learner = make_learner(ranks, model, 4, shared_dir=directory, run_id="r", **options)
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
     state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
-    files = RunFiles(learner.settings, 0)
+    files = RunFiles(learner.settings, 0, str)
     with ServiceThread() as thread:
         loop = TrainingLoop(
             settings=learner.settings,
