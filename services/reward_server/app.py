@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,13 +24,16 @@ def create_app(settings: RewardSettings) -> FastAPI:
     """The reward-server.
 
     Raises:
-        ConfigurationError: a reward lacks a setting that it needs.
+        ConfigurationError: a reward lacks a setting or a package that it needs.
     """
     names = {function.name for function in settings.functions}
     if "overlong" in names:
         _check_overlong(settings)
     if ("reward_model" in names) != (settings.reward_model is not None):
         raise ConfigurationError("REWARD_MODEL and the reward `reward_model` in REWARD_FN need each other; set both")
+    if "math" in names and importlib.util.find_spec("math_verify") is None:
+        # A worker would say that REWARD_FN is wrong.
+        raise ConfigurationError(f"the reward `math` needs math-verify; run: {install_command('reward')}")
     in_workers = [n for n in sorted(names) if n in ("math", "format") or n not in BUILT_IN]
     pool = WorkerPool(in_workers, settings)
     held: list[Scorer] = []

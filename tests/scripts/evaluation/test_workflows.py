@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 
 from scripts.evaluation.samples import Kind
 from scripts.evaluation.servers import Server
-from scripts.evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError
-from services.errors import DependencyLostError
+from scripts.evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError, load_agent
+from services.errors import ConfigurationError, DependencyLostError
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, judge
 
@@ -169,6 +170,15 @@ async def test_what_is_no_reward_is_refused(play, reward):
 
     with pytest.raises(AgentFailedError, match="allowed is a finite number, or None"):
         await play(agent, Model())
+
+
+def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "agent_of_a_test.py").write_text("import openai\n\nasync def solve(example, **_): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[evaluation\]'"):
+        load_agent("agent_of_a_test:solve")
 
 
 async def test_an_agent_that_does_not_end_is_ended(play):
