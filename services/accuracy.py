@@ -1,11 +1,41 @@
-"""What counts as a right answer, and pass@k: the same in training's evaluation and in scripts.evaluate."""
+"""What counts as a right answer, pass@k and standard errors, for evaluation in training and in scripts.evaluate."""
 
 from __future__ import annotations
 
-from math import comb
+import statistics
+from collections.abc import Sequence
+from math import comb, sqrt
+
+from services.protocol import RewardResult, RewardStatus
 
 CORRECT = 1.0 - 1e-9
 """A reward of at least this is a right answer."""
+
+OVER_LIMIT = frozenset({RewardStatus.TIMEOUT, RewardStatus.MEMORY})
+"""The answer itself took more time or memory than the verifier allows."""
+
+
+def is_correct(result: RewardResult) -> bool | None:
+    """Return whether the answer is right, or None where it was not judged because the reward service failed.
+
+    An answer that exceeds the verifier's limits is wrong: if it were left out, a model would gain accuracy by writing
+    answers that nobody can check.
+    """
+    if result.reward is not None:
+        return result.reward >= CORRECT
+    return False if result.status in OVER_LIMIT else None
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Return the standard error of the mean of ``scores``, one score a prompt: sqrt(sum (s - mean)^2) / n.
+
+    For scores of 0 and 1 this is the binomial sqrt(p (1 - p) / n). For avg@k and pass@k it is clustered by prompt: the
+    samples of a prompt depend on each other, so they make one score (Miller 2024, arXiv:2411.00640).
+
+    Raises:
+        StatisticsError: there are no scores.
+    """
+    return statistics.pstdev(scores) / sqrt(len(scores))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -6,6 +6,8 @@ The word behind a block's language says what it is:
     bash terminal   a service that runs on while the blocks below it are run
     bash long       trains or evaluates: run by the slow tests; the others only check its commands
     bash cluster    for SkyPilot: checked, not run
+    bash install    installs an extra that `make demo` does not: checked (tests/test_packaging.py), not run
+    jinja           a part of a prompt, not checked
     python          run; with a file's name (as other languages), written to that file
     text            what the commands above printed: each line is in it, with ... for anything
     yaml            a part of a file to edit; parsed
@@ -161,7 +163,7 @@ def try_page(page: str, desk: Desk, *, long: bool) -> None:
     def rest() -> None:
         nonlocal skipped
         for block in remaining:
-            if "cluster" in block.words:
+            if block.words & {"cluster", "install"} or block.language == "jinja":
                 continue
             if block.file is not None:
                 (desk.folder / block.file).write_text(block.text)

@@ -2,6 +2,9 @@
 
 import ast
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
@@ -11,6 +14,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from services.errors import EXIT_CONFIGURATION
+from services.extras import EXTRAS, extras_of
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "scripts")
@@ -116,6 +122,45 @@ def test_an_extra_brings_what_its_role_imports(role):
         or not {canonicalize_name(distribution) for distribution in distributions[name]} & available
     }
     assert not missing, f"{start} imports {sorted(missing)}, which extras {sorted(extras)} do not bring"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_program_asks_for_the_extras_of_its_role(role):
+    start, extras = ROLES[role]
+    assert set(extras_of(start.removesuffix(".__main__"))) == extras
+
+
+@pytest.mark.parametrize(
+    ("program", "package", "extras"),
+    [
+        ("services.environment_server", "gymnasium", "environment"),
+        ("services.evaluation_head", "websockets", "head"),
+        ("scripts.evaluate", "typer", "data,evaluation,local"),
+    ],
+)
+def test_a_program_without_a_package_of_its_extra_says_what_to_install(tmp_path, program, package, extras):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('No module named {package}', name={package!r})")
+    done = subprocess.run(
+        [sys.executable, "-m", program],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {program} needs {package}, which is not installed; run: ")
+    assert line.endswith(f" -m pip install --constraint constraints.txt --editable '.[{extras}]'")
+    assert done.returncode == EXIT_CONFIGURATION
+
+
+def test_the_documents_and_programs_name_extras_that_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = {extra for page in pages for extra in re.findall(r"pip install .*'\.\[(.*?)\]'", page.read_text())}
+    assert len(named) > 3
+    named |= {",".join(extras) for extras in EXTRAS.values()}
+    assert {extra for text in named for extra in text.split(",")} <= set(project["optional-dependencies"])
 
 
 def test_services_never_import_the_trainer_and_the_trainer_no_service_package():

@@ -52,10 +52,13 @@ class RunState(BaseModel):
     rewards: list[float] = []
     """Mean reward of each completed step."""
     accuracy_before: float | None = None
+    """Greedy pass@1 on the held-out prompts, as the two below; each is a point estimate."""
+    accuracy_before_stderr: float | None = None
     best_accuracy: float | None = None
     best_step: int | None = None
     """The step of the best accuracy; its checkpoint is kept."""
     last_accuracy: float | None = None
+    last_accuracy_stderr: float | None = None
     evaluated_step: int | None = None
     seconds: float = 0.0
     random_state: list[int] = []

@@ -240,11 +240,27 @@ class TrainerSettings(Settings):
 
     # Evaluation and checkpoints
     eval_every: int = Field(default=0, ge=0, description="Evaluate every so many steps; 0: at the start and end only.")
-    eval_prompts: int = Field(default=128, ge=0, description="Held-out prompts of an evaluation; 0: no evaluation.")
+    eval_prompts: int = Field(
+        default=128,
+        ge=0,
+        description="Held-out prompts of an evaluation (n); 0: no evaluation. The standard error of accuracy p is "
+        "sqrt(p(1-p)/n): at most 0.045 for 128.",
+    )
     eval_samples: int = Field(default=0, ge=0, description="Also sample so many completions: avg@k and pass@k; 0: off.")
-    target_accuracy: float | None = Field(default=None, gt=0, le=1, description="Stop early at this greedy pass@1.")
+    target_accuracy: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. "
+        "The point estimate is compared, without regard to its standard error.",
+    )
     checkpoint_every: int = Field(default=25, ge=0, description="Checkpoint every so many steps; 0: at the end only.")
-    checkpoints_kept: int = Field(default=2, ge=1, description="Newest checkpoints that are kept, beside the best one.")
+    checkpoints_kept: int = Field(
+        default=2,
+        ge=1,
+        description="Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the "
+        "EVAL_PROMPTS held-out prompts, a point estimate.",
+    )
 
     # Services, logs
     trainer_listen_host: str | None = Field(default=None, description="Address that the status page listens on.")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from services.accuracy import CORRECT, pass_at_k
+from services.accuracy import OVER_LIMIT, is_correct, pass_at_k, standard_error
 from services.clients import DataClient, RewardClient
-from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, Split
+from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, RewardResult, Split
 from services.rollout_client import RolloutClient, SamplingParams
 from trainer.config import TrainerSettings
 from trainer.experience import derive_seed
@@ -29,10 +29,11 @@ class Evaluator:
         self.rewards = rewards
 
     async def evaluate(self) -> dict[str, float]:
-        """``accuracy`` (greedy pass@1), with EVAL_SAMPLES k also ``avg_at_k`` and ``pass_at_k``; and how it was
-        measured.
+        """Measure ``accuracy`` (greedy pass@1) with its standard error, and how it was measured; with EVAL_SAMPLES k
+        also ``avg_at_k`` and ``pass_at_k``.
 
-        Prompts without a completion, and completions that cannot be scored, are left out and counted.
+        An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
+        without a completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).
 
         Raises:
             DependencyLostError: a service was lost, or no prompt got a completion.
@@ -40,19 +41,18 @@ class Evaluator:
         """
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
-        scored = await self._scores(prompts, greedy, 1)
-        metrics = {"eval_prompts": float(len(prompts)), "eval_left_out": float(sum(not s for s in scored))}
-        rewards = [r for s in scored for r in s]
-        if rewards:
-            metrics["accuracy"] = statistics.fmean(r >= CORRECT for r in rewards)
-            metrics["eval_reward"] = statistics.fmean(rewards)
+        results = [result for of_prompt in await self._judged(prompts, greedy, 1) for result in of_prompt]
+        metrics = greedy_metrics(results) | {
+            "eval_prompts": float(len(prompts)),
+            "eval_left_out": float(len(prompts) - len(results)),
+        }
         k = self.settings.eval_samples
         if k:
             sampling = SamplingParams(
                 max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature
             )
-            samples = [s for s in await self._scores(prompts, sampling, k) if s]
-            metrics |= sample_metrics(samples, k)
+            samples = await self._judged(prompts, sampling, k)
+            metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
         return metrics
 
     async def _prompts(self) -> list[Prompt]:
@@ -68,8 +68,8 @@ class Evaluator:
                 break
         return prompts
 
-    async def _scores(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[list[float]]:
-        """Rewards of ``n`` completions of each prompt, without those that cannot be scored."""
+    async def _judged(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[list[RewardResult]]:
+        """Generate ``n`` completions of each prompt; return the results of those that are right or wrong."""
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         completions = await asyncio.gather(
             *(self.generator.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
@@ -77,39 +77,49 @@ class Evaluator:
         if prompts and not any(completions):
             raise self.generator.all_failed()
         owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
-        items = [
-            RewardItem(
-                prompt=prompts[i].prompt,
-                response=c.completion,
-                ground_truth=prompts[i].ground_truth,
-                completion_tokens=len(c.completion_ids),
-                finish_reason=c.finish_reason,
-            )
-            for i, c in owners
-        ]
-        scores: list[list[float]] = [[] for _ in prompts]
+        items = [RewardItem.of(prompts[i], completion) for i, completion in owners]
+        judged: list[list[RewardResult]] = [[] for _ in prompts]
         for (i, _), result in zip(owners, await self.rewards.score(items), strict=True):
-            if result.reward is not None:
-                scores[i].append(result.reward)
-        return scores
+            if is_correct(result) is not None:
+                judged[i].append(result)
+        return judged
 
 
 def _is_whole(completion: Completion) -> bool:
     return completion.finish_reason is not FinishReason.ABORT
 
 
-def sample_metrics(scores: Sequence[Sequence[float]], k: int) -> dict[str, float]:
-    """avg@k and pass@k over prompts.
+def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return accuracy and mean reward over prompts, from the one judged completion of each."""
+    metrics = {"eval_over_limit": float(sum(result.status in OVER_LIMIT for result in results))}
+    if results:
+        verdicts = [float(is_correct(result) is True) for result in results]
+        metrics |= {"accuracy": statistics.fmean(verdicts), "accuracy_stderr": standard_error(verdicts)}
+    if rewards := [result.reward for result in results if result.reward is not None]:
+        metrics["eval_reward"] = statistics.fmean(rewards)
+    return metrics
+
+
+def describe_accuracy(metrics: Mapping[str, float]) -> str:
+    """Return what the best checkpoint and TARGET_ACCURACY compare: the point estimate, its error, its prompts."""
+    judged = metrics["eval_prompts"] - metrics["eval_left_out"]
+    accuracy, stderr = metrics["accuracy"], metrics["accuracy_stderr"]
+    return f"greedy pass@1 of {accuracy:.3f} on {judged:.0f} held-out prompts, standard error {stderr:.3f}"
+
+
+def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
+    """Return avg@k and pass@k over prompts, with their standard errors.
 
     Args:
-        scores: rewards of each prompt's samples, ``k`` of them or fewer.
+        samples: each prompt's judged samples, ``k`` of them or fewer.
         k: samples asked for.
     """
-    if not scores:
+    if not samples:
         return {}
-    return {
-        f"avg_at_{k}": statistics.fmean(statistics.fmean(r >= CORRECT for r in s) for s in scores),
-        f"pass_at_{k}": statistics.fmean(
-            pass_at_k(len(s), sum(r >= CORRECT for r in s), min(k, len(s))) for s in scores
-        ),
+    rights = [(len(of_prompt), sum(is_correct(result) is True for result in of_prompt)) for of_prompt in samples]
+    by_prompt = {
+        f"avg_at_{k}": [right / n for n, right in rights],
+        f"pass_at_{k}": [pass_at_k(n, right, min(k, n)) for n, right in rights],
     }
+    means = {name: statistics.fmean(scores) for name, scores in by_prompt.items()}
+    return means | {f"{name}_stderr": standard_error(scores) for name, scores in by_prompt.items()}

@@ -65,16 +65,7 @@ class GroupMaker:
         )
 
     async def _score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:
-        items = [
-            RewardItem(
-                prompt=prompt.prompt,
-                response=c.completion,
-                ground_truth=prompt.ground_truth,
-                completion_tokens=len(c.completion_ids),
-                finish_reason=c.finish_reason,
-            )
-            for c in completions
-        ]
+        items = [RewardItem.of(prompt, completion) for completion in completions]
         results = await self.rewards.score(items)
         for _ in range(SCORING_TRIES - 1):
             unscored = [i for i, result in enumerate(results) if result.reward is None]

@@ -58,9 +58,19 @@ MEASURES: tuple[Measure, ...] = (
     Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
     Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
     Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
+    Measure("accuracy_stderr", "trainer_accuracy_stderr_ratio", "Standard error of the newest accuracy (binomial)."),
     Measure("eval_reward", "trainer_evaluation_reward_mean", "Mean greedy reward on held-out prompts."),
     Measure("eval_prompts", "trainer_evaluation_prompts", "Held-out prompts of the newest evaluation."),
-    Measure("eval_left_out", "trainer_evaluation_prompts_left_out", "Held-out prompts that got no score."),
+    Measure(
+        "eval_over_limit",
+        "trainer_evaluation_answers_over_limit",
+        "Held-out answers counted as wrong because the verifier reached its time or memory limit over them.",
+    ),
+    Measure(
+        "eval_left_out",
+        "trainer_evaluation_prompts_left_out",
+        "Held-out prompts left out of the accuracy because generating or scoring their answer failed.",
+    ),
     *_update_measures(),
     Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
@@ -97,6 +107,11 @@ DERIVED = {
 """Columns that Prometheus has otherwise."""
 
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
+AT_K_STDERR = Measure(
+    "avg_at_<k>_stderr, pass_at_<k>_stderr",
+    "trainer_samples_stderr_ratio",
+    "Standard errors of avg@k and pass@k, clustered by prompt.",
+)
 REWARD_PART = Measure(
     "reward_part_<function>",
     "trainer_reward_part_mean",
@@ -104,6 +119,7 @@ REWARD_PART = Measure(
 )
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
+    (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )
 """Measures of several columns each; what a column's name has in the pattern's groups are the metric's labels."""

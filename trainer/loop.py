@@ -25,6 +25,7 @@ from trainer.checkpoint import CheckpointStore, RunState
 from trainer.conductor import Conductor
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
+from trainer.evaluate import describe_accuracy
 from trainer.experience import group_metrics
 from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup, TrainingSequence
@@ -98,7 +99,9 @@ class TrainingLoop:
         self.wait_for_workers()
         self.publish()
         if self.state.step == 0:
-            self.state.accuracy_before = self.evaluate({}).get("accuracy")
+            before = self.evaluate({})
+            self.state.accuracy_before = before.get("accuracy")
+            self.state.accuracy_before_stderr = before.get("accuracy_stderr")
         try:
             while self.state.step < self.learner.total_steps and not self.reached_target():
                 if not self.step():
@@ -329,13 +332,18 @@ class TrainingLoop:
         metrics |= result
         accuracy = result.get("accuracy")
         self.state.last_accuracy, self.state.evaluated_step = accuracy, self.state.step
+        self.state.last_accuracy_stderr = result.get("accuracy_stderr")
         if accuracy is not None and accuracy > (self.state.best_accuracy or 0.0):
             self.state.best_accuracy = accuracy
             self.state.best_step = self.state.step or None
+            if self.ranks.is_main:
+                log.info("best so far", step=self.state.step, accuracy=describe_accuracy(result))
+        if self.ranks.is_main and self.reached_target():
+            log.info("TARGET_ACCURACY reached", target=self.settings.target_accuracy, best=self.state.best_accuracy)
         return result
 
     def reached_target(self) -> bool:
-        """True when TARGET_ACCURACY was reached."""
+        """Return whether an evaluation's greedy pass@1, a point estimate, was at least TARGET_ACCURACY."""
         target = self.settings.target_accuracy
         return target is not None and (self.state.best_accuracy or 0.0) >= target
 

@@ -53,6 +53,12 @@ class Description:
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
 
 class Policy(nn.Module):
     """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.

@@ -26,7 +26,7 @@ from trainer.config import TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
-from trainer.policy import Policy, compute_type, load_policy, save_pretrained
+from trainer.policy import Description, Policy, compute_type, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
 from trainer.resume import count_parameters, resume, start_source
@@ -129,7 +129,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         state = resume(settings, ranks, policy, data, learner, checkpoints)
         status.step, status.state = state.step, state
-        main = _start_main(settings, ranks, state, thread, conductor, status, stack)
+        main = _start_main(settings, ranks, state, policy.description, thread, conductor, status, stack)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
         loop = TrainingLoop(
@@ -176,6 +176,7 @@ def _start_main(
     settings: TrainerSettings,
     ranks: Ranks,
     state: RunState,
+    description: Description | None,
     thread: ServiceThread | None,
     conductor: Conductor | None,
     status: RunStatus,
@@ -188,9 +189,10 @@ def _start_main(
     def work() -> None:
         assert thread is not None
         assert conductor is not None
+        assert description is not None, "rank 0 has it"
         start_source(settings, thread, conductor, state)
         with writing(settings.run_dir):
-            files = RunFiles(settings, state.step)
+            files = RunFiles(settings, state.step, description.decode)
         stack.callback(files.close)
         made.append(Main(thread, conductor, files, status))
 
@@ -230,7 +232,9 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "reward_first": mean_of_first(state.rewards),
         "reward_last": mean_of_last(state.rewards),
         "accuracy_before": state.accuracy_before,
+        "accuracy_before_stderr": state.accuracy_before_stderr,
         "accuracy_after": state.last_accuracy if state.step else None,
+        "accuracy_after_stderr": state.last_accuracy_stderr if state.step else None,
         "model": settings.model_name,
         "dataset": dataset,
         "device": ranks.device.type,

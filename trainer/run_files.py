@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,18 @@ AVERAGED_STEPS = 3
 class RunFiles:
     """Writes the run directory; only rank 0 has one."""
 
-    def __init__(self, settings: TrainerSettings, resumed_step: int) -> None:
-        """Opens the run directory and drops what an earlier life of the run wrote after ``resumed_step``."""
+    def __init__(self, settings: TrainerSettings, resumed_step: int, decode: Callable[[list[int]], str]) -> None:
+        """Open the run directory and drop what an earlier life of the run wrote after ``resumed_step``.
+
+        Args:
+            settings: say where the directory is.
+            resumed_step: the last step whose records stay.
+            decode: the tokenizer's, with special tokens.
+        """
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.settings = settings
+        self._decode = decode
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
         _write(self.directory / "config.json", settings.model_dump(mode="json"))
@@ -50,6 +57,7 @@ class RunFiles:
                     "step": step,
                     "group_id": g.group_id,
                     "prompt": g.prompt,
+                    "rendered_prompt": rendered,
                     "ground_truth": g.ground_truth,
                     "completion": e.completion,
                     "reward": e.reward,
@@ -59,6 +67,7 @@ class RunFiles:
                     "result": e.result.model_dump(mode="json", exclude_none=True),
                 }
                 for g in groups[: self.settings.logged_groups]
+                for rendered in [self._decode(g.prompt_ids)]
                 for e in g.experiences
             ],
         )

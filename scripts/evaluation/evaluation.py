@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from scripts.evaluation.samples import Kind, Sample, SampleStore
 from scripts.evaluation.servers import ServerPool, refusal
 from scripts.evaluation.workflows import AgentFailedError, Score, ScoringLostError, Workflow
-from services.accuracy import CORRECT
 from services.clients import RewardClient
 from services.errors import ConfigurationError, DependencyLostError
 from services.http_client import RequestRefusedError
@@ -127,7 +126,7 @@ class Evaluation:
         there = [sample for key, sample in self._store.samples.items() if key in wanted]
         self._count(there)
         watch(self.progress)
-        await self._score_again([sample for sample in there if not sample.is_scored])
+        await self._score_again([sample for sample in there if sample.is_correct is None])
         window = asyncio.Semaphore(WINDOW)
 
         async def do(work: Work) -> None:
@@ -184,16 +183,7 @@ class Evaluation:
     async def _scored(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, those scored that were not."""
         waiting = [sample for sample in samples if sample.result is None]
-        items = [
-            RewardItem(
-                prompt=sample.prompt,
-                response=sample.completion,
-                ground_truth=sample.ground_truth,
-                completion_tokens=sample.completion_tokens,
-                finish_reason=sample.finish_reason,
-            )
-            for sample in waiting
-        ]
+        items = [RewardItem.of(sample, sample) for sample in waiting]
         try:
             results = iter(await self._score(items) if items else [])
         except ScoringLostError:
@@ -216,9 +206,9 @@ class Evaluation:
         if fresh:
             progress.fresh += len(samples)
             progress.tokens += sum(sample.completion_tokens for sample in samples)
-        rewards = [s.result.reward for s in samples if s.kind is Kind.GREEDY and s.result is not None]
-        progress.greedy += sum(reward is not None for reward in rewards)
-        progress.correct += sum(reward is not None and reward >= CORRECT for reward in rewards)
+        judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
+        progress.greedy += len(judged)
+        progress.correct += sum(judged)
 
     def _leave_out(self, work: Work, reason: str, detail: str, count: int | None = None) -> None:
         left_out = self.progress.left_out

@@ -23,7 +23,8 @@ from scripts.evaluation.workflows import Example
 MAX_TURNS = 8
 INSTRUCTIONS = """You solve mathematical problems. Compute with the tools, one call at a time: add(a, b) is the sum and
 multiply(a, b) the product of two numbers. When you know the result, give it as the final answer."""
-# Shows small models, and those whose chat template leaves tools out, how Hermes and Qwen models write a call.
+# Shows how Hermes and Qwen models write a call: small models do not call without an example, and a chat template may
+# drop the tools.
 SOLVED: list[TResponseInputItem] = [
     {"role": "user", "content": "What is 3 + 4?"},
     {

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from services.accuracy import CORRECT, pass_at_k
+from services.accuracy import pass_at_k, standard_error
 from services.reward_server.numbers import quantity
 
 CONFIDENCE = 0.95
@@ -26,22 +26,18 @@ _BLOCK = 4_000_000
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one completion: its reward, and the answer read from it (None: no answer was found)."""
+    """A judged completion: whether it is right, and the answer read from it (None: no answer was found)."""
 
-    reward: float
+    is_correct: bool
     answer: str | None = None
-
-    @property
-    def is_correct(self) -> bool:
-        """Whether the reward is that of a right answer."""
-        return self.reward >= CORRECT
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over prompts with its interval; ``prompts`` says over how many."""
+    """A mean over prompts with its standard error and its interval; ``prompts`` says over how many."""
 
     value: float
+    stderr: float
     low: float
     high: float
     prompts: int
@@ -69,7 +65,7 @@ def bootstrap(scores: Sequence[float], resamples: int, seed: int = 0, confidence
     ]
     tail = (1 - confidence) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Estimate(float(values.mean()), float(low), float(high), n)
+    return Estimate(float(values.mean()), standard_error(scores), float(low), float(high), n)
 
 
 def avg_at_k(answers: Sequence[Answer]) -> float:
@@ -121,7 +117,7 @@ def sampled_scores(samples: Sequence[Sequence[Answer]], k: int) -> dict[str, lis
 
 @dataclass(frozen=True)
 class PromptAnswers:
-    """All that counts of one prompt: its greedy answer and its sampled ones, those that could be scored."""
+    """All that counts of one prompt: its greedy answer and its sampled ones, those that were judged."""
 
     greedy: Answer | None
     samples: Sequence[Answer] = ()

@@ -48,7 +48,9 @@ class Results:
     agent: dict[str, float] = field(default_factory=dict)
     """Turns and tool calls an episode."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Samples that are in no metric, by reason."""
+    """Samples that are in no metric, by reason: a service failed, or an agent did."""
+    over_limit: int = 0
+    """Samples counted as wrong because the verifier reached its time or memory limit over them."""
     throughput: dict[str, float | None] = field(default_factory=dict)
     servers: dict[str, Any] = field(default_factory=dict)
     policy_versions: list[int] = field(default_factory=list)
@@ -91,7 +93,7 @@ def results_of(
     options: dict[str, Any] = {"resamples": resamples, "seed": seed}
     kinds = {kind.value: [s for p in prompts for s in drawn[p.id][kind]] for kind in Kind}
     everything = [sample for of_kind in kinds.values() for sample in of_kind]
-    unscored = sum(not sample.is_scored for sample in everything)
+    unscored = sum(sample.is_correct is None for sample in everything)
     left_out: dict[str, int] = facts.pop("left_out")
     return Results(
         model=checkpoint.model,
@@ -111,6 +113,7 @@ def results_of(
         },
         agent=_agent(everything),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
+        over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
         **facts,
     )
@@ -119,9 +122,9 @@ def results_of(
 def _answers(prompt: Prompt, drawn: Mapping[Kind, Sequence[Sample]]) -> PromptAnswers:
     greedy, sampled = (
         [
-            Answer(s.result.reward, s.result.extracted)
+            Answer(s.is_correct, s.result.extracted)
             for s in sorted(drawn[kind], key=lambda s: s.index)
-            if s.result is not None and s.result.reward is not None
+            if s.result is not None and s.is_correct is not None
         ]
         for kind in (Kind.GREEDY, Kind.SAMPLED)
     )
@@ -182,6 +185,8 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
         told = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
         console.print(f"left out: {told}", style="yellow")
+    if over_limit := sum(results.over_limit for results in everything):
+        console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
 
 
 def _more_rows(everything: Sequence[Results]) -> list[tuple[str, list[str]]]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from services.accuracy import OVER_LIMIT, is_correct
 from services.errors import ConfigurationError
 from services.protocol import FinishReason, RewardResult
 
@@ -62,9 +63,14 @@ class Sample(BaseModel):
         return (self.prompt_id, self.kind, self.index)
 
     @property
-    def is_scored(self) -> bool:
-        """Whether it has a reward."""
-        return self.result is not None and self.result.reward is not None
+    def is_correct(self) -> bool | None:
+        """Whether the answer is right; None as long as it is not judged."""
+        return None if self.result is None else is_correct(self.result)
+
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether it is wrong because it exceeds the verifier's time or memory limit."""
+        return self.result is not None and self.result.status in OVER_LIMIT
 
 
 class SampleStore:

@@ -20,11 +20,15 @@ from scripts.evaluation.recording import Recording, RecordingTransport
 from scripts.evaluation.samples import Kind, Sample
 from scripts.evaluation.servers import Server
 from services.errors import ConfigurationError, DependencyLostError
+from services.extras import install_command
 from services.protocol import Completion, FinishReason, Message, Prompt, RewardItem, RewardResult, RewardStatus
 from services.rollout_client import SamplingParams
 
 NO_KEY = "none"
 """Sent as the API key where the servers ask for none: OpenAI's client insists on one."""
+
+AGENT_PACKAGES = ("agents", "openai")
+"""What agents import that the extra ``evaluation`` brings."""
 
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 
@@ -252,6 +256,8 @@ def load_agent(name: str) -> Agent:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        if error.name in AGENT_PACKAGES:
+            raise ConfigurationError(f"--agent {name!r}: {error}; run: {install_command('evaluation')}") from error
         raise ConfigurationError(f"--agent {name!r}: {error}; is the module installed, or in {here}?") from error
     agent: Agent | None = getattr(module, function, None)
     if not callable(agent):

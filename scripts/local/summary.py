@@ -57,7 +57,7 @@ def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str,
             ("device", str(summary.get("device"))),
             ("steps", str(summary.get("steps"))),
             ("mean reward, first to last 3 steps", _change(summary, "reward_first", "reward_last")),
-            ("accuracy on held-out prompts", _change(summary, "accuracy_before", "accuracy_after")),
+            ("accuracy on held-out prompts (± standard error)", _change(summary, "accuracy_before", "accuracy_after")),
         ]
     rows += [
         ("time", duration(outcome.seconds)),
@@ -72,8 +72,15 @@ def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str,
 
 
 def _change(summary: dict[str, Any], before: str, after: str) -> str:
-    values = [summary.get(before), summary.get(after)]
-    return " → ".join("not measured" if value is None else f"{value:.3f}" for value in values)
+    return " → ".join(figure(summary, name) for name in (before, after))
+
+
+def figure(summary: dict[str, Any], name: str) -> str:
+    """Return a value of the trainer's summary, with its standard error where it has one."""
+    value, stderr = summary.get(name), summary.get(f"{name}_stderr")
+    if value is None:
+        return "not measured"
+    return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
 
 
 def _from_here(path: Path) -> str:

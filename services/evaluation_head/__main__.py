@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import websockets  # noqa: F401  # uvicorn serves /ws and the dashboard with it, and does without in silence
+
 from services import endpoints, scaffold
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings

@@ -63,6 +63,11 @@ class Completion(WireModel):
         return self
 
     @property
+    def completion_tokens(self) -> int:
+        """The number of sampled tokens."""
+        return len(self.completion_ids)
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of this completion."""
         return min(span.version for span in self.policy_versions)

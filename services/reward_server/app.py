@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from fastapi.responses import Response
 
 from services import scaffold
 from services.errors import ConfigurationError
+from services.extras import install_command
 from services.protocol import BatchRewardReply, BatchRewardRequest, Health, RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
@@ -22,13 +24,16 @@ def create_app(settings: RewardSettings) -> FastAPI:
     """The reward-server.
 
     Raises:
-        ConfigurationError: a reward lacks a setting that it needs.
+        ConfigurationError: a reward lacks a setting or a package that it needs.
     """
     names = {function.name for function in settings.functions}
     if "overlong" in names:
         _check_overlong(settings)
     if ("reward_model" in names) != (settings.reward_model is not None):
         raise ConfigurationError("REWARD_MODEL and the reward `reward_model` in REWARD_FN need each other; set both")
+    if "math" in names and importlib.util.find_spec("math_verify") is None:
+        # A worker would say that REWARD_FN is wrong.
+        raise ConfigurationError(f"the reward `math` needs math-verify; run: {install_command('reward')}")
     in_workers = [n for n in sorted(names) if n in ("math", "format") or n not in BUILT_IN]
     pool = WorkerPool(in_workers, settings)
     held: list[Scorer] = []
@@ -98,7 +103,7 @@ async def _neural(settings: RewardSettings) -> AsyncIterator[NeuralReward | None
             from services.reward_server.reward_model import RewardModel
         except ImportError as error:
             raise ConfigurationError(
-                f"REWARD_MODEL needs torch and transformers ({error}); install this project with the extra reward-model"
+                f"REWARD_MODEL needs torch and transformers ({error}); run: {install_command('reward', 'reward-model')}"
             ) from error
         return RewardModel(name, batch_size=settings.reward_model_batch, max_tokens=settings.reward_model_max_tokens)
 

@@ -1,5 +1,6 @@
 """The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
 
+import math
 import shutil
 import signal
 import statistics
@@ -68,6 +69,15 @@ def test_a_run_says_what_it_did(finished):
     assert {"seconds", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "model", "device"} <= set(
         summary
     )
+
+
+def test_accuracies_have_their_standard_errors(finished):
+    summary, last = finished.summary(), finished.metrics()[-1]
+    p, n = last["accuracy"], last["eval_prompts"] - last["eval_left_out"]
+    assert last["accuracy_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / n))
+    assert (summary["accuracy_after"], summary["accuracy_after_stderr"]) == (p, last["accuracy_stderr"])
+    before = f"{summary['accuracy_before']:.3f} ± {summary['accuracy_before_stderr']:.3f}"
+    assert f"{before} → {p:.3f} ± {last['accuracy_stderr']:.3f}" in finished.text
 
 
 def test_it_learns(finished):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,15 @@ class Outside:
             self._reach("publish", self.steps)
         return {}
 
+    @property
+    def evaluator(self) -> Outside:
+        return self
+
+    async def evaluate(self) -> dict[str, float]:
+        accuracy = min(1.0, 0.25 * self.steps)
+        stderr = math.sqrt(accuracy * (1 - accuracy) / 64)
+        return {"accuracy": accuracy, "accuracy_stderr": stderr, "eval_prompts": 64.0, "eval_left_out": 0.0}
+
     def _reach(self, call: str, step: int) -> None:
         if call == self.lost and step == LAST:
             raise DependencyLostError(f"{call} found nobody")
@@ -141,7 +151,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     learner = make_learner(ranks, model, 4, shared_dir=directory, run_id="r", **options)
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
     state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
-    files = RunFiles(learner.settings, 0)
+    files = RunFiles(learner.settings, 0, str)
     with ServiceThread() as thread:
         loop = TrainingLoop(
             settings=learner.settings,
@@ -285,3 +295,15 @@ def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: R
     train(alone, tmp_path, outside)
     assert outside.forgotten[:2] == ["r-step-000001", "r-step-000002"]
     assert "r-step-000004" not in outside.forgotten, "that of the newest checkpoint"
+
+
+def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(tmp_path: Path, alone: Ranks) -> None:
+    with structlog.testing.capture_logs() as logs:
+        loop = train(alone, tmp_path, Outside(""), eval_prompts=64, eval_every=1, target_accuracy=0.5)
+    assert (loop.state.step, loop.state.best_step) == (2, 2)
+    assert (loop.state.last_accuracy, loop.state.last_accuracy_stderr) == (0.5, math.sqrt(0.25 / 64))
+    best = [(line["step"], line["accuracy"]) for line in logs if line["event"] == "best so far"]
+    text = "greedy pass@1 of {:.3f} on 64 held-out prompts, standard error {:.3f}"
+    assert best == [(1, text.format(0.25, 0.054)), (2, text.format(0.5, 0.062))]
+    [reached] = [line for line in logs if line["event"] == "TARGET_ACCURACY reached"]
+    assert (reached["target"], reached["best"]) == (0.5, 0.5)

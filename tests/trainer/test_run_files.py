@@ -8,18 +8,45 @@ import orjson
 import pytest
 
 from services.policy_store import PolicyStore
+from services.protocol import Experience, FinishReason, Group, RewardResult, VersionSpan
 from trainer.config import TrainerSettings
 from trainer.publishing.disk import begin_version, commit_version
 from trainer.run_files import RunFiles
 
 
 def test_a_run_that_fails_before_its_first_step_has_a_summary(tmp_path: Path) -> None:
-    files = RunFiles(TrainerSettings.load(shared_dir=tmp_path, run_id="r"), 0)
+    files = RunFiles(TrainerSettings.load(shared_dir=tmp_path, run_id="r"), 0, str)
     files.write_summary({"status": "failed", "accuracy_before": None})
     files.close()
     directory = tmp_path / "runs" / "r"
     assert orjson.loads((directory / "summary.json").read_bytes())["status"] == "failed"
     assert not (directory / "reward.png").exists()
+
+
+def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", logged_groups=1)
+    files = RunFiles(settings, 0, lambda ids: "".join({7: "<user>", 8: "3+4=", 9: "<assistant>"}[i] for i in ids))
+    completions = [
+        Experience(
+            completion=text,
+            completion_ids=[1],
+            logprobs=[-0.5],
+            policy_versions=[VersionSpan(version=0, start=0, end=1)],
+            finish_reason=FinishReason.STOP,
+            result=RewardResult(reward=float(text == "7")),
+        )
+        for text in ("7", "8")
+    ]
+    groups = [
+        Group(group_id=name, prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions)
+        for name in ("first", "second")
+    ]
+    files.record_step(1, {"reward_mean": 0.5}, groups)
+    files.close()
+    samples = [orjson.loads(line) for line in (settings.run_dir / "samples.jsonl").read_bytes().splitlines()]
+    assert [(s["group_id"], s["prompt"], s["rendered_prompt"], s["completion"], s["reward"]) for s in samples] == [
+        ("first", "3+4=", "<user>3+4=<assistant>", text, reward) for text, reward in (("7", 1.0), ("8", 0.0))
+    ]
 
 
 @pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])

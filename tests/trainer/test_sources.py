@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -19,7 +20,7 @@ from tests.fake_service import FakeService, Route, fake_service
 from trainer import curriculum
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
-from trainer.evaluate import Evaluator
+from trainer.evaluate import Evaluator, describe_accuracy
 from trainer.experience import GroupMaker
 from trainer.generation import LEAST_FAILURES
 from trainer.sources import AsynchronousSource, SynchronousSource
@@ -191,6 +192,29 @@ async def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Servi
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
         await services.evaluator(eval_prompts=10).evaluate()
+
+
+async def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
+    services: Services,
+) -> None:
+    without_reward = {"2": "timeout", "3": "memory", "4": "error", "5": "overloaded"}
+
+    def score(item: dict[str, Any]) -> dict[str, Any]:
+        status = without_reward.get(item["prompt"])
+        # Of the others the answers to even prompts are right.
+        return {"reward": None, "status": status} if status else {"reward": float(int(item["prompt"]) % 2 == 0)}
+
+    services.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [*map(score, request["items"])]}
+    metrics = await services.evaluator(eval_prompts=12, eval_samples=2).evaluate()
+    assert (metrics["eval_prompts"], metrics["eval_over_limit"], metrics["eval_left_out"]) == (12, 2, 2)
+    # Right: 0, 6, 8, 10. Wrong: 1, 7, 9, 11 and the two over a limit.
+    assert metrics["accuracy"] == metrics["avg_at_2"] == metrics["pass_at_2"] == 0.4
+    assert metrics["eval_reward"] == 0.5, "answers over a limit have no reward"
+    # The two samples of a prompt agree here, so that they say no more than one.
+    for name in ("accuracy", "avg_at_2", "pass_at_2"):
+        assert metrics[f"{name}_stderr"] == pytest.approx(math.sqrt(0.4 * 0.6 / 10))
+    said = "greedy pass@1 of 0.400 on 10 held-out prompts, standard error 0.155"
+    assert describe_accuracy(metrics) == said
 
 
 class CollectorServices:

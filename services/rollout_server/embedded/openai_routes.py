@@ -12,10 +12,13 @@ from fastapi.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
 from services import scaffold
+from services.logs import get_logger
 from services.rollout_server.embedded import sequences, tool_calls, wire
 from services.rollout_server.embedded.openai_replies import Chat, Dialect, Text, usage
 from services.rollout_server.embedded.openai_wire import ChatRequest, CompletionRequest, OpenAIRequest
 from services.rollout_server.embedded.served import Served, served_by
+
+log = get_logger(__name__)
 
 
 def add_routes(app: FastAPI) -> None:
@@ -42,7 +45,9 @@ def add_routes(app: FastAPI) -> None:
         has_tools = body.offered_tools is not None
         top = (body.top_logprobs or 0) if body.logprobs else None
         dialect = Chat(body.model or served.model_name, served.loaded, top, has_tools=has_tools)
-        return await _answer(served, http, body, dialect, [body.prompt_ids(served.loaded.tokenizer)], body.params())
+        prompt_ids = body.prompt_ids(served.loaded.tokenizer)
+        _warn_of_dropped(served, body)
+        return await _answer(served, http, body, dialect, [prompt_ids], body.params())
 
     @app.post("/v1/completions", tags=["openai"])
     async def completions(body: CompletionRequest, http: Request) -> Response:
@@ -50,6 +55,18 @@ def add_routes(app: FastAPI) -> None:
         served = served_by(http)
         dialect = Text(body.model or served.model_name, served.loaded, body.logprobs)
         return await _answer(served, http, body, dialect, body.prompts(served.loaded.tokenizer), body.params())
+
+
+def _warn_of_dropped(served: Served, body: ChatRequest) -> None:
+    """Log once what the model's chat template drops. Such requests are answered, as SGLang answers them."""
+    for name in body.dropped_by(served.loaded.tokenizer):
+        if name not in served.warned_of:
+            served.warned_of.add(name)
+            log.warning(
+                f"the model never sees the {name} of requests: its chat template drops them",
+                model=served.model_name,
+                remedy=f"give its directory a chat_template.jinja that renders {name}",
+            )
 
 
 async def _answer(

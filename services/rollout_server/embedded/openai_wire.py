@@ -116,6 +116,15 @@ class ChatRequest(OpenAIRequest):
             raise ProblemError(400, "tool_choice is 'auto' or 'none' here: the embedded engine cannot force a call")
         return self.tools or None
 
+    def dropped_by(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        """Return what the request has and the model's chat template has no place for: ``tools``, ``tool_calls``."""
+        given = {
+            "tools": self.offered_tools is not None,
+            "tool_calls": any(message.get("tool_calls") for message in self.messages),
+        }
+        template = tokenizer.get_chat_template(tools=self.offered_tools)
+        return [name for name, is_given in given.items() if is_given and name not in template]
+
     def params(self) -> SamplingParams:
         """How the engine is to sample; without a limit up to the context length."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

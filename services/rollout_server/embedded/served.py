@@ -33,6 +33,8 @@ class Served:
     """Whether the memory of replaced weights is kept for the next ones."""
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
+    warned_of: set[str] = field(default_factory=set)
+    """What the chat template drops, as far as the log says so already."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change."""
     receiver_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -26,7 +26,7 @@ from services.accuracy import pass_at_k
 
 TRUTH = "7"
 answers = st.lists(
-    st.sampled_from(["7", "8", "9", None]).map(lambda text: Answer(float(text == TRUTH), text)), min_size=1, max_size=7
+    st.sampled_from(["7", "8", "9", None]).map(lambda text: Answer(text == TRUTH, text)), min_size=1, max_size=7
 )
 
 
@@ -85,7 +85,7 @@ def test_majority_of_k_is_unbiased_over_the_order_of_samples(drawn_and_k):
 
 def test_majority_needs_as_many_samples():
     with pytest.raises(ValueError, match="maj@3"):
-        majority_at_k([Answer(1.0, "7")] * 2, 3)
+        majority_at_k([Answer(True, "7")] * 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_mean_of_nothing_is_refused():
         bootstrap([], 100)
 
 
-RIGHT, WRONG = Answer(1.0, "7"), Answer(0.0, "8")
+RIGHT, WRONG = Answer(True, "7"), Answer(False, "8")
 
 
 def test_each_metric_is_over_the_prompts_that_have_what_it_needs():
@@ -166,11 +166,6 @@ def test_each_metric_is_over_the_prompts_that_have_what_it_needs():
         "pass@4": (1.0, 1),
         "maj@4": (0.0, 1),
     }
-
-
-def test_a_reward_below_one_is_not_right():
-    assert not Answer(0.99, "7").is_correct
-    assert Answer(1.2, "7").is_correct
 
 
 def test_categories_are_told_apart_and_prompts_without_one_are_in_none():

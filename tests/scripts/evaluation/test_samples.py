@@ -12,7 +12,7 @@ WHO = {"weights": "abc", "temperature": 1.0, "operations": ("+",)}
 
 
 def sample(index: int, reward: float | None = 1.0, kind: Kind = Kind.SAMPLED) -> Sample:
-    status = RewardStatus.SCORED if reward is not None else RewardStatus.TIMEOUT
+    status = RewardStatus.SCORED if reward is not None else RewardStatus.ERROR
     return Sample(
         prompt_id="p",
         kind=kind,
@@ -38,7 +38,7 @@ def test_what_is_added_is_there_the_next_time(tmp_path):
     with SampleStore(tmp_path, WHO) as store:
         assert store.resumed == 3
         assert store.samples == written
-        assert [s.is_scored for s in store.samples.values()] == [True, False, True]
+        assert [s.is_correct for s in store.samples.values()] == [True, None, True]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
@@ -59,7 +59,7 @@ def test_a_later_line_of_the_same_sample_wins(tmp_path):
         store.add([sample(0, None)])
         store.add([sample(0, 1.0)])
     with SampleStore(tmp_path, WHO) as store:
-        assert [s.is_scored for s in store.samples.values()] == [True]
+        assert [s.is_correct for s in store.samples.values()] == [True]
 
 
 def test_samples_of_another_evaluation_are_refused_by_what_differs(tmp_path):

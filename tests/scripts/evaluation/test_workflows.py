@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 
 from scripts.evaluation.samples import Kind
 from scripts.evaluation.servers import Server
-from scripts.evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError
-from services.errors import DependencyLostError
+from scripts.evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError, load_agent
+from services.errors import ConfigurationError, DependencyLostError
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, judge
 
@@ -171,6 +172,15 @@ async def test_what_is_no_reward_is_refused(play, reward):
         await play(agent, Model())
 
 
+def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "agent_of_a_test.py").write_text("import openai\n\nasync def solve(example, **_): ...\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[evaluation\]'"):
+        load_agent("agent_of_a_test:solve")
+
+
 async def test_an_agent_that_does_not_end_is_ended(play):
     async def agent(example, **_):
         await asyncio.sleep(60)
@@ -179,13 +189,14 @@ async def test_an_agent_that_does_not_end_is_ended(play):
         await play(agent, Model(), seconds=0.05)
 
 
-async def test_an_answer_that_cannot_be_scored_is_not_zero(math_agent, play):
+@pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])
+async def test_an_answer_without_a_reward_is_wrong_only_if_it_exceeded_a_limit(math_agent, play, status, is_correct):
     async def cannot(items: list[RewardItem]) -> list[RewardResult]:
-        return [RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason="too slow") for _ in items]
+        return [RewardResult(reward=None, status=status, reason="no reward") for _ in items]
 
     sample = await play(math_agent.solve, Model({"content": "42"}), score=cannot)
-    assert (sample.result.reward, sample.result.status) == (None, RewardStatus.TIMEOUT)
-    assert not sample.is_scored
+    assert (sample.result.reward, sample.result.status) == (None, status)
+    assert sample.is_correct is is_correct
 
 
 async def test_a_reward_server_that_is_gone_ends_the_evaluation_and_not_the_episode(math_agent, play):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def test_rewards_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_rewards_that_lack_a_setting_do_not_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create_app(RewardSettings(**options))
+
+
+def test_a_server_without_math_verify_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[reward\]'"):
+        create_app(RewardSettings.load())
 
 
 async def test_one_answer_and_many(serving: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+import structlog
 import torch
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -176,6 +177,27 @@ async def test_the_models_tool_call_comes_as_one(connect: Callable[[], Any]) -> 
             model="any", messages=QUESTION, temperature=0, tools=[TOOL], tool_choice="none"
         )
         assert silent.choices[0].message.tool_calls is None
+
+
+async def test_tools_that_the_models_template_drops_are_answered_and_the_log_says_so_once(
+    serving: Serving, tiny_model: Path
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [*QUESTION, {"role": "assistant", "content": "7", "tool_calls": [call]}, *QUESTION]
+    with structlog.testing.capture_logs() as logs:
+        async with serving(create_app(settings_for(tiny_model))) as http:
+            body = {"model": "any", "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 2}
+            plain = await http.post("/v1/chat/completions", json=body)
+            assert not [line for line in logs if line["log_level"] == "warning"]
+            for _ in range(2):
+                reply = await http.post("/v1/chat/completions", json=body | {"tools": [TOOL]})
+                assert reply.status_code == 200
+                assert reply.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+            await http.post("/v1/chat/completions", json=body | {"tools": [TOOL], "messages": messages})
+    said = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert said == [
+        f"the model never sees the {name} of requests: its chat template drops them" for name in ("tools", "tool_calls")
+    ]
 
 
 async def test_a_streamed_tool_call_shows_nothing_of_its_markup(connect: Callable[[], Any]) -> None:
