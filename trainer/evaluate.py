@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from services.accuracy import CORRECT, pass_at_k
 from services.clients import DataClient, RewardClient
@@ -15,6 +16,8 @@ from trainer.experience import derive_seed
 from trainer.generation import PromptGenerator
 
 PROMPTS_A_REQUEST = 256
+KEPT_SAMPLES = 8
+"""Prompts of an evaluation whose greedy completions are kept for people to read."""
 
 
 class Evaluator:
@@ -27,6 +30,8 @@ class Evaluator:
         self.data = data
         self.generator = PromptGenerator(rollouts)
         self.rewards = rewards
+        self.samples: list[dict[str, Any]] = []
+        """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
     async def evaluate(self) -> dict[str, float]:
         """``accuracy`` (greedy pass@1), with EVAL_SAMPLES k also ``avg_at_k`` and ``pass_at_k``; and how it was
@@ -88,9 +93,22 @@ class Evaluator:
             for i, c in owners
         ]
         scores: list[list[float]] = [[] for _ in prompts]
-        for (i, _), result in zip(owners, await self.rewards.score(items), strict=True):
+        results = await self.rewards.score(items)
+        for (i, _), result in zip(owners, results, strict=True):
             if result.reward is not None:
                 scores[i].append(result.reward)
+        if params.temperature == 0:
+            self.samples = [
+                {
+                    "prompt": prompts[i].prompt,
+                    "ground_truth": prompts[i].ground_truth,
+                    "completion": c.completion,
+                    "reward": result.reward,
+                    "finish_reason": c.finish_reason.value,
+                }
+                for (i, c), result in zip(owners, results, strict=True)
+                if i < KEPT_SAMPLES
+            ]
         return scores
 
 

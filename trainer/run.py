@@ -30,7 +30,7 @@ from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedE
 from trainer.policy import Policy, compute_type, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
-from trainer.run_files import RunFiles, mean_of_first, mean_of_last
+from trainer.run_files import RunFiles, first_and_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
 
@@ -129,7 +129,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         main = None
         if thread is not None and conductor is not None:
             _start_source(settings, thread, conductor, state)
-            files = RunFiles(settings, state.step)
+            services = thread.call(conductor.describe_components(), settings.service_deadline_seconds + GRACE_SECONDS)
+            files = RunFiles(settings, state.step, services)
             stack.callback(files.close)
             main = Main(thread, conductor, files, status)
         publisher = make_publisher(settings, policy, ranks, thread)
@@ -151,6 +152,8 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             if main is not None:
                 main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
             raise
+        if main is not None:
+            main.status.phase = "save"
         save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         if main is not None:
             main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
@@ -253,8 +256,7 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "status": status,
         "steps": state.step,
         "seconds": state.seconds,
-        "reward_first": mean_of_first(state.rewards),
-        "reward_last": mean_of_last(state.rewards),
+        **first_and_last(state.rewards),
         "accuracy_before": state.accuracy_before,
         "accuracy_after": state.last_accuracy if state.step else None,
         "model": settings.model_name,

@@ -9,12 +9,15 @@ from typing import Any
 
 import orjson
 
+from services.endpoints import Task
 from services.errors import ConfigurationError
 from services.run_page.lines import Position, parse, read_lines
 from services.run_page.samples import SampleIndex
 
 RECORDS_A_REPLY = 1000
 SIGNIFICANT_DIGITS = 6
+RENAMED = {"seconds_reward": "seconds_score"}
+"""Columns of version 0.1, by the names that they have now."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,18 @@ class RunDirectory:
         self.samples = SampleIndex(self.path / "samples.jsonl")
 
     def settings(self) -> dict[str, Any]:
-        """The trainer's settings, from config.json; empty as long as there is none."""
-        return _read_object(self.path / "config.json")
+        """Return the trainer's settings, from config.json; empty as long as there is none."""
+        settings: dict[str, Any] = self.components().get(Task.TRAINER.value, {}).get("settings", {})
+        return settings
+
+    def components(self) -> dict[str, dict[str, Any]]:
+        """Return what each component ran with, by name, from config.json; empty as long as there is none."""
+        content = _read_object(self.path / "config.json")
+        # Version 0.1 wrote the trainer's settings alone.
+        if content and "components" not in content:
+            return {Task.TRAINER.value: {"settings": content}}
+        components: dict[str, dict[str, Any]] = content.get("components", {})
+        return components
 
     def summary(self) -> dict[str, Any]:
         """The outcome, from summary.json; empty as long as there is none."""
@@ -55,6 +68,10 @@ class RunDirectory:
         read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
         parsed = [parse(line) for line in read.lines]
         records = [record for record in parsed if record is not None]
+        for record in records:
+            for old, name in RENAMED.items():
+                if old in record:
+                    record.setdefault(name, record.pop(old))
         names = dict.fromkeys(name for record in records for name in record)
         columns = {name: [_number(record.get(name)) for record in records] for name in names}
         return Columns(columns, read.end, read.restarted, read.more, len(parsed) - len(records))

@@ -78,7 +78,7 @@ def test_every_step_has_its_metrics(finished):
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
         assert {"reward_mean", "loss", "entropy", "policy_version"} <= set(record)
-        assert {"seconds_generate", "seconds_reward", "seconds_train", "seconds_publish"} <= set(record)
+        assert {"seconds_generate", "seconds_score", "seconds_train", "seconds_publish"} <= set(record)
         assert record["policy_version"] == record["step"]
 
 

@@ -186,7 +186,7 @@ function showHeader(runs, now) {
     byId("progress-bar").value = Math.min(step, total);
     const pace = run.recent("seconds_step", 5);
     const left = ended || pace === null ? "" : `, ${duration(pace * (total - step))} left`;
-    const took = ended ? `, ${duration(run.summary.seconds)}` : "";
+    const took = ended ? `, ${duration(run.summary.seconds)} of training` : "";
     setText(byId("progress-text"), `step ${step} of ${total}${took}${left}`);
   }
   const lost = run.unreadable ? `, ${run.unreadable} broken lines` : "";

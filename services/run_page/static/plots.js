@@ -272,7 +272,7 @@ function rate(run, tokens, seconds) {
 
 /** The table above the plots of several runs, with a box to show or hide each. */
 export function compare(runs, changed) {
-  const heads = ["", "run", "status", "steps", "reward", "accuracy", "time", "model", "dataset"];
+  const heads = ["", "run", "status", "steps", "reward", "accuracy", "training time", "model", "dataset"];
   const row = (run) => {
     const swatch = h("i", { class: "swatch" });
     swatch.style.setProperty("--swatch", `var(--series-${run.index % 8})`);
