@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, watchdog
+from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, variables, watchdog
 from scripts.local.environment import Run
 from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
@@ -53,7 +53,7 @@ def main(
         bool | None, typer.Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would run, and where, without running it.")
+        bool, typer.Option("--dry-run", help="Check all settings and show what would run, and where, without running it.")
     ] = False,
     own_hosts: Annotated[
         bool | None,
@@ -67,12 +67,10 @@ def main(
     console = Console()
     try:
         from_files = {name: value for file in env_file or [] for name, value in spec.env_file(file).items()}
-        overrides = spec.Overrides(
-            environment=from_files | spec.assignments(env or [], "--env"),
-            secrets=spec.assignments(secret or [], "--secret"),
-            num_nodes=spec.counts(num_nodes or []),
-        )
+        options, secrets = spec.assignments(env or [], "--env"), spec.assignments(secret or [], "--secret")
+        overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes or []))
         group = spec.load(path, overrides)
+        variables.check_names(group, options | secrets, from_files)
         environment.check_mounts(group)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
             run = Run(
@@ -84,6 +82,7 @@ def main(
                 mark=f"run-{uuid.uuid4().hex}",
             )
             environment.check_gpus(run)
+            variables.check_values(run)
             if dry_run:
                 plan(console, run)
                 raise typer.Exit
