@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import signal
 import sys
 import time
@@ -21,7 +20,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, variables, watchdog
+from scripts.local import (
+    directory,
+    environment,
+    gpus,
+    health,
+    nodes,
+    processes,
+    progress,
+    spec,
+    summary,
+    variables,
+    watchdog,
+)
+from scripts.local.commands import Launch
 from scripts.local.environment import Run
 from scripts.local.supervisor import Supervisor
 from scripts.local.view import View
@@ -53,7 +65,8 @@ def main(
         bool | None, typer.Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all settings and show what would run, and where, without running it.")
+        bool,
+        typer.Option("--dry-run", help="Check the settings of all tasks, and show what would run and where."),
     ] = False,
     own_hosts: Annotated[
         bool | None,
@@ -86,9 +99,10 @@ def main(
             if dry_run:
                 plan(console, run)
                 raise typer.Exit
+            launch = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), shared_dir)
             with _locked(run), watchdog.guard(run.mark):
                 directory.record_nodes(run)
-                exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
+                exit_code = asyncio.run(_run(run, launch, console, console.is_terminal if live is None else live))
     except ConfigurationError as error:
         print(f"run_local: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
@@ -104,7 +118,7 @@ def plan(console: Console, run: Run) -> None:
     console.print(table)
 
 
-async def _run(run: Run, console: Console, live: bool) -> int:
+async def _run(run: Run, launch: Launch, console: Console, live: bool) -> int:
     since = time.time()
     meter = processes.MemoryMeter()
     with View(run, console, live=live) as view:
@@ -143,7 +157,7 @@ async def _run(run: Run, console: Console, live: bool) -> int:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
     summary.record(run, outcome, meter)
-    summary.show(console, run, outcome, meter.peak, summary.trainer_summary(run, since))
+    summary.show(console, run, launch, outcome, meter.peak, summary.trainer_summary(run, since))
     return outcome.exit_code
 
 
@@ -151,9 +165,9 @@ async def _run(run: Run, console: Console, live: bool) -> int:
 def _locked(run: Run) -> Iterator[None]:
     """Keeps a second runner out of the run directory."""
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    with (run.run_dir / "runner.lock").open("w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(directory.locked(run.run_dir))
         except BlockingIOError as error:
             raise ConfigurationError(
                 f"run {run.run_id} is already running in {run.run_dir}; end it or give another --run-id"

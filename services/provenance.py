@@ -30,7 +30,9 @@ GIT_SECONDS = 10.0
 
 def describe(settings: Settings) -> ComponentRecord:
     """Return the record of this process, which runs with ``settings``. Secrets are asterisks in it."""
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(settings).model_fields.items()}
+    defaults = {
+        name: field.get_default(call_default_factory=True) for name, field in type(settings).model_fields.items()
+    }
     return ComponentRecord(
         settings=settings.model_dump(mode="json"),
         changed=[name for name, default in defaults.items() if getattr(settings, name) != default],
