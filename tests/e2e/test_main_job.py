@@ -1,5 +1,6 @@
 """The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
 
+import json
 import signal
 import statistics
 import time
@@ -66,6 +67,11 @@ def test_a_run_says_what_it_did(finished):
     assert {"seconds", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "model", "device"} <= set(
         summary
     )
+    components = json.loads((finished.run_dir / "config.json").read_text())["components"]
+    assert components.keys() == {"ppo-trainer", "data-server", "rollout-server", "reward-server", "replay-buffer"}
+    assert "reward_fn" in components["reward-server"]["changed"]
+    assert components["rollout-server"]["settings"]["run_id"] == finished.run_dir.name
+    assert "held-out prompts, greedy completions" in finished.text
 
 
 def test_it_learns(finished):
