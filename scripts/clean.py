@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.local import directory
+from scripts.local.commands import module
 from scripts.local.directory import RUNS, Usage
 from scripts.local.view import duration, gigabytes
 from services.errors import ConfigurationError
@@ -141,9 +142,8 @@ def show(console: Console, runs: list[Listed], below: Path) -> None:
         return
     _table(console, runs)
     console.print(f"{_count(runs)}, {gigabytes(sum(run.usage.size for run in runs))}", highlight=False)
-    console.print(
-        "Remove with: python -m scripts.clean RUN..., or --keep 3, or --older-than 7d", style="dim", soft_wrap=True
-    )
+    command = " ".join([*module("scripts.clean"), *(["--runs", str(below)] if below != RUNS else [])])
+    console.print(f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d", highlight=False, soft_wrap=True)
 
 
 def _table(console: Console, runs: list[Listed]) -> None:

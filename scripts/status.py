@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scripts.local.commands import module
 from scripts.local.directory import Nodes, find_run, read_nodes, read_object, state_of
 from scripts.local.summary import accuracy_change, reward_change
 from scripts.local.view import duration, last_error, last_life
@@ -175,7 +177,8 @@ def show(
     if state == "running" and page is not None:
         console.print(f"run page  http://{page}", highlight=False, soft_wrap=True)
     else:
-        console.print(f"run page  python -m scripts.view {run_dir}", highlight=False, soft_wrap=True)
+        command = shlex.join([*module("scripts.view"), str(run_dir)])
+        console.print(f"run page  {command}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

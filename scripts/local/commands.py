@@ -37,7 +37,7 @@ class Launch:
         options += [part for count in self.num_nodes for part in ("--num-nodes", count)]
         if self.shared_dir != Path():
             options += ["--shared-dir", str(self.shared_dir)]
-        return [*_module("scripts.run_local"), str(self.job_group), *options, "--run-id", run_id]
+        return [*module("scripts.run_local"), str(self.job_group), *options, "--run-id", run_id]
 
 
 def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -49,11 +49,11 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
         summary: the trainer's summary.json; empty where there is none of this run.
     """
     directory = shown_path(run.run_dir)
-    commands = [("look at it", shlex.join([*_module("scripts.view"), directory]))]
+    commands = [("look at it", shlex.join([*module("scripts.view"), directory]))]
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         model = f"{directory}/model"
-        serve = shlex.join([*_module("services.rollout_server.embedded"), "--host", "127.0.0.1"])
-        evaluate = [*_module("scripts.evaluate"), "--model", model, *launch.settings()]
+        serve = shlex.join([*module("services.rollout_server.embedded"), "--host", "127.0.0.1"])
+        evaluate = [*module("scripts.evaluate"), "--model", model, *launch.settings()]
         commands.append(("evaluate", shlex.join(evaluate)))
         commands.append(("chat (OpenAI's API)", f"MODEL_NAME={shlex.quote(model)} {serve}"))
         more = f"MAX_STEPS={2 * int(summary['steps'])}"
@@ -62,7 +62,8 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
         commands.append(("resume", shlex.join(launch.again(run.run_id))))
     elif any(task.name == Task.TRAINER for task in run.group.tasks):
         commands.append(("start again", shlex.join(launch.again(run.run_id))))
-    commands.append(("clean up", shlex.join([*_module("scripts.clean"), run.run_id])))
+    elsewhere = [] if launch.shared_dir == Path() else ["--runs", shown_path(run.run_dir.parent)]
+    commands.append(("list runs by size, and remove some", shlex.join([*module("scripts.clean"), *elsewhere])))
     return commands
 
 
@@ -71,5 +72,6 @@ def shown_path(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _module(name: str) -> list[str]:
+def module(name: str) -> list[str]:
+    """Return the beginning of a command that runs the module ``name`` with this interpreter."""
     return [shown_path(Path(sys.prefix) / "bin" / "python"), "-m", name]

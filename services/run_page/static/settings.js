@@ -15,7 +15,7 @@ export class Settings {
         "div",
         { class: "controls" },
         h("label", null, "Find ", this.filter),
-        h("label", null, this.onlyChanged, " only what is not the ", h("span", { class: "changed" }, "default")),
+        h("label", null, this.onlyChanged, " only what is ", h("span", { class: "changed" }, "not the default")),
         this.different,
       ),
       this.table,
