@@ -117,6 +117,8 @@ def under_way(run_dir: Path, written: float) -> str | None:
                 pass
         except BlockingIOError:
             return f"{LOCK} is held by its runner"
+        except OSError:
+            pass  # a file system without locks, or another user's file: the other signs decide
     if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
         return None
     ago = max(time.time() - written, 0.0)

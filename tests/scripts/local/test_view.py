@@ -29,6 +29,13 @@ def test_a_line_that_goes_into_a_file_has_everything():
     )
 
 
+def test_the_phase_that_scores_has_one_name_in_earlier_runs_too():
+    for column in ("seconds_score", "seconds_reward"):
+        step = Step.read(json.dumps({"step": 1, "reward_mean": 0.5, column: 2}).encode())
+        assert step is not None
+        assert step.seconds == {"score": 2.0}
+
+
 @pytest.mark.parametrize(
     ("width", "line"),
     [
