@@ -23,7 +23,7 @@ from services.settings import Settings
 log = get_logger(__name__)
 
 PACKAGES = ("skypilot-grpo", "torch", "transformers", "sglang", "sglang-router", "math-verify", "datasets")
-"""What decides about numbers and rewards, where a component has it installed."""
+"""Packages that decide about numbers and rewards; recorded where a component has them installed."""
 
 GIT_SECONDS = 10.0
 

@@ -202,7 +202,7 @@ def _add_common_routes(
 def _add_settings_route(app: FastAPI, settings: Settings) -> None:
     @app.get("/settings", tags=["common"], response_model=ComponentRecord)
     async def get_settings() -> Response:
-        """What the service runs with: its settings, without secrets, the code's commit and the packages' versions."""
+        """Return what the service runs with: settings without secrets, the code's commit, versions of packages."""
         return model_response(await asyncio.to_thread(provenance.describe, settings))
 
 

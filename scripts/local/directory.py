@@ -24,7 +24,7 @@ RUNS = Path("runs")
 MARKS = (FILE, LOCK, "metrics.jsonl", "components")
 """Any of these makes a directory a run's; config.json is in models, too."""
 LAST_FILES_SECONDS = 300
-"""What a run that has succeeded still writes, it writes within that long of its summary."""
+"""A run that has succeeded writes its last files within that long of its summary."""
 QUIET_SECONDS = 24 * 3600
 """A run that no runner of this machine accounts for may be under way elsewhere until nothing has been written that
 long: a step, or a wait for nodes, may take hours."""

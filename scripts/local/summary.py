@@ -19,7 +19,7 @@ from scripts.local.supervisor import Outcome
 from scripts.local.view import duration, gigabytes
 
 FILES = {"model": "trained model", "reward.png": "reward curve", "checkpoints": "checkpoints", "logs": "logs"}
-"""What the end of a run points to, and what it is called there."""
+"""Files and directories that the end of a run points to, with their names there."""
 SHOWN_COMPLETIONS = 3
 LONGEST_COMPLETION = 200
 """Characters of a prompt or completion that are shown."""
