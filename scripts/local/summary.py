@@ -123,7 +123,8 @@ def show_completions(console: Console, completions: list[BeforeAndAfter]) -> Non
     """Print held-out prompts with their completions before and after training."""
     if not completions:
         return
-    table = Table(title="held-out prompts, greedy completions", title_justify="left", show_lines=True)
+    console.print("held-out prompts, greedy completions", style="italic")
+    table = Table(show_lines=True)
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold")
     for shown in completions:

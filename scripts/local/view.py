@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -33,6 +33,9 @@ _STYLES = {
     "restarting": "yellow",
     "stopped": "dim",
 }
+
+# The phase while the trainer itself cannot tell; after its end the services end.
+_TRAINER_PHASES = {State.RUNNING: "starting", State.ENDED: "ending", State.STOPPED: "ending", State.FAILED: "ending"}
 
 
 @dataclass
@@ -77,6 +80,8 @@ class View:
         """The state of a node changed, or that of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
             self._nodes[task.name, own_rank] = _Node(state.value)
+        if task.name == Task.TRAINER and not rank and state in _TRAINER_PHASES:
+            self.trainer(replace(self._trainer, phase=_TRAINER_PHASES[state]))
         name = task.name if rank is None else f"{task.name}-{rank}"
         self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:

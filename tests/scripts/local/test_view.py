@@ -13,7 +13,7 @@ from scripts.local.environment import Run
 from scripts.local.health import TrainerStatus
 from scripts.local.progress import Pace, Step
 from scripts.local.spec import TaskSpec
-from scripts.local.supervisor import Outcome
+from scripts.local.supervisor import Outcome, State
 from scripts.local.view import View, describe
 from tests.scripts.local.test_environment import run_of
 from trainer.run_files import first_and_last
@@ -58,15 +58,18 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_left():
-    console = terminal(80)
-    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=True) as shown:
+@pytest.mark.parametrize(("has_ended", "phase"), [(False, "save"), (True, "ending")])
+def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_left(has_ended, phase):
+    console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
+    with View(run_of(trainer), console, live=True) as shown:
         shown.trainer(TrainerStatus("train", 1, 2))
         shown.step(Step(1, 0.1, None))
         shown.step(Step(2, 0.2, None))
         shown.trainer(TrainerStatus("save", 2, 2))
+        if has_ended:
+            shown.state(trainer, 0, State.ENDED, "exit code 0")
     last = printed(console).rpartition("component")[2]
-    assert "step 2/2 reward 0.200 save 0s" in last
+    assert f"step 2/2 reward 0.200 {phase} 0s" in last
     assert "left" not in last
     assert max(map(len, last.splitlines())) <= 80
 
