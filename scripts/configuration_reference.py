@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from enum import StrEnum
 from typing import Any
@@ -11,21 +10,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from scripts.generated import ROOT, write_or_check
+from scripts.settings_classes import READERS
 from services.settings import Settings
 
 TARGET = ROOT / "docs" / "configuration.md"
-
-# Heading, module and class of each table, in the order of the page.
-TABLES = (
-    ("Trainer and collectors", "trainer.config", "TrainerSettings"),
-    ("data-server", "services.data_server.settings", "DataSettings"),
-    ("rollout-server", "services.rollout_server.settings", "RolloutSettings"),
-    ("reward-server", "services.reward_server.settings", "RewardSettings"),
-    ("replay-buffer", "services.replay_buffer.settings", "ReplaySettings"),
-    ("environment-server", "services.environment_server.settings", "EnvironmentSettings"),
-    ("evaluation-head", "services.evaluation_head.settings", "HeadSettings"),
-    ("Evaluation of checkpoints", "scripts.evaluation.settings", "EvaluationSettings"),
-)
 
 INTRODUCTION = """# Configuration
 
@@ -33,25 +21,24 @@ Every component reads environment variables. `sky jobs launch jobgroup.yaml --en
 scripts.run_local jobgroup.yaml --env NAME=VALUE`) gives a variable to every task; each component reads its own and
 stops with one line when a value is not allowed. An empty value is as good as none.
 
+A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts
+`--env BATCHSIZE=8` without a word. `python -m scripts.run_local jobgroup.yaml --dry-run` with the same `--env`,
+`--secret` and `--env-file` checks names and values without a cluster and starts nothing: a name that no component reads
+is refused with the nearest one. Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that
+your own code reads, such as a reward function's, under `envs` of its task in the job group's file.
+
 This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
 """
 
 
 def page() -> str:
     """The whole page."""
-    classes = [(heading, settings_class(module, name)) for heading, module, name in TABLES]
     common = set(Settings.model_fields)
     parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
-    for heading, its_class in classes:
-        own = {name: field for name, field in its_class.model_fields.items() if name not in common}
-        parts += [f"## {heading}\n", _table(own)]
+    for reader in READERS:
+        own = {name: field for name, field in reader.settings_class().model_fields.items() if name not in common}
+        parts += [f"## {reader.heading}\n", _table(own)]
     return "\n".join(parts)
-
-
-def settings_class(module: str, name: str) -> type[Settings]:
-    """The class, whose module is imported only here."""
-    found: type[Settings] = getattr(importlib.import_module(module), name)
-    return found
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:

@@ -1,4 +1,4 @@
-"""Shows the logs of a run's components: ``python -m scripts.logs [-f] [TASK...]``, of the newest run by default."""
+"""Shows the logs of a run's components: ``python -m scripts.logs [-f] [RUN] [TASK...]``, of the newest by default."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from scripts.local.directory import find_run, read_nodes
+from scripts.local.directory import find_run, named_run, read_nodes
 from scripts.local.supervisor import LIFE_MARK
 from services.errors import ConfigurationError
 from services.scaffold import exit_code_of
@@ -65,8 +65,21 @@ def find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
     names = [path.stem for path in paths]
     for task in tasks:
         if not any(_is_of(name, task) for name in names):
-            raise ConfigurationError(f"no log of {task} in {run_dir / 'logs'}; there are {', '.join(names) or 'none'}")
+            raise ConfigurationError(
+                f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {', '.join(names) or 'none'}"
+            )
     return [Log(path) for path in paths if not tasks or any(_is_of(path.stem, task) for task in tasks)]
+
+
+def choose_run(names: list[str], run: str | None = None) -> tuple[Path, list[str]]:
+    """Return the run, and the tasks, that ``names`` say: the first may be a run, unless ``run`` names one.
+
+    Raises:
+        ConfigurationError: there is no such run.
+    """
+    if run is None and names and (found := named_run(names[0])) is not None:
+        return found, names[1:]
+    return find_run(run), names
 
 
 def _is_of(node: str, task: str) -> bool:
@@ -97,19 +110,23 @@ def _style(line: str) -> str:
 
 
 def main(
-    tasks: Annotated[
+    names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK]...", help="Tasks such as ppo-trainer, or nodes such as ppo-trainer-1."),
+        typer.Argument(
+            metavar="[RUN] [TASK]...",
+            help="A run's id or directory, by default the newest run below runs/; then tasks such as ppo-trainer, or "
+            "nodes such as ppo-trainer-1.",
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many of the last lines.")] = None,
-    run: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Default: the newest below runs/.")] = None,
+    run: Annotated[str | None, typer.Option(hidden=True)] = None,  # the former way, until the next version
 ) -> None:
     """Shows the logs of a run's components, in the order of time."""
 
     def work() -> None:
-        run_dir = find_run(run)
-        logs = find_logs(run_dir, tasks or [])
+        run_dir, tasks = choose_run(names or [], run)
+        logs = find_logs(run_dir, tasks)
         printer = Printer(Console(), [log.node for log in logs])
         for _, node, line in deque(heapq.merge(*(log.new_lines() for log in logs)), maxlen=lines):
             printer.show(node, line)

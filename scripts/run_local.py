@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import signal
 import sys
 import time
@@ -21,7 +20,20 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import directory, environment, gpus, health, nodes, processes, progress, spec, summary, watchdog
+from scripts.local import (
+    directory,
+    environment,
+    gpus,
+    health,
+    nodes,
+    processes,
+    progress,
+    spec,
+    summary,
+    variables,
+    watchdog,
+)
+from scripts.local.commands import Launch
 from scripts.local.environment import Run
 from scripts.local.output import standard_output
 from scripts.local.supervisor import Supervisor
@@ -54,7 +66,8 @@ def main(
         bool | None, typer.Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would run, and where, without running it.")
+        bool,
+        typer.Option("--dry-run", help="Check the settings of all tasks, and show what would run and where."),
     ] = False,
     own_hosts: Annotated[
         bool | None,
@@ -68,12 +81,10 @@ def main(
     console = Console(file=standard_output())
     try:
         from_files = {name: value for file in env_file or [] for name, value in spec.env_file(file).items()}
-        overrides = spec.Overrides(
-            environment=from_files | spec.assignments(env or [], "--env"),
-            secrets=spec.assignments(secret or [], "--secret"),
-            num_nodes=spec.counts(num_nodes or []),
-        )
+        options, secrets = spec.assignments(env or [], "--env"), spec.assignments(secret or [], "--secret")
+        overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes or []))
         group = spec.load(path, overrides)
+        variables.check_names(group, options | secrets, from_files)
         environment.check_mounts(group)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
             run = Run(
@@ -85,12 +96,14 @@ def main(
                 mark=f"run-{uuid.uuid4().hex}",
             )
             environment.check_gpus(run)
+            variables.check_values(run)
             if dry_run:
                 plan(console, run)
                 raise typer.Exit
+            launch = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), shared_dir)
             with _locked(run), watchdog.guard(run.mark):
                 directory.record_nodes(run)
-                exit_code = asyncio.run(_run(run, console, console.is_terminal if live is None else live))
+                exit_code = asyncio.run(_run(run, launch, console, console.is_terminal if live is None else live))
     except ConfigurationError as error:
         print(f"run_local: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
@@ -106,7 +119,7 @@ def plan(console: Console, run: Run) -> None:
     console.print(table)
 
 
-async def _run(run: Run, console: Console, live: bool) -> int:
+async def _run(run: Run, launch: Launch, console: Console, live: bool) -> int:
     since = time.time()
     meter = processes.MemoryMeter()
     with View(run, console, live=live) as view:
@@ -148,7 +161,7 @@ async def _run(run: Run, console: Console, live: bool) -> int:
         summary.record(run, outcome, meter)
     except OSError as error:
         console.print(f"what the run took cannot be written down: {error}", soft_wrap=True)
-    summary.show(console, run, outcome, meter.peak, summary.trainer_summary(run, since))
+    summary.show(console, run, launch, outcome, meter.peak, summary.trainer_summary(run, since))
     return outcome.exit_code
 
 
@@ -156,9 +169,9 @@ async def _run(run: Run, console: Console, live: bool) -> int:
 def _locked(run: Run) -> Iterator[None]:
     """Keeps a second runner out of the run directory."""
     run.run_dir.mkdir(parents=True, exist_ok=True)
-    with (run.run_dir / "runner.lock").open("w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stack.enter_context(directory.locked(run.run_dir))
         except BlockingIOError as error:
             raise ConfigurationError(
                 f"run {run.run_id} is already running in {run.run_dir}; end it or give another --run-id"

@@ -1,9 +1,10 @@
-"""Says where a run stands: ``python -m scripts.status [RUN_DIR]``, by default of the newest run."""
+"""Says where a run stands: ``python -m scripts.status [RUN]``, by default the newest run."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scripts.local.directory import Nodes, find_run, read_nodes, read_object
-from scripts.local.summary import figure
+from scripts.local.commands import module
+from scripts.local.directory import Nodes, find_run, read_nodes, read_object, state_of
+from scripts.local.summary import accuracy_change, reward_change
 from scripts.local.view import duration, last_error, last_life
 from services import endpoints
 from services.endpoints import Task
 from services.scaffold import exit_code_of
+from trainer.run_files import first_and_last
 
 REQUEST_SECONDS = 3.0
 RECENT_STEPS = 5
@@ -53,16 +56,6 @@ def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in records if "reward_mean" in record]
 
 
-def state_of(run_dir: Path, nodes: Nodes | None) -> str:
-    """One word: running, or how the run ended, or unknown where neither its runner nor its trainer has said."""
-    if nodes is not None and nodes.is_running():
-        return "running"
-    status = read_object(run_dir / "summary.json").get("status")
-    if status is None and nodes is not None:
-        return "ended without a summary"
-    return status or "unknown"
-
-
 def headline(run_dir: Path, total_steps: int, is_running: bool) -> list[tuple[str, str]]:
     """What there is to say in figures, by name."""
     steps = read_steps(run_dir)
@@ -74,16 +67,15 @@ def headline(run_dir: Path, total_steps: int, is_running: bool) -> list[tuple[st
         rewards = [step["reward_mean"] for step in steps]
         seconds = [step["seconds_step"] for step in steps[-RECENT_STEPS:] if "seconds_step" in step]
         rows.append(("steps", f"{last} of {total_steps}" if total_steps else str(last)))
-        rows.append(("mean reward, first to last 3 steps", f"{_mean(rewards[:3]):.3f} → {_mean(rewards[-3:]):.3f}"))
+        rows.append(reward_change(first_and_last(rewards)))
         if seconds and is_running:
             left = f", {duration(_mean(seconds) * (total_steps - last))} left" if total_steps else ""
             rows.append(("a step", f"{duration(_mean(seconds))}{left}"))
-    accuracies = ("accuracy_before", "accuracy_after")
-    if not is_running and all(summary.get(name) is not None for name in accuracies):
-        change = " → ".join(figure(summary, name) for name in accuracies)
-        rows.append(("accuracy on held-out prompts (± standard error)", change))
+    if not is_running and summary.get("accuracy_after") is not None:
+        rows.append(("accuracy on held-out prompts (± standard error)", accuracy_change(summary)))
     if not is_running and runner:
-        rows.append(("outcome", f"{runner['reason']}, after {duration(runner['seconds'])}"))
+        rows.append(("outcome", runner["reason"]))
+        rows.append(("time, from start to end", duration(runner["seconds"])))
         if runner["restarts"]:
             rows.append(("restarts", ", ".join(f"{task} {count}" for task, count in runner["restarts"].items())))
     return rows
@@ -143,8 +135,8 @@ async def ask_trainer(nodes: Nodes | None, token: str | None) -> dict[str, Any]:
 
 
 def main(
-    run_dir: Annotated[
-        Path | None, typer.Argument(metavar="[RUN_DIR]", help="Default: the newest below runs/.")
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
     ] = None,
     token: Annotated[
         str | None, typer.Option(envvar="JOBGROUP_TOKEN", show_envvar=True, help="Of a job group that has one.")
@@ -153,7 +145,7 @@ def main(
     """Says where a run stands, and how its components are."""
 
     def work() -> None:
-        directory = find_run(run_dir)
+        directory = find_run(run)
         nodes = read_nodes(directory)
         trainer = asyncio.run(ask_trainer(nodes, token))
         show(Console(), directory, nodes, trainer, asyncio.run(ask_nodes(directory, nodes)))
@@ -185,7 +177,8 @@ def show(
     if state == "running" and page is not None:
         console.print(f"run page  http://{page}", highlight=False, soft_wrap=True)
     else:
-        console.print(f"run page  python -m scripts.view {run_dir}", highlight=False, soft_wrap=True)
+        command = shlex.join([*module("scripts.view"), str(run_dir)])
+        console.print(f"run page  {command}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

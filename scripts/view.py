@@ -1,4 +1,4 @@
-"""Opens the run page over finished runs, one or several to compare: ``python -m scripts.view runs/grpo-1 runs/grpo-2``.
+"""Opens the run page over runs, one or several to compare: ``python -m scripts.view [RUN...]``.
 
 A run that still goes on is shown as far as it has come. Nothing is written.
 """
@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from fastapi import FastAPI
 
+from scripts.local.directory import find_run, named_run
 from services import logs
 from services.run_page.directory import RunDirectory, find_runs
 from services.run_page.routes import PUBLIC, add_run_page
@@ -36,19 +37,22 @@ def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
 
 
 def main(
-    directories: Annotated[
-        list[Path], typer.Argument(metavar="RUN_DIR...", help="Run directories, or a directory of such.")
-    ],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...", help="Ids or directories, or a directory of runs. Default: the newest run below runs/."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8005,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serves the run page over run directories until Ctrl-C."""
+    """Serves the run page over runs until Ctrl-C."""
 
     def work() -> None:
         settings = Settings.load()
         logs.configure("run-view", "warning")
-        runs = find_runs(directories)
+        runs = find_runs([named_run(name) or Path(name) for name in names] if names else [find_run(None)])
         listener = listen(host, port)
         url = f"http://{host}:{listener.getsockname()[1]}"
         print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)

@@ -22,6 +22,7 @@ from services.protocol import (
     AddGroupsRequest,
     BatchRewardReply,
     BatchRewardRequest,
+    ComponentRecord,
     Cursor,
     CursorRequest,
     DataStats,
@@ -83,6 +84,10 @@ class ServiceClient:
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Returns when the service is healthy; DependencyLostError when it is not within ``deadline_seconds``."""
         await self.http.wait_healthy(deadline_seconds)
+
+    async def settings(self) -> ComponentRecord:
+        """Ask what the service runs with."""
+        return await self.http.get_json("/settings", ComponentRecord)
 
 
 class DataClient(ServiceClient):

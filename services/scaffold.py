@@ -30,7 +30,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
 from pydantic import BaseModel
 
-from services import endpoints, gate, logs, problems
+from services import endpoints, gate, logs, problems, provenance
 from services.connections import server_config
 from services.errors import (
     EXIT_CONFIGURATION,
@@ -40,7 +40,7 @@ from services.errors import (
     DependencyLostError,
     NeverReadyError,
 )
-from services.protocol import Health, Problem
+from services.protocol import ComponentRecord, Health, Problem
 from services.settings import Settings
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def create_app(
     public: Collection[str] = (),
     max_body_bytes: int = gate.MAX_BODY_BYTES,
 ) -> FastAPI:
-    """An application with /health, /metrics, /stats, /openapi.json and /docs, problem documents, token and limits.
+    """An application with /health, /metrics, /stats, /settings, /openapi.json and /docs, problems, token and limits.
 
     Args:
         service: its name, such as ``data-server``; also the ``service`` label of its metrics.
@@ -150,6 +150,7 @@ def create_app(
     app.state.service = service
     problems.install(app)
     _add_common_routes(app, service, lifecycle, health, stats)
+    _add_settings_route(app, settings)
     _describe(app, asks_token=settings.token is not None)
     app.add_middleware(
         gate.Gate,
@@ -197,6 +198,13 @@ def _add_common_routes(
         """What the service has done and holds."""
         content = stats() if stats is not None else {}
         return JsonResponse({"service": service, **(await content if inspect.isawaitable(content) else content)})
+
+
+def _add_settings_route(app: FastAPI, settings: Settings) -> None:
+    @app.get("/settings", tags=["common"], response_model=ComponentRecord)
+    async def get_settings() -> Response:
+        """Return what the service runs with: settings without secrets, the code's commit, versions of packages."""
+        return model_response(await asyncio.to_thread(provenance.describe, settings))
 
 
 def _describe(app: FastAPI, *, asks_token: bool) -> None:

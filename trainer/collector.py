@@ -11,7 +11,7 @@ import sys
 
 from prometheus_client import Counter
 
-from services import endpoints, logs
+from services import endpoints, logs, provenance
 from services.clients import DataClient, ReplayClient, RewardClient
 from services.endpoints import Task
 from services.errors import ConfigurationError, DependencyLostError
@@ -156,6 +156,7 @@ def main() -> None:
     logs.configure(Task.COLLECTOR.value, settings.log_level)
     if has_succeeded(settings):
         return
+    provenance.leave_record(settings, Task.COLLECTOR)
     asyncio.run(collect(settings))
     log.info("all prompts collected")
 

@@ -6,10 +6,11 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from services.clients import DataClient, ReplayClient, RewardClient
+from services.endpoints import Task
 from services.errors import DependencyLostError, NeverReadyError
 from services.http_client import RequestRefusedError
 from services.logs import get_logger
-from services.protocol import Cursor, DataStats, SampledGroup
+from services.protocol import ComponentRecord, Cursor, DataStats, SampledGroup
 from services.rollout_client import RolloutClient
 from services.rollout_control import RouterControl
 from services.scaffold import in_background
@@ -76,6 +77,12 @@ class Conductor:
     async def describe_data(self) -> DataStats:
         """What there is to train on."""
         return await self.data.stats()
+
+    async def describe_components(self) -> dict[Task, ComponentRecord]:
+        """Ask the services what they run with."""
+        clients = (self.data, self.rewards, self.replay)
+        records = await asyncio.gather(*(client.settings() for client in clients))
+        return {client.service: record for client, record in zip(clients, records, strict=True)}
 
     async def start_source(self, cursor: Cursor) -> None:
         """Starts the source of groups; in asynchronous mode with a collector beside the trainer, unless it is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from services.accuracy import OVER_LIMIT, is_correct, pass_at_k, standard_error
 from services.clients import DataClient, RewardClient
@@ -15,6 +16,8 @@ from trainer.experience import derive_seed
 from trainer.generation import PromptGenerator
 
 PROMPTS_A_REQUEST = 256
+KEPT_SAMPLES = 8
+"""Prompts of an evaluation whose greedy completions are kept for people to read."""
 
 
 class Evaluator:
@@ -27,6 +30,8 @@ class Evaluator:
         self.data = data
         self.generator = PromptGenerator(rollouts)
         self.rewards = rewards
+        self.samples: list[dict[str, Any]] = []
+        """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
     async def evaluate(self) -> dict[str, float]:
         """Measure ``accuracy`` (greedy pass@1) with its standard error, and how it was measured; with EVAL_SAMPLES k
@@ -79,9 +84,22 @@ class Evaluator:
         owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
         items = [RewardItem.of(prompts[i], completion) for i, completion in owners]
         judged: list[list[RewardResult]] = [[] for _ in prompts]
-        for (i, _), result in zip(owners, await self.rewards.score(items), strict=True):
+        results = await self.rewards.score(items)
+        for (i, _), result in zip(owners, results, strict=True):
             if is_correct(result) is not None:
                 judged[i].append(result)
+        if params.temperature == 0:
+            self.samples = [
+                {
+                    "prompt": prompts[i].prompt,
+                    "ground_truth": prompts[i].ground_truth,
+                    "completion": completion.completion,
+                    "reward": result.reward,
+                    "finish_reason": completion.finish_reason.value,
+                }
+                for (i, completion), result in zip(owners, results, strict=True)
+                if i < KEPT_SAMPLES
+            ]
         return judged
 
 

@@ -325,6 +325,7 @@ class TrainingLoop:
             deadline = self.settings.evaluation_deadline_seconds + GRACE_SECONDS
             result = main.thread.call(main.conductor.evaluator.evaluate(), deadline, interruptible=True)
             result["seconds_evaluate"] = time.perf_counter() - started
+            main.files.record_evaluation(self.state.step, main.conductor.evaluator.samples)
             log.info("evaluated", step=self.state.step, **result)
             return result
 
@@ -349,6 +350,7 @@ class TrainingLoop:
 
     def save_checkpoint(self, *, wait: bool = False) -> None:
         """Starts a checkpoint of the last completed step, together with the replay buffer's contents."""
+        self._phase("save")
         label = f"{self.settings.run_id}-step-{self.state.step:06d}"
 
         def snapshot() -> None:
@@ -437,11 +439,8 @@ def _headline(metrics: dict[str, float]) -> dict[str, str]:
         "staleness_max": "staleness",
     }
     line = {short: f"{metrics[name]:.3g}" for name, short in names.items() if name in metrics}
-    phases = ("wait", "generate", "reward", "store", "train", "publish", "evaluate", "step")
-    seconds = {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in phases if f"seconds_{name}" in metrics}
-    if "reward" in seconds:
-        seconds["score"] = seconds.pop("reward")  # beside the reward itself
-    return line | seconds
+    phases = ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")
+    return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in phases if f"seconds_{name}" in metrics}
 
 
 def _to_json(groups: Sequence[TrainingGroup]) -> list[Any]:

@@ -30,7 +30,7 @@ from trainer.policy import Description, Policy, compute_type, load_policy, save_
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
 from trainer.resume import count_parameters, resume, start_source
-from trainer.run_files import RunFiles, mean_of_first, mean_of_last
+from trainer.run_files import RunFiles, first_and_last
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.status import RunStatus, serve_status
 from trainer.volume import writing
@@ -145,6 +145,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         )
         try:
             final = loop.run()
+            status.phase = "save"
             save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         except Exception as error:
             _write_summary(main, _summary(settings, ranks, state, data.source, _status_of(error)))
@@ -191,8 +192,9 @@ def _start_main(
         assert conductor is not None
         assert description is not None, "rank 0 has it"
         start_source(settings, thread, conductor, state)
+        services = thread.call(conductor.describe_components(), settings.service_deadline_seconds + GRACE_SECONDS)
         with writing(settings.run_dir):
-            files = RunFiles(settings, state.step, description.decode)
+            files = RunFiles(settings, state.step, description.decode, services)
         stack.callback(files.close)
         made.append(Main(thread, conductor, files, status))
 
@@ -229,8 +231,7 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "status": status,
         "steps": state.step,
         "seconds": state.seconds,
-        "reward_first": mean_of_first(state.rewards),
-        "reward_last": mean_of_last(state.rewards),
+        **first_and_last(state.rewards),
         "accuracy_before": state.accuracy_before,
         "accuracy_before_stderr": state.accuracy_before_stderr,
         "accuracy_after": state.last_accuracy if state.step else None,

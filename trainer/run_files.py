@@ -1,38 +1,47 @@
-"""What a run leaves in its directory: settings, metrics, samples, TensorBoard events, the reward curve, the summary."""
+"""The files of a run directory: settings, metrics, samples, TensorBoard events, the reward curve, the summary."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from services import provenance
+from services.endpoints import Task
 from services.logs import get_logger
-from services.protocol import Group
+from services.protocol import ComponentRecord, Group
 from trainer import exported
-from trainer.config import TrainerSettings
+from trainer.config import Mode, TrainerSettings
 from trainer.experience import reward_counts
 
 log = get_logger(__name__)
 
 AVERAGED_STEPS = 3
-"""Steps at the start and at the end over which the summary averages rewards."""
+"""Most steps at the start and at the end over which the summary averages rewards."""
 
 
 class RunFiles:
     """Writes the run directory; only rank 0 has one."""
 
-    def __init__(self, settings: TrainerSettings, resumed_step: int, decode: Callable[[list[int]], str]) -> None:
-        """Open the run directory and drop what an earlier life of the run wrote after ``resumed_step``.
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        resumed_step: int,
+        decode: Callable[[list[int]], str],
+        services: Mapping[Task, ComponentRecord] | None = None,
+    ) -> None:
+        """Open the run directory and drop what an earlier attempt wrote after ``resumed_step``.
 
         Args:
-            settings: say where the directory is.
+            settings: the trainer's.
             resumed_step: the last step whose records stay.
-            decode: the tokenizer's, with special tokens.
+            decode: returns the text of token ids, with special tokens.
+            services: the settings and versions of the services, for config.json.
         """
         from torch.utils.tensorboard.writer import SummaryWriter
 
@@ -40,9 +49,12 @@ class RunFiles:
         self._decode = decode
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
-        _write(self.directory / "config.json", settings.model_dump(mode="json"))
+        self._components = {Task.TRAINER: provenance.describe(settings), **(services or {})}
+        self._write_config()
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_after(self.directory / name, resumed_step)
+        # The evaluation before the first step is made again when no step counts.
+        _drop_after(self.directory / "evaluations.jsonl", resumed_step or -1)
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
         self._wandb = _start_wandb(settings) if settings.wandb_api_key else None
 
@@ -77,11 +89,26 @@ class RunFiles:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def record_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Appends a few greedy completions of held-out prompts, the same prompts after each evaluation."""
+        _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json and, once there was a step, the reward curve."""
+        self._write_config()  # again, since a component that started late is in the directory by now
         _write(self.directory / "summary.json", summary)
         if (self.directory / "metrics.jsonl").exists():
             draw_reward_curve(self.directory)
+
+    def _write_config(self) -> None:
+        """Writes config.json: what every component runs with."""
+        left = [Task.ROLLOUT_SERVER]
+        if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
+            left.append(Task.COLLECTOR)
+        found = {task: provenance.read_left_record(self.directory, task) for task in left}
+        records = self._components | {task: record for task, record in found.items() if record is not None}
+        components = {task.value: record.model_dump() for task, record in records.items()}
+        _write(self.directory / "config.json", {"components": components})
 
     def close(self) -> None:
         """Flushes what is buffered."""
@@ -94,14 +121,17 @@ class RunFiles:
             self._wandb.finish()
 
 
-def mean_of_first(rewards: Sequence[float]) -> float | None:
-    """Mean reward of the first steps; None without steps."""
-    return statistics.fmean(rewards[:AVERAGED_STEPS]) if rewards else None
+def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the mean rewards of the first and of the last steps, and how many steps each is of: no step is in both.
 
-
-def mean_of_last(rewards: Sequence[float]) -> float | None:
-    """Mean reward of the last steps; None without steps."""
-    return statistics.fmean(rewards[-AVERAGED_STEPS:]) if rewards else None
+    A single step has a first mean only; without steps there is none.
+    """
+    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
+    return {
+        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
+        "reward_steps": min(steps, len(rewards)),
+    }
 
 
 def draw_reward_curve(run_dir: Path) -> None:

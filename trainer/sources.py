@@ -104,7 +104,7 @@ class SynchronousSource:
             made = [g for g in await asyncio.gather(*map(self.maker.make, prompts)) if g is not None]
             generated = max(self.maker.last_generated, started)
             _add(seconds, "generate", generated - started)
-            _add(seconds, "reward", time.perf_counter() - generated)
+            _add(seconds, "score", time.perf_counter() - generated)
             if made or not prompts:
                 return made, cursor
             self.maker.generator.check(self.settings.batch_size)

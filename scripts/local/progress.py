@@ -31,7 +31,8 @@ class Step:
             reward=record["reward_mean"],
             loss=record.get("loss"),
             seconds={
-                name.removeprefix("seconds_"): float(value)
+                # Earlier runs call the phase that scores "reward".
+                {"seconds_reward": "score"}.get(name, name.removeprefix("seconds_")): float(value)
                 for name, value in record.items()
                 if name.startswith("seconds_") and value is not None
             },
@@ -49,13 +50,16 @@ class Pace:
         self._seen = [*self._seen[-5:], (time.monotonic(), step.step)]
 
     def seconds_left(self, total_steps: int) -> float | None:
-        """Seconds until the last of ``total_steps``, from the mean of the last few; None as long as it is unknown."""
+        """Return the seconds until the last of ``total_steps``, from the mean of the last few.
+
+        None while the pace is unknown, and after the last step.
+        """
         if not total_steps or len(self._seen) < 2:
             return None
         (first_time, first), (last_time, last) = self._seen[0], self._seen[-1]
-        if last <= first:
+        if last <= first or last >= total_steps:
             return None
-        return (last_time - first_time) / (last - first) * max(total_steps - last, 0)
+        return (last_time - first_time) / (last - first) * (total_steps - last)
 
 
 class MetricsFile:

@@ -29,6 +29,8 @@ class TaskSpec:
     num_nodes: int = 1
     gpus_per_node: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    declared: frozenset[str] = frozenset()
+    """The variables that the file itself names."""
     mounts: Mapping[str, str] = field(default_factory=dict)
     """Mount path to volume name."""
     max_restarts_on_errors: int = 0
@@ -202,6 +204,7 @@ def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpe
         num_nodes=num_nodes,
         gpus_per_node=_gpus(resources.get("accelerators")),
         environment=variables | secrets,
+        declared=frozenset((document.get("envs") or {}) | (document.get("secrets") or {})),
         mounts={str(mount): str(volume) for mount, volume in (document.get("volumes") or {}).items()},
         max_restarts_on_errors=int(recovery.get("max_restarts_on_errors", 0)),
         recover_on_exit_codes=frozenset([codes] if isinstance(codes, int) else codes),

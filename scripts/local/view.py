@@ -1,9 +1,10 @@
-"""What a person sees of a run: a live view on a terminal, plain lines elsewhere."""
+"""The runner's output: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -12,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from scripts.local.commands import shown_path
 from scripts.local.environment import Run
 from scripts.local.health import TrainerStatus
 from scripts.local.progress import Pace, Step
@@ -32,6 +34,9 @@ _STYLES = {
     "stopped": "dim",
 }
 
+# The phase while the trainer itself cannot tell; after its end the services end.
+_TRAINER_PHASES = {State.RUNNING: "starting", State.ENDED: "ending", State.STOPPED: "ending", State.FAILED: "ending"}
+
 
 @dataclass
 class _Node:
@@ -48,6 +53,7 @@ class View:
         self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
         self._step: Step | None = None
         self._trainer = TrainerStatus("starting", 0, 0)
+        self._phase_began = time.monotonic()
         self._pace = Pace()
         self._memory = 0
         self._explained: dict[str, str] = {}
@@ -56,7 +62,7 @@ class View:
     def __enter__(self) -> View:
         """Starts the live view."""
         self._console.print(
-            f"run {self._run.run_id}, logs in {_shown(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
+            f"run {self._run.run_id}, logs in {shown_path(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
         )
         page = self._run.addresses.endpoints.get(f"{Task.TRAINER.value}-0:{STATUS_PORT}")
         if page is not None:
@@ -74,6 +80,8 @@ class View:
         """The state of a node changed, or that of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
             self._nodes[task.name, own_rank] = _Node(state.value)
+        if task.name == Task.TRAINER and not rank and state in _TRAINER_PHASES:
+            self.trainer(replace(self._trainer, phase=_TRAINER_PHASES[state]))
         name = task.name if rank is None else f"{task.name}-{rank}"
         self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:
@@ -96,10 +104,14 @@ class View:
         """A step ended."""
         self._step = step
         self._pace.seen(step)
-        self._say(describe(step, self._trainer.total_steps, self._pace.seconds_left(self._trainer.total_steps)))
+        total = self._trainer.total_steps
+        width = self._console.width if self._console.is_terminal else None
+        self._say(describe(step, total, self._pace.seconds_left(total), width))
 
     def trainer(self, status: TrainerStatus) -> None:
         """The trainer said what it is doing."""
+        if status.phase != self._trainer.phase:
+            self._phase_began = time.monotonic()
         self._trainer = status
 
     def memory(self, memory_bytes: int) -> None:
@@ -112,7 +124,8 @@ class View:
             self._say(f"the view goes on without a part, the run is not affected: {error!r}", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
-        self._console.print(Text(text, style=style), soft_wrap=True)
+        # A terminal would break long lines within words; elsewhere they are for programs, and stay whole.
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def _explain(self, task: TaskSpec, rank: int) -> None:
         """Prints why a node failed: its own last error if it named one, else the end of its log."""
@@ -120,14 +133,16 @@ class View:
         lines = last_life(log)
         error = last_error(lines)
         if error is None:
-            self._say(f"the end of {_shown(log)}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), "dim")
+            self._say(
+                f"the end of {shown_path(log)}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), "dim"
+            )
         elif error != self._explained.get(task.name):
             self._say(f"  {error}", "red")
             self._explained[task.name] = error
 
     def _render(self) -> RenderableType:
         table = Table(box=None, pad_edge=False)
-        for column in ("component", "state", "address", "log"):
+        for column in ("component", "state", "address"):
             table.add_column(column, overflow="fold")
         for task in self._run.group.tasks:
             for rank in range(task.num_nodes):
@@ -136,24 +151,24 @@ class View:
                     f"{task.name}-{rank}",
                     Text(node.state, style=_STYLES.get(node.state, "")),
                     self._run.addresses.hosts[task.name][rank],
-                    _shown(self._run.log(task, rank)),
                 )
         return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
 
     def _bar(self) -> RenderableType:
         total = self._trainer.total_steps
+        phase = f"{self._trainer.phase} {duration(time.monotonic() - self._phase_began)}"
         if not total:
-            return Text("no step yet", style="dim")
+            return Text(f"no step yet, {phase}", style="dim")
         grid = Table.grid(padding=(0, 1))
         step = self._step
         done = step.step if step else self._trainer.step
         left = self._pace.seconds_left(total)
         grid.add_row(
-            ProgressBar(total=total, completed=done, width=40),
+            ProgressBar(total=total, completed=done, width=max(10, min(40, self._console.width - 60))),
             f"step {done}/{total}",
             f"reward {step.reward:.3f}" if step else "",
-            self._trainer.phase,
-            f"{duration(left)} left" if left is not None else "",
+            phase,
+            f"{duration(left)} of steps left" if left is not None else "",
         )
         return grid
 
@@ -170,28 +185,42 @@ def last_error(lines: list[str]) -> str | None:
     return next((line for line in reversed(lines) if line.startswith("error: ")), None)
 
 
-def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
-    """A step on one line: number, reward, loss, seconds by phase, time left. ``total_steps`` is 0 while unknown."""
-    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", f"reward {step.reward:.3f}"]
-    if step.loss is not None:
-        parts.append(f"loss {step.loss:+.4f}")
-    if step.seconds:
-        parts.append(" ".join(f"{phase} {seconds:.1f}s" for phase, seconds in step.seconds.items()))
-    if seconds_left is not None:
-        parts.append(f"{duration(seconds_left)} left")
-    return "  ".join(parts)
+def describe(step: Step, total_steps: int, seconds_left: float | None, width: int | None = None) -> str:
+    """Return a step's line: number, reward, loss, seconds by phase, time left.
+
+    Args:
+        step: the step.
+        total_steps: of the run; 0 while unknown.
+        seconds_left: until the last step; None while unknown.
+        width: characters that the line may have; the shortest phases, then the loss, are left out of a longer one.
+    """
+    name = f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}"
+    loss = [] if step.loss is None else [f"loss {step.loss:+.4f}"]
+    left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+    shortest_first = sorted(step.seconds, key=lambda phase: step.seconds[phase])
+    line = ""
+    for omitted in range(len(shortest_first) + 2):
+        phases = {phase: step.seconds[phase] for phase in step.seconds if phase not in shortest_first[:omitted]}
+        seconds = [" ".join(f"{phase} {value:.1f}s" for phase, value in phases.items())] if phases else []
+        shown_loss = loss if omitted <= len(shortest_first) else []
+        line = "  ".join([name, f"reward {step.reward:.3f}", *shown_loss, *seconds, *left])
+        if width is None or len(line) <= width:
+            break
+    return line
 
 
 def duration(seconds: float) -> str:
-    """``45s``, ``3m05s`` or ``2h07m``."""
+    """Return ``45s``, ``3m05s``, ``2h07m`` or ``12d``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d"
 
 
-def _shown(path: Path) -> str:
-    """``path`` from here if it is below, else whole."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def gigabytes(size: int) -> str:
+    """Return a size in bytes as ``3.1 GB`` or ``27 MB``."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

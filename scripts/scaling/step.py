@@ -101,7 +101,8 @@ def _measured(line: dict[str, Any]) -> Measured:
     )
     phases = {
         "generate": line["seconds_generate"],
-        "score": line["seconds_reward"] + line["seconds_store"],
+        # Runs of version 0.1 call it seconds_reward.
+        "score": line.get("seconds_score", line.get("seconds_reward", 0.0)) + line["seconds_store"],
         "train": line["seconds_train"],
         "publish": line["seconds_publish"],
     }

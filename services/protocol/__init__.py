@@ -10,6 +10,7 @@ clients may carry more than we read.
 from services.protocol.base import (
     MAX_GROUP_SIZE,
     MAX_TOKENS,
+    ComponentRecord,
     Count,
     Finite,
     Health,
@@ -83,6 +84,7 @@ __all__ = [
     "BatchRewardReply",
     "BatchRewardRequest",
     "Completion",
+    "ComponentRecord",
     "Count",
     "Cursor",
     "CursorRequest",

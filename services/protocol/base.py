@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,3 +49,16 @@ class Problem(BaseModel):
     status: int
     detail: str
     instance: str | None = None
+
+
+class ComponentRecord(BaseModel):
+    """Reply of GET /settings, and an entry of config.json: what a component runs with."""
+
+    settings: dict[str, Any]
+    """By field name; secrets are asterisks."""
+    changed: list[str]
+    """The settings that differ from their default."""
+    packages: dict[str, str]
+    """Versions, Python's among them."""
+    commit: str | None
+    """The commit of the code, with ``-dirty`` where files differ from it; None outside a git checkout."""

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from services import endpoints, logs
+from services import endpoints, logs, provenance
 from services.endpoints import Endpoint, Task
 from services.errors import ConfigurationError
 from services.rollout_control import PROBE_SECONDS, RouterControl, WorkerControl
@@ -161,6 +161,7 @@ def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
         engine_listen_port=given.engine_port,
     )
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
+    provenance.leave_record(settings, Task.ROLLOUT_SERVER)
     asyncio.run(Launcher(settings, make_engine_command).run())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from services.endpoints import Task
 from services.errors import ConfigurationError
 from services.run_page.lines import Position, parse, read_lines
 from services.run_page.samples import SampleIndex
@@ -19,6 +20,8 @@ SUMMARY_DIGITS = 4
 
 RewardCounts = list[tuple[float, int]]
 """How many completions of a step have each reward."""
+RENAMED = {"seconds_reward": "seconds_score"}
+"""Columns of version 0.1, by the names that they have now."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,18 @@ class RunDirectory:
         self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
     def settings(self) -> dict[str, Any]:
-        """The trainer's settings, from config.json; empty as long as there is none."""
-        return _read_object(self.path / "config.json")
+        """Return the trainer's settings, from config.json; empty as long as there is none."""
+        settings: dict[str, Any] = self.components().get(Task.TRAINER.value, {}).get("settings", {})
+        return settings
+
+    def components(self) -> dict[str, dict[str, Any]]:
+        """Return what each component ran with, by name, from config.json; empty as long as there is none."""
+        content = _read_object(self.path / "config.json")
+        # Version 0.1 wrote the trainer's settings alone.
+        if content and "components" not in content:
+            return {Task.TRAINER.value: {"settings": content}}
+        components: dict[str, dict[str, Any]] = content.get("components", {})
+        return components
 
     def summary(self) -> dict[str, Any]:
         """The outcome, from summary.json, rounded for people; empty as long as there is none."""
@@ -64,6 +77,10 @@ class RunDirectory:
         read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
         parsed = [parse(line) for line in read.lines]
         records = [record for record in parsed if record is not None]
+        for record in records:
+            for old, name in RENAMED.items():
+                if old in record:
+                    record.setdefault(name, record.pop(old))
         names = dict.fromkeys(name for record in records for name in record)
         names.pop("reward_counts", None)
         columns = {name: [_number(record.get(name)) for record in records] for name in names}

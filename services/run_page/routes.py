@@ -39,11 +39,12 @@ Now = Callable[[], dict[str, Any]]
 
 
 class RunOverview(BaseModel):
-    """A run, its settings and its outcome."""
+    """A run, its settings and its outcome. ``settings`` are the trainer's; ``components`` has everybody's."""
 
     name: str
     path: str
     settings: dict[str, Any]
+    components: dict[str, dict[str, Any]]
     summary: dict[str, Any]
 
 
@@ -175,4 +176,10 @@ def _add_page(app: FastAPI, *, asks_token: bool) -> None:
 
 
 def _overview(run: RunDirectory) -> dict[str, Any]:
-    return {"name": run.name, "path": str(run.path), "settings": run.settings(), "summary": run.summary()}
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "settings": run.settings(),
+        "components": run.components(),
+        "summary": run.summary(),
+    }

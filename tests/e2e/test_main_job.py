@@ -1,5 +1,6 @@
 """The main job, whole: real processes of jobgroup.yaml's five tasks, the real router, a tiny model."""
 
+import json
 import math
 import shutil
 import signal
@@ -69,6 +70,11 @@ def test_a_run_says_what_it_did(finished):
     assert {"seconds", "reward_first", "reward_last", "accuracy_before", "accuracy_after", "model", "device"} <= set(
         summary
     )
+    components = json.loads((finished.run_dir / "config.json").read_text())["components"]
+    assert components.keys() == {"ppo-trainer", "data-server", "rollout-server", "reward-server", "replay-buffer"}
+    assert "reward_fn" in components["reward-server"]["changed"]
+    assert components["rollout-server"]["settings"]["run_id"] == finished.run_dir.name
+    assert "held-out prompts, greedy completions" in finished.text
 
 
 def test_accuracies_have_their_standard_errors(finished):
@@ -90,7 +96,7 @@ def test_every_step_has_its_metrics(finished):
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     for record in records:
         assert {"reward_mean", "loss", "entropy", "policy_version"} <= set(record)
-        assert {"seconds_generate", "seconds_reward", "seconds_train", "seconds_publish"} <= set(record)
+        assert {"seconds_generate", "seconds_score", "seconds_train", "seconds_publish"} <= set(record)
         assert record["policy_version"] == record["step"]
         scored = record["completions"] - record["unscorable"]
         assert sum(count for _, count in record["reward_counts"]) == scored

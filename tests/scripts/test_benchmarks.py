@@ -70,7 +70,7 @@ def test_seconds_lost_are_those_beyond_the_usual() -> None:
 
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
     mode = Mode("synchronous", "jobgroup.yaml", {})
-    step = {"groups": 4, "seconds_generate": 1.0, "seconds_reward": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
+    step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
     mode.add([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
     assert mode.group_seconds == [3.0]
     assert mode.generate_seconds == [1.5]

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from scripts import configuration_reference
+from scripts.settings_classes import READERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,13 +19,13 @@ def test_every_settings_class_has_a_table():
     classes = {
         name for path in sources for name in re.findall(r"^class (\w+)\(Settings\)", path.read_text(), re.MULTILINE)
     }
-    assert {name for _, _, name in configuration_reference.TABLES} == classes
+    assert {reader.name for reader in READERS} == classes
 
 
 def test_every_setting_is_explained():
-    for _, module, name in configuration_reference.TABLES:
-        for field, information in configuration_reference.settings_class(module, name).model_fields.items():
-            assert information.description, f"{name}.{field}"
+    for reader in READERS:
+        for field, information in reader.settings_class().model_fields.items():
+            assert information.description, f"{reader.name}.{field}"
 
 
 def test_check_tells_a_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):

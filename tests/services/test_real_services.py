@@ -77,6 +77,16 @@ def test_the_calls_of_the_stock_example_work_unchanged(healthy: dict[str, Any]) 
         assert stats["capacity"] == 100_000
 
 
+async def test_every_service_tells_its_clients_what_it_runs_with(healthy: dict[str, Any]) -> None:
+    told = {}
+    for name, kind in (("data", DataClient), ("reward", RewardClient), ("replay", ReplayClient)):
+        async with kind(endpoint(healthy[name])) as client:
+            told[name] = await client.settings()
+    assert (told["data"].settings["dataset"], "dataset" in told["data"].changed) == ("arithmetic", True)
+    assert (told["reward"].settings["reward_fn"], "reward_fn" in told["reward"].changed) == ("math", False)
+    assert "replay_capacity" in told["replay"].settings
+
+
 async def test_the_data_client_walks_a_cursor_and_an_epoch_has_each_prompt_once(healthy: dict[str, Any]) -> None:
     async with DataClient(endpoint(healthy["data"])) as data:
         await data.wait_healthy(IDLE_SECONDS)

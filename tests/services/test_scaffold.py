@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from services import scaffold
 from services.errors import ConfigurationError
 from services.gate import MAX_DEPTH, json_depth
 from services.problems import PROBLEM_MEDIA_TYPE, ProblemError
-from services.protocol import RewardItem, RewardResult
+from services.protocol import ComponentRecord, RewardItem, RewardResult
 from services.settings import Settings
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_until
 
@@ -171,6 +172,20 @@ async def test_with_a_token_everything_but_health_asks_for_it(serving: Any) -> N
         assert page["paths"]["/health"]["get"]["security"] == []
 
 
+async def test_settings_are_told_without_secrets_and_with_what_they_run_on(serving: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "warning")
+    async with serving(make_app(token="hush")) as client:
+        assert (await client.get("/settings")).status_code == 401
+        reply = await client.get("/settings", headers={"Authorization": "Bearer hush"})
+    record = ComponentRecord.model_validate_json(reply.content)
+    assert "hush" not in reply.text
+    assert record.settings["log_level"] == "warning"
+    assert record.changed == ["jobgroup_token", "log_level"]
+    assert {"python", "skypilot-grpo"} <= record.packages.keys()
+    in_checkout = (Path(__file__).parents[2] / ".git").exists()
+    assert (record.commit is not None) == in_checkout
+
+
 async def test_metrics_count_requests_by_route_and_never_by_what_clients_make_up(serving: Any) -> None:
     async with serving(make_app()) as client:
         await client.get("/stats")
@@ -199,6 +214,7 @@ def test_depth_is_counted_outside_strings_and_in_linear_time() -> None:
 SLOW_SERVICE = """
 import asyncio, sys, time
 from contextlib import asynccontextmanager
+from pathlib import Path
 from services import scaffold, endpoints
 from services.errors import ConfigurationError, DependencyLostError
 from services.settings import Settings

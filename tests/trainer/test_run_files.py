@@ -7,8 +7,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from services import provenance
+from services.endpoints import Task
 from services.policy_store import PolicyStore
 from services.protocol import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.reward_server.settings import RewardSettings
+from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 from trainer.publishing.disk import begin_version, commit_version
 from trainer.run_files import RunFiles
@@ -63,3 +67,34 @@ def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
     assert [policy.version for policy in store.published()] == while_writing
     commit_version(store, 9, settings)
     assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
+
+
+def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the rollout nodes leaves its record on the volume; it may come after the trainer's start."""
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", wandb_api_key="hush")
+    services = {Task.REWARD_SERVER: provenance.describe(RewardSettings(reward_fn="format", jobgroup_token="hush"))}
+    config = tmp_path / "runs" / "r" / "config.json"
+    monkeypatch.setattr("trainer.run_files._start_wandb", lambda _: None)
+    files = RunFiles(settings, 0, services)
+    assert orjson.loads(config.read_bytes())["components"].keys() == {"ppo-trainer", "reward-server"}
+    provenance.leave_record(RolloutSettings(shared_dir=tmp_path, run_id="r", router_retries=7), Task.ROLLOUT_SERVER)
+    files.write_summary({"status": "failed", "accuracy_before": None})
+    files.close()
+    components = orjson.loads(config.read_bytes())["components"]
+    assert components["reward-server"]["settings"]["reward_fn"] == "format"
+    assert "router_retries" in components["rollout-server"]["changed"]
+    assert {"torch", "transformers"} <= components["ppo-trainer"]["packages"].keys()
+    assert b"hush" not in config.read_bytes()
+
+
+def test_a_resumed_run_keeps_the_evaluations_that_count(tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    path = tmp_path / "runs" / "r" / "evaluations.jsonl"
+    for resumed_step, kept in ((0, []), (0, []), (4, [0, 4])):
+        files = RunFiles(settings, resumed_step)
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        assert [orjson.loads(line)["step"] for line in lines] == kept
+        for step in (0, 4, 6):
+            files.record_evaluation(step, [{"prompt": "1 + 1 =", "completion": "2"}])
+        files.close()

@@ -20,7 +20,7 @@ from tests.fake_service import FakeService, Route, fake_service
 from trainer import curriculum
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
-from trainer.evaluate import Evaluator, describe_accuracy
+from trainer.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
 from trainer.experience import GroupMaker
 from trainer.generation import LEAST_FAILURES
 from trainer.sources import AsynchronousSource, SynchronousSource
@@ -187,8 +187,13 @@ async def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Servi
     services.rewards.routes["POST /batch_reward"] = lambda request: {
         "rewards": [{"reward": 1.0}] * len(request["items"])
     }
-    metrics = await services.evaluator(eval_prompts=10).evaluate()
+    evaluator = services.evaluator(eval_prompts=10, eval_samples=2)
+    metrics = await evaluator.evaluate()
     assert (metrics["eval_prompts"], metrics["eval_left_out"], metrics["accuracy"]) == (10, 1, 1)
+    # Of the first prompts the greedy completions are kept to be shown, not the samples.
+    kept = [sample["prompt"] for sample in evaluator.samples]
+    assert len(kept) == len(set(kept)) == KEPT_SAMPLES - (BAD < KEPT_SAMPLES)
+    assert all(sample["completion"] and sample["reward"] == 1 for sample in evaluator.samples)
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
         await services.evaluator(eval_prompts=10).evaluate()

@@ -17,6 +17,7 @@ export class RunData {
     this.name = overview.name;
     this.path = overview.path;
     this.settings = overview.settings;
+    this.components = overview.components;
     this.summary = overview.summary;
     this.takeBefore(overview.summary);
   }

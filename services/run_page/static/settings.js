@@ -1,24 +1,30 @@
-// The settings and outcomes of the runs, side by side.
+// The outcomes of the runs, and what their components ran with: settings, versions of packages, commits; side by side.
 
 import { byId, h } from "./dom.js";
 
-const OUTCOME = "Outcome";
-
 export class Settings {
   constructor() {
+    const box = () => h("input", { type: "checkbox", onchange: () => this.draw() });
     this.filter = h("input", { type: "search", size: 20, placeholder: "name or value", oninput: () => this.draw() });
-    this.onlyDifferent = h("input", { type: "checkbox", onchange: () => this.draw() });
+    this.onlyChanged = box();
+    this.onlyDifferent = box();
     this.different = h("label", { hidden: true }, this.onlyDifferent, " only what differs");
     this.table = h("div", { class: "scroll", tabindex: "0" });
     byId("settings").replaceChildren(
-      h("div", { class: "controls" }, h("label", null, "Find ", this.filter), this.different),
+      h(
+        "div",
+        { class: "controls" },
+        h("label", null, "Find ", this.filter),
+        h("label", null, this.onlyChanged, " only what is ", h("span", { class: "changed" }, "not the default")),
+        this.different,
+      ),
       this.table,
     );
   }
 
-  /** Shows the settings of ``runs``. */
+  /** Shows the outcomes and components of ``runs``. */
   update(runs) {
-    const signature = JSON.stringify(runs.map((run) => [run.settings, run.summary]));
+    const signature = JSON.stringify(runs.map((run) => [run.components, run.summary]));
     if (signature === this.signature) return;
     this.signature = signature;
     this.runs = runs;
@@ -27,29 +33,65 @@ export class Settings {
   }
 
   draw() {
-    const needle = this.filter.value.toLowerCase();
-    const bodies = [
-      [OUTCOME, "summary"],
-      ["Settings", "settings"],
-    ].map(([title, part]) => {
-      const names = [...new Set(this.runs.flatMap((run) => Object.keys(run[part])))];
-      const rows = names.map((name) => [name, this.runs.map((run) => text(run[part][name]))]).filter(([name, values]) => {
-        const differs = new Set(values).size > 1;
-        const fits = [name, ...values].some((value) => value.toLowerCase().includes(needle));
-        return fits && (differs || !this.onlyDifferent.checked);
-      });
-      if (!rows.length) return null;
+    const bodies = parts(this.runs).map(({ title, rows }) => {
+      const shown = rows.filter((row) => this.isShown(row));
+      if (!shown.length) return null;
       const head = h("tr", null, h("th", { scope: "rowgroup", colspan: this.runs.length + 1 }, title));
-      return h("tbody", null, head, rows.map(([name, values]) => row(part === "settings" ? name.toUpperCase() : name, values)));
+      return h("tbody", null, head, shown.map(drawn));
     });
-    const heads = this.runs.length > 1 ? h("thead", null, h("tr", null, h("td"), this.runs.map((run) => h("th", { scope: "col" }, run.name)))) : null;
+    const names = this.runs.map((run) => h("th", { scope: "col" }, run.name));
+    const heads = this.runs.length > 1 ? h("thead", null, h("tr", null, h("td"), names)) : null;
     this.table.replaceChildren(h("table", { class: "settings" }, [heads, ...bodies].filter((part) => part !== null)));
+  }
+
+  isShown({ name, cells }) {
+    const needle = this.filter.value.toLowerCase();
+    if (this.onlyChanged.checked && !cells.some((cell) => cell.isChanged)) return false;
+    if (this.onlyDifferent.checked && this.runs.length > 1 && !differ(cells)) return false;
+    return [name, ...cells.map((cell) => cell.text)].some((value) => value.toLowerCase().includes(needle));
   }
 }
 
-function row(name, values) {
-  const differs = new Set(values).size > 1;
-  return h("tr", { class: differs ? "differs" : null }, h("th", { scope: "row" }, name), values.map((value) => h("td", null, value)));
+/** The parts of the table: titles, and rows with a cell a run. */
+function parts(runs) {
+  const components = union(runs.map((run) => run.components));
+  return [
+    { title: "Outcome", rows: rowsOf(runs, (run) => run.summary) },
+    ...components.map((name) => ({
+      title: `Settings of ${name}`,
+      rows: rowsOf(runs, (run) => run.components[name]?.settings, (run) => run.components[name]?.changed).map((row) => ({
+        ...row,
+        name: row.name.toUpperCase(),
+      })),
+    })),
+    ...components.map((name) => ({
+      title: `Versions in ${name}`,
+      rows: rowsOf(runs, ({ components: { [name]: component } }) => component && versions(component)),
+    })),
+  ];
+}
+
+function versions({ commit, packages }) {
+  return { ...(commit ? { commit } : {}), ...packages };
+}
+
+function rowsOf(runs, values, changed = () => []) {
+  const cell = (run, name) => ({ text: text(values(run)?.[name]), isChanged: (changed(run) ?? []).includes(name) });
+  return union(runs.map((run) => values(run) ?? {})).map((name) => ({ name, cells: runs.map((run) => cell(run, name)) }));
+}
+
+function drawn({ name, cells }) {
+  const cell = ({ text, isChanged }) => h("td", { class: isChanged ? "changed" : null, title: isChanged ? "not the default" : null }, text);
+  return h("tr", { class: differ(cells) ? "differs" : null }, h("th", { scope: "row" }, name), cells.map(cell));
+}
+
+function differ(cells) {
+  return new Set(cells.map((cell) => cell.text)).size > 1;
+}
+
+/** The names in any of ``objects``, in their order. */
+function union(objects) {
+  return [...new Set(objects.flatMap((object) => Object.keys(object)))];
 }
 
 function text(value) {

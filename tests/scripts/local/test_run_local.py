@@ -373,7 +373,7 @@ def test_options_reach_the_tasks(tmp_path):
         task(
             "ppo-trainer",
             "echo $MODEL_NAME $NEW $KEY $SKYPILOT_NUM_NODES",
-            envs={"MODEL_NAME": None},
+            envs={"MODEL_NAME": None, "NEW": ""},
             secrets={"KEY": ""},
         ),
         arguments=("--env", "MODEL_NAME=m", "--env", "NEW=n", "--secret", "KEY=k", "--num-nodes", "ppo-trainer=2"),

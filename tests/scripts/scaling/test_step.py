@@ -22,7 +22,7 @@ METRICS = {
     "replay_groups": 2.0,
     "trained_tokens": 1272.0,
     "seconds_generate": 3.0,
-    "seconds_reward": 0.2,
+    "seconds_score": 0.2,
     "seconds_store": 0.1,
     "seconds_train": 17.0,
     "seconds_publish": 2.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,22 @@ def append(path: Path, records: list[dict[str, Any]]) -> None:
         stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
 
 
-def write_run(path: Path, steps: int, *, level: float = 0.4, ended: bool = True, **settings: Any) -> Path:
+def component(settings: dict[str, Any], *, changed: Sequence[str] = (), **packages: str) -> dict[str, Any]:
+    """A component's record in config.json."""
+    return {"settings": settings, "changed": changed, "packages": {"python": "3.11.2", **packages}, "commit": None}
+
+
+def write_run(
+    path: Path, steps: int, *, level: float = 0.4, ended: bool = True, reward_fn: str = "math", **settings: Any
+) -> Path:
     """A run of ``steps`` steps with two groups of samples a step: one whose rewards differ, one of equal rewards."""
     path.mkdir(parents=True)
     config = {"model_name": "Qwen/Qwen2.5-0.5B-Instruct", "batch_size": 4, "learning_rate": 1e-6, **settings}
-    (path / "config.json").write_bytes(orjson.dumps(config))
+    components = {
+        "ppo-trainer": component(config, torch="2.13.0"),
+        "reward-server": component({"reward_fn": reward_fn}, changed=[] if reward_fn == "math" else ["reward_fn"]),
+    }
+    (path / "config.json").write_bytes(orjson.dumps({"components": components}))
     append(path / "metrics.jsonl", [metrics(step, level) for step in range(1, steps + 1)])
     samples: list[dict[str, Any]] = []
     for step in range(1, steps + 1):

@@ -128,3 +128,12 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):
     with pytest.raises(ConfigurationError, match=r"nowhere is no run directory.*runs/grpo-1"):
         find_runs([tmp_path / "nowhere"])
+
+
+def test_runs_of_the_version_before_are_still_read(tmp_path):
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"model_name": "m"}))
+    append(tmp_path / "metrics.jsonl", [{"step": 1, "seconds_reward": 0.5}])
+    run = RunDirectory("run", tmp_path)
+    assert run.components() == {"ppo-trainer": {"settings": {"model_name": "m"}}}
+    assert run.settings() == {"model_name": "m"}
+    assert run.metrics(Position()).columns == {"step": [1], "seconds_score": [0.5]}

@@ -359,7 +359,10 @@ def test_a_page_whose_server_ends_says_so_and_how_to_go_on(open_page, tmp_path):
 
 
 def test_several_runs_are_compared(open_page, tmp_path):
-    runs = [write_run(tmp_path / name, 30, level=level) for name, level in (("slow", 0.1), ("fast", 0.6))]
+    runs = [
+        write_run(tmp_path / "slow", 30, level=0.1),
+        write_run(tmp_path / "fast", 30, level=0.6, reward_fn="first_line_number"),
+    ]
     page = open_page(view(*runs))
     rows = page.locator("#summary tbody tr")
     expect(rows).to_have_count(2)
@@ -374,6 +377,9 @@ def test_several_runs_are_compared(open_page, tmp_path):
     expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
     page.get_by_label("only what differs").check()
     expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
+    differing = page.locator("#settings tr.differs")
+    expect(differing).to_have_text(["REWARD_FNmathfirst_line_number"])
+    expect(differing.locator(".changed")).to_have_text("first_line_number")
 
 
 def test_the_token_is_asked_for_once(open_page, tmp_path):
