@@ -115,17 +115,16 @@ def _last_tagged(text: str, *, allow_open: bool) -> str | None:
     None where it is empty, or where an answer of another form stands behind it. An element within another is part of
     the content of the outer one, which must make sense as a whole.
     """
-    depth, start, found, end = 0, 0, None, 0
+    opened: list[int] = []
+    found, end = None, 0
     for tag in _TAG.finditer(text):
         if not tag.group().startswith("</"):
-            start = start if depth else tag.end()
-            depth += 1
-        elif depth:
-            depth -= 1
-            if not depth:
-                found, end = text[start : tag.start()], tag.end()
-    if depth and allow_open:
-        found, end = text[start:], len(text)
+            opened.append(tag.end())
+        elif opened:
+            found, end = text[opened.pop() : tag.start()], tag.end()
+    # One that was opened before it is only spoken of, as in "I answer in <answer> tags".
+    if allow_open and opened and opened[-1] > end:
+        found, end = text[opened[-1] :], len(text)
     behind = text[end:]
     if found is None or "####" in behind or "\\boxed" in behind:
         return None

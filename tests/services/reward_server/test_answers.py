@@ -81,6 +81,7 @@ RIGHT = [
     ("<answer>3</answer>. That took 5 steps.", "3"),
     ("<answer>4</answer>, no: <answer>3</answer>", "3"),
     ("<answer><answer>3</answer></answer>", "3"),
+    ("I answer in <answer> tags, after 4 steps.\n<answer>3</answer>", "3"),
     ("<answer>3</answer>\n#### 4", "4"),
     (r"<answer>3</answer> \boxed{4}", "4"),
     # Mixed numbers.
@@ -121,6 +122,7 @@ WRONG = [
     ("<answer>3</answer> <answer>4</answer>", "3"),
     ("<answer>3</answer>\n#### 4", "3"),
     ("</answer>3<answer>4", "3"),
+    ("I answer in <answer> tags, after 4 steps.\n<answer>3</answer>", "4"),
     (r"\boxed{1\frac{1}{2}}", "5.5"),
     (r"\boxed{1\frac{1}{2}}", "0.5"),
     (r"\boxed{2\frac{1}{2}}", "1"),
