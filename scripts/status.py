@@ -81,7 +81,7 @@ def headline(run_dir: Path, total_steps: int, is_running: bool) -> list[tuple[st
     accuracies = ("accuracy_before", "accuracy_after")
     if not is_running and all(summary.get(name) is not None for name in accuracies):
         change = " → ".join(figure(summary, name) for name in accuracies)
-        rows.append(("accuracy on held-out prompts (± standard error)", change))
+        rows.append(("accuracy on held-out prompts", change))
     if not is_running and runner:
         rows.append(("outcome", f"{runner['reason']}, after {duration(runner['seconds'])}"))
         if runner["restarts"]:

@@ -56,7 +56,7 @@ def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str,
             ("device", str(summary.get("device"))),
             ("steps", str(summary.get("steps"))),
             ("mean reward, first to last 3 steps", _change(summary, "reward_first", "reward_last")),
-            ("accuracy on held-out prompts (± standard error)", _change(summary, "accuracy_before", "accuracy_after")),
+            ("accuracy on held-out prompts", _change(summary, "accuracy_before", "accuracy_after")),
         ]
     rows += [
         ("time", duration(outcome.seconds)),
