@@ -72,7 +72,7 @@ def headline(run_dir: Path, total_steps: int, is_running: bool) -> list[tuple[st
             left = f", {duration(_mean(seconds) * (total_steps - last))} left" if total_steps else ""
             rows.append(("a step", f"{duration(_mean(seconds))}{left}"))
     if not is_running and summary.get("accuracy_after") is not None:
-        rows.append(("accuracy on held-out prompts (± standard error)", accuracy_change(summary)))
+        rows.append(("accuracy on held-out prompts", accuracy_change(summary)))
     if not is_running and runner:
         rows.append(("outcome", runner["reason"]))
         rows.append(("time, from start to end", duration(runner["seconds"])))

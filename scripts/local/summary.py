@@ -151,7 +151,7 @@ def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str,
             ("device", str(summary.get("device"))),
             ("steps", str(summary.get("steps"))),
             reward_change(summary),
-            ("accuracy on held-out prompts (± standard error)", accuracy_change(summary)),
+            ("accuracy on held-out prompts", accuracy_change(summary)),
         ]
     rows.append(("time, from start to end", duration(outcome.seconds)))
     if summary.get("seconds") is not None:
