@@ -27,7 +27,7 @@ from trainer.config import Mode, TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
-from trainer.policy import Policy, compute_type, load_policy, save_pretrained
+from trainer.policy import Policy, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
 from trainer.run_files import RunFiles, mean_of_first, mean_of_last
@@ -149,11 +149,11 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             final = loop.run()
         except Exception as error:
             if main is not None:
-                main.files.write_summary(_summary(settings, ranks, state, data.source, _status_of(error)))
+                main.files.write_summary(_summary(settings, policy, ranks, state, data.source, _status_of(error)))
             raise
         save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         if main is not None:
-            main.files.write_summary(_summary(settings, ranks, final, data.source, "succeeded"))
+            main.files.write_summary(_summary(settings, policy, ranks, final, data.source, "succeeded"))
             status.phase = "finished"
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
 
@@ -248,7 +248,10 @@ def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: str, status: str) -> dict[str, Any]:
+def _summary(
+    settings: TrainerSettings, policy: Policy, ranks: Ranks, state: RunState, dataset: str, status: str
+) -> dict[str, Any]:
+    assert policy.compute is not None
     return {
         "status": status,
         "steps": state.step,
@@ -260,7 +263,7 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "model": settings.model_name,
         "dataset": dataset,
         "device": ranks.device.type,
-        "compute_type": str(compute_type(settings, ranks.device)).removeprefix("torch."),
+        "compute_type": policy.compute.compute_type,
         "ranks": ranks.world_size,
         "ended": time.time(),
     }
