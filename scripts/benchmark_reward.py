@@ -97,6 +97,8 @@ def ours(work: Work) -> Steps:
         "NUM_EPOCHS": 100,
         "MIN_WORKERS": 1,
         "KEEP_MEMORY": "true",
+        # As TRL computes, whatever the processor.
+        "COMPUTE_TYPE": "float32",
         "SEED": work.seed,
     }
 

@@ -58,6 +58,7 @@ def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
         "MAX_NEW_TOKENS": work.completion_tokens,
         "LEARNING_RATE": work.learning_rate,
         "COMPUTE_TYPE": precision,
+        "ENGINE_DTYPE": precision,
         "PUBLISH_TYPE": precision,
         # TRL keeps all logits, too.
         "LOGIT_CHUNK_TOKENS": work.prompts * work.group_size * work.completion_tokens,

@@ -11,6 +11,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.models import made_once
+from tests.tolerance import TYPE_VARIABLES
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What the processor has decides nothing about what is tested.
+for variable in TYPE_VARIABLES:
+    os.environ.setdefault(variable, "float32")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

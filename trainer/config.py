@@ -12,6 +12,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from services.compute import AUTO_RULE, ComputeType
 from services.protocol import SampleStrategy
 from services.settings import Settings
 from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
@@ -58,14 +59,6 @@ class Transport(StrEnum):
 
     DISK = "disk"
     BROADCAST = "broadcast"
-
-
-class ComputeType(StrEnum):
-    """The number format of forward and backward passes; master weights are always float32."""
-
-    AUTO = "auto"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
 
 
 class PublishedType(StrEnum):
@@ -186,7 +179,8 @@ class TrainerSettings(Settings):
     # How it computes
     compute_type: ComputeType = Field(
         default=ComputeType.AUTO,
-        description="`bfloat16`, `float32`, or `auto`: bfloat16 on GPUs and on CPUs with bfloat16 instructions.",
+        description="The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is "
+        f"{AUTO_RULE}; all ranks take the same. Master weights are always float32.",
     )
     micro_batch_tokens: int = Field(
         default=16_384,

@@ -44,7 +44,7 @@ class _TokenLogprobs(torch.autograd.Function):
         normalisers = torch.empty_like(logprobs)
         space, log_p = _Space(hidden, weight, chunk_tokens), None
         for rows in _chunks(targets, chunk_tokens):
-            logits = space.logits(hidden[rows], weight, temperature)
+            logits = space.logits(hidden[rows], weight, targets[rows], temperature)
             normalisers[rows] = logits.logsumexp(1)
             log_p = logits.sub_(normalisers[rows, None])
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
@@ -70,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.last = None
         for rows in reversed(_chunks(targets, ctx.chunk_tokens)):
             if log_p is None:
-                logits = space.logits(hidden[rows], weight, ctx.temperature)
+                logits = space.logits(hidden[rows], weight, targets[rows], ctx.temperature)
                 log_p = logits.sub_(normalisers[rows, None])
             p = space.exp(log_p)
             # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
@@ -116,9 +116,19 @@ class _Space:
         self._logits = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
         self._other = torch.empty(shape, dtype=torch.float32, device=hidden.device)
 
-    def logits(self, hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-        """hidden weight^T / temperature, float32; valid until the next call."""
-        logits = torch.mm(hidden, weight.T, out=self._logits[: len(hidden)]).float()
+    def logits(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
+        """Return hidden weight^T / temperature, float32, less a constant a row; valid until the next call.
+
+        Softmax does not depend on the constant. It is 0 in float32, and about the target's own logit in bfloat16: the
+        product is added up in float32 and rounded once, after the constant was subtracted. Rounding moves a logit of 20
+        by up to 0.06; shifted, the target's and the likely ones are near 0, where rounding moves them little.
+        """
+        logits = self._logits[: len(hidden)]
+        if hidden.dtype == torch.float32:
+            torch.mm(hidden, weight.T, out=logits)
+        else:
+            shift = torch.linalg.vecdot(hidden, weight[targets]).neg_()
+            logits = logits.copy_(shift[:, None]).addmm_(hidden, weight.T).float()
         return logits if temperature == 1 else logits.div_(temperature)
 
     def exp(self, values: Tensor) -> Tensor:

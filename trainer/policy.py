@@ -28,16 +28,21 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from services import compute
+from services.compute import Compute
 from services.errors import ConfigurationError
+from services.logs import get_logger
 from trainer.attention import SHARED_PROMPT_ATTENTION
 from trainer.collectives import PairwiseReduceScatter
-from trainer.config import ComputeType, TrainerSettings
+from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.fingerprint import weights_digest
 from trainer.logprobs import token_logprobs
 from trainer.packing import MicroBatch
 from trainer.support import check_config, check_model
 from trainer.volume import DiskFullError, writing
+
+log = get_logger(__name__)
 
 LORA_TARGETS = "all-linear"
 
@@ -69,6 +74,8 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
+        self.compute: Compute | None = None
+        """What it is computed with; ``load_policy`` sets it."""
         self.temperature = temperature
         self.logit_chunk_tokens = logit_chunk_tokens
         self.description: Description | None = None
@@ -150,11 +157,15 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     Raises:
         ConfigurationError: the model cannot be had or its architecture is not supported.
     """
+    chosen = choose_compute(settings, ranks)
+    if trainable:
+        log.info("computing", **chosen.fields())
     model = _load_model(settings, materialise=ranks.is_main)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
+    policy.compute = chosen
     if trainable and ranks.is_main:
         policy.description = _load_description(settings, digest)
     # Without dropout, of which the policy that sampled knew nothing either.
@@ -166,23 +177,20 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     if trainable and settings.activation_checkpointing:
         apply_activation_checkpointing(policy, check_fn=lambda module: module in layers)
         layers = _decoder_layers(policy)
-    _shard(policy, layers, settings, ranks)
+    _shard(policy, layers, settings, ranks, getattr(torch, chosen.compute_type))
     return policy
 
 
-def compute_type(settings: TrainerSettings, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward passes. ``auto`` is bfloat16 where the hardware multiplies it.
-
-    On a CPU without bfloat16 instructions it is emulated, and up to a hundred times slower than float32.
-    """
-    match settings.compute_type:
-        case ComputeType.BFLOAT16:
-            return torch.bfloat16
-        case ComputeType.FLOAT32:
-            return torch.float32
-        case ComputeType.AUTO:
-            native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported()
-            return torch.bfloat16 if native else torch.float32
+def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
+    """Return what forward and backward passes compute with: the same type on every rank. A collective."""
+    lacks_bfloat16 = not compute.multiplies_bfloat16(torch.cpu.get_capabilities())
+    return compute.decide(
+        "COMPUTE_TYPE",
+        settings.compute_type,
+        device=ranks.device.type,
+        multiplies_bfloat16=not ranks.any(lacks_bfloat16),
+        threads=torch.get_num_threads(),
+    )
 
 
 def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
@@ -280,11 +288,13 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
     return list(layers)
 
 
-def _shard(policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks) -> None:
+def _shard(
+    policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks, dtype: torch.dtype
+) -> None:
     # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
     is_source = ranks.is_main and ranks.world_size > 1
     state = policy.state_dict() if is_source else {}
-    precision = MixedPrecisionPolicy(param_dtype=compute_type(settings, ranks.device), reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": precision,

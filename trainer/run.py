@@ -26,7 +26,7 @@ from trainer.config import TrainerSettings
 from trainer.distributed import PeerLostError, Ranks, join_ranks
 from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
-from trainer.policy import Description, Policy, compute_type, load_policy, save_pretrained
+from trainer.policy import Description, Policy, load_policy, save_pretrained
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
 from trainer.resume import count_parameters, resume, start_source
@@ -148,9 +148,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             status.phase = "save"
             save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
         except Exception as error:
-            _write_summary(main, _summary(settings, ranks, state, data.source, _status_of(error)))
+            _write_summary(main, _summary(settings, policy, ranks, state, data.source, _status_of(error)))
             raise
-        _write_summary(main, _summary(settings, ranks, final, data.source, "succeeded"))
+        _write_summary(main, _summary(settings, policy, ranks, final, data.source, "succeeded"))
         status.phase = "finished"
         if ranks.is_main:
             log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
@@ -226,7 +226,10 @@ def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: str, status: str) -> dict[str, Any]:
+def _summary(
+    settings: TrainerSettings, policy: Policy, ranks: Ranks, state: RunState, dataset: str, status: str
+) -> dict[str, Any]:
+    assert policy.compute is not None
     return {
         "status": status,
         "steps": state.step,
@@ -239,7 +242,7 @@ def _summary(settings: TrainerSettings, ranks: Ranks, state: RunState, dataset: 
         "model": settings.model_name,
         "dataset": dataset,
         "device": ranks.device.type,
-        "compute_type": str(compute_type(settings, ranks.device)).removeprefix("torch."),
+        "compute_type": policy.compute.compute_type,
         "ranks": ranks.world_size,
         "job": job_id(),
         "ended": time.time(),

@@ -104,7 +104,8 @@ def run(work: Work, what: What, ranks: int, threads: int) -> list[Reply]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model}
+    # As the bare pass computes, whatever the processor.
+    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": "float32"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "scripts.benchmarks.training", what, json.dumps(asdict(work))],

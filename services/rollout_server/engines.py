@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services import endpoints
+from services.compute import ComputeType
 from services.endpoints import Endpoint
 from services.errors import ConfigurationError
 from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.settings import EngineKind, EngineType, RolloutSettings
+from services.rollout_server.settings import EngineKind, RolloutSettings
 
 CHILD = Path(__file__).with_name("child.py")
 EMBEDDED_NEEDS = ("torch", "transformers")
@@ -101,7 +102,7 @@ def sglang_flags(settings: RolloutSettings, bind: Endpoint) -> list[str]:
     flags += ["--weight-version", str(FIRST_VERSION), "--enable-metrics", API_KEY_FROM_TOKEN]
     flags += ["--tp-size", str(settings.sglang_tp_size or max(number_of_gpus(), 1))]
     flags += ["--max-queued-requests", str(settings.engine_max_queued_requests)]
-    if settings.engine_dtype is not EngineType.AUTO:
+    if settings.engine_dtype is not ComputeType.AUTO:
         flags += ["--dtype", settings.engine_dtype.value]
     for flag, value in (
         ("--mem-fraction-static", settings.sglang_mem_fraction),

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
+from services.compute import AUTO_RULE, ComputeType
 from services.settings import Settings
 
 
@@ -16,14 +17,6 @@ class EngineKind(StrEnum):
     AUTO = "auto"
     SGLANG = "sglang"
     EMBEDDED = "embedded"
-
-
-class EngineType(StrEnum):
-    """The number format that the engine computes in; ``auto`` takes the model's own."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
 
 
 class RoutingPolicy(StrEnum):
@@ -59,10 +52,11 @@ class RolloutSettings(Settings):
         default=None, ge=1, le=65_535, description="Port that a node's engine listens on; default 30001."
     )
 
-    engine_dtype: EngineType = Field(
-        default=EngineType.AUTO,
-        description="`float32`, `bfloat16`, or `auto`: the model's own, but SGLang computes a float32 model in "
-        "float16.",
+    engine_dtype: ComputeType = Field(
+        default=ComputeType.AUTO,
+        description="The type of numbers that the engine computes in: `float32`, `bfloat16` or `auto`. The embedded "
+        f"engine's `auto` is the trainer's (COMPUTE_TYPE): {AUTO_RULE}. SGLang's `auto` is SGLang's own: the type that "
+        "the model's config.json names, but float16 instead of float32.",
     )
     engine_context_length: int | None = Field(
         default=None, ge=16, description="Longest prompt and completion together, in tokens; default the model's."

@@ -26,6 +26,7 @@ from scripts.local.spec import TaskSpec
 from scripts.local.supervisor import Outcome, State, Supervisor
 from services.endpoints import Task
 from tests.cluster.network import Network
+from tests.tolerance import TYPE_VARIABLES, type_in_force
 from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -114,7 +115,8 @@ class Cluster:
             disks: by task, sizes of node disks as tmpfs takes them.
         """
         # OMP_NUM_THREADS: the nodes share this machine's few cores.
-        environment = {"MODEL_NAME": str(model), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **settings}
+        environment = {"MODEL_NAME": str(model), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment |= {name: type_in_force(name) for name in TYPE_VARIABLES} | dict(settings)
         self.group = spec.load(
             ROOT / "jobgroup.yaml", spec.Overrides(environment, dict(secrets or {}), dict(num_nodes or {}))
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
@@ -21,7 +22,7 @@ from trainer.config import TrainerSettings
 from trainer.distributed import Ranks
 from trainer.learner import Learner, StopRequestedError, UpdateResult
 from trainer.packing import TrainingGroup
-from trainer.policy import Policy, load_policy
+from trainer.policy import Policy, load_policy, save_pretrained
 from trainer.volume import DiskFullError
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -86,6 +87,16 @@ def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     """A copy of the whole tensor; a collective where it is sharded."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().numpy(force=True).astype(np.float32, copy=True)
+
+
+def train_and_publish(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
+) -> list[list[list[float]]]:
+    """Publishes in float32 what an update made of the model; the policy's log-probabilities of every group."""
+    learner = make_learner(ranks, model, **settings)
+    learner.update(groups, 0)
+    save_pretrained(learner.policy, ranks, directory, torch.float32)
+    return [learner.logprobs(group) for group in groups]
 
 
 def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) -> str:

@@ -95,6 +95,19 @@ def test_bfloat16_inputs_give_float32_numbers() -> None:
     torch.testing.assert_close(low[0].grad.float(), expected, rtol=0.1, atol=0.1)
 
 
+def test_bfloat16_loses_little_where_logits_are_large() -> None:
+    """Logits of about 30, as language models have, would be rounded to multiples of an eighth."""
+    hidden, weight, targets = (x.detach() for x in random_inputs(scale=0.5))
+    hidden[:, 0], weight[:, 0] = 6.0, 5.0
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    # A policy samples likely tokens, mostly.
+    targets = (hidden.double() @ weight.T.double()).topk(3).indices[:, -1]
+    for result, expected in zip(
+        token_logprobs(hidden, weight, targets, 1.0, 8), naive(hidden, weight, targets, 1.0), strict=True
+    ):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0.01)
+
+
 def test_no_tokens_have_no_logprobs_and_no_gradient() -> None:
     hidden, weight, _ = random_inputs()
     logprobs, entropies = token_logprobs(hidden[:0], weight, torch.tensor([], dtype=torch.int64))

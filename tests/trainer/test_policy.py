@@ -1,4 +1,4 @@
-"""What is saved of a policy is a model directory like the one that it came from."""
+"""A policy is saved as a model directory like the one that it came from, which engines load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.trainer.tiny import FAMILIES, save_model
+from services.rollout_server.embedded.loading import load
+from services.rollout_server.settings import RolloutSettings
+from tests.tolerance import logprob_tolerance
+from tests.trainer import rank_jobs
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
 from trainer.distributed import Ranks, join_ranks
 from trainer.policy import load_policy, save_pretrained
@@ -42,3 +47,23 @@ def test_versions_are_saved_without_asking_for_the_model_again(alone: Ranks, mod
         assert AutoTokenizer.from_pretrained(saved).get_vocab() == tokenizer.get_vocab()
         of_its_own = {"dtype": str(dtype).removeprefix("torch."), "_name_or_path": str(saved)}
         assert AutoConfig.from_pretrained(saved).to_dict() == config.to_dict() | of_its_own
+
+
+def test_adapters_trained_on_two_ranks_are_published_merged_and_an_engine_computes_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    groups, published = random_groups(1), tmp_path / "published"
+    first, second = run_on_ranks(2, rank_jobs.train_and_publish, model, published, groups, {"lora_rank": 4})
+    assert first == second
+    engine = load(RolloutSettings.load(model_name=str(model), engine_dtype="float32"))
+    engine.model.weights = engine.read_weights(published)
+    start = plain_model(model)
+    for group, trained in zip(groups, first, strict=True):
+        before = plain_logprobs(start, group)
+        for sequence, wanted, untrained in zip(group.sequences, trained, before, strict=True):
+            ids = group.prompt_ids + sequence.completion_ids
+            with torch.inference_mode():
+                logprobs = engine.model.logits(engine.model.prefill([ids], None)).log_softmax(-1)
+            given = [float(logprobs[row, ids[row + 1]]) for row in range(len(group.prompt_ids) - 1, len(ids) - 1)]
+            assert given == pytest.approx(wanted, abs=logprob_tolerance("float32"))
+            assert given != pytest.approx(untrained.tolist(), abs=10 * logprob_tolerance("float32"))

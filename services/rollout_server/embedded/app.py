@@ -53,8 +53,6 @@ def create_app(settings: RolloutSettings) -> FastAPI:
             "model loaded",
             model=settings.model_name,
             family=model.architecture.family,
-            dtype=str(model.dtype).removeprefix("torch."),
-            device=str(model.device),
             context_length=model.context_length,
         )
         drain = asyncio.create_task(_drain(lifecycle, engine))

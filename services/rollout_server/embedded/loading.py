@@ -1,4 +1,4 @@
-"""Loads a model for the embedded engine: configuration, tokenizer, weights; what it computes in and on."""
+"""Loads a model for the embedded engine: configuration, tokenizer, weights."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from services import memory
+from services import compute, memory
+from services.compute import Compute
 from services.errors import ConfigurationError
+from services.logs import get_logger
 from services.rollout_server.embedded.cache import KVCache
 from services.rollout_server.embedded.model import Model, Weights, pack_weights
 from services.rollout_server.embedded.weights import Architecture, WeightsError, read_directory
-from services.rollout_server.settings import EngineType, RolloutSettings
+from services.rollout_server.settings import RolloutSettings
+
+log = get_logger(__name__)
 
 DEFAULT_MAX_RUNNING = 64
 DEFAULT_MAX_TOTAL_TOKENS = 65_536
@@ -68,9 +72,10 @@ def load(settings: RolloutSettings) -> Loaded:
     """
     if settings.engine_threads is not None:
         torch.set_num_threads(settings.engine_threads)
+    chosen = choose_compute(settings)
+    log.info("computing", **chosen.fields())
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
     directory = find_model(settings.model_name)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = compute_dtype(settings.engine_dtype, device)
     max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -112,14 +117,15 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-def compute_dtype(wanted: EngineType, device: torch.device) -> torch.dtype:
-    """What to compute in. Without bfloat16 units a processor takes many times longer in bfloat16 than in float32."""
-    if wanted is EngineType.FLOAT32:
-        return torch.float32
-    if wanted is EngineType.BFLOAT16 or device.type == "cuda":
-        return torch.bfloat16
-    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if has_units else torch.float32
+def choose_compute(settings: RolloutSettings) -> Compute:
+    """Return what the engine computes with on this machine."""
+    return compute.decide(
+        "ENGINE_DTYPE",
+        settings.engine_dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
+        threads=torch.get_num_threads(),
+    )
 
 
 def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -113,12 +113,12 @@ class Model:
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
         """
-        weights, eps = self.weights, self.architecture.norm_eps
+        weights = self.weights
         lengths = [len(sequence) for sequence in sequences]
         tokens = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         cos, sin = self._cos[positions], self._sin[positions]
-        x = weights.embedding[tokens]
+        x = weights.embedding[tokens].float()
         for index, layer in enumerate(weights.layers):
             query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
             attended = torch.empty_like(query)
@@ -132,7 +132,7 @@ class Model:
                 start += length
             x = x + layer.output(attended.flatten(1))
             x = x + self._mlp(layer, x)
-        return functional.rms_norm(x, x.shape[-1:], weights.norm, eps)
+        return self._norm(x, weights.norm)
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, longest: int) -> Tensor:
         """Computes one more token of every running sequence.
@@ -157,7 +157,7 @@ class Model:
         # Where in a layer's keys, seen as [rows * K * row length, D], the new ones go.
         heads = torch.arange(batch * kv_heads, device=self.device)
         places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
-        x = weights.embedding[tokens]
+        x = weights.embedding[tokens].float()
         for index, layer in enumerate(weights.layers):
             query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
             keys, values = cache.keys[index], cache.values[index]
@@ -176,7 +176,7 @@ class Model:
         return self.weights.head(hidden).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
+        return functional.rms_norm(x.float(), weight.shape, weight.float(), self.architecture.norm_eps).to(self.dtype)
 
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, Q, D], keys and values [N, K, D], the first two rotated to their positions."""

@@ -21,10 +21,10 @@ def check_installed(engine: str) -> None:
 def server(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Nodes]:
-    """One rollout node: a router in front of one engine that serves the tiny model in float32."""
+    """One rollout node: a router in front of one engine that serves the tiny model."""
     check_installed(request.param)
     # A worker that a test leaves behind with an old version is not to be looked after.
-    environment = {"ENGINE_STALE_SECONDS": "1000", "ENGINE_DTYPE": "float32"}
+    environment = {"ENGINE_STALE_SECONDS": "1000"}
     nodes = Nodes(tmp_path_factory.mktemp("server"), tiny_model, engine=request.param, environment=environment)
     try:
         yield nodes.start_all()

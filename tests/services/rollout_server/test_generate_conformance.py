@@ -17,6 +17,7 @@ from services.protocol import FinishReason
 from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl
 from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]  # "3+4*"
@@ -115,7 +116,7 @@ def test_logprobs_are_those_of_the_scaled_distribution_before_any_cut(
         given = [pair[0] for pair in reply["meta_info"]["output_token_logprobs"]]
         ids = [*PROMPT, *reply["output_ids"]]
         wanted = expected_logprobs(reference, ids, len(PROMPT), sampling.get("temperature", 1.0))
-        assert given == pytest.approx(wanted, abs=1e-4)
+        assert given == pytest.approx(wanted, abs=engine_tolerance())
 
 
 def test_top_k_of_one_is_greedy(server: Nodes) -> None:
@@ -129,13 +130,15 @@ def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any
     scored = reply["meta_info"]["input_token_logprobs"]
     assert [entry[1] for entry in scored] == ids
     assert scored[0][0] is None
-    assert [entry[0] for entry in scored[1:]] == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
+    assert [entry[0] for entry in scored[1:]] == pytest.approx(
+        expected_logprobs(reference, ids, 1), abs=engine_tolerance()
+    )
 
 
 async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
     ids = [*PROMPT, 9, END]
     async with WorkerControl(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
-        assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=1e-4)
+        assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=engine_tolerance())
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_requests_at_once_are_all_answered(server: Nodes, reference: Any) -> Non
         for completion in completions:
             ids = [2 + operand, 12, 5, 14, *completion["output_ids"]]
             given = [pair[0] for pair in completion["meta_info"]["output_token_logprobs"]]
-            assert given == pytest.approx(expected_logprobs(reference, ids, 4), abs=1e-4)
+            assert given == pytest.approx(expected_logprobs(reference, ids, 4), abs=engine_tolerance())
 
 
 def test_an_aborted_request_answers_200_with_what_it_has(server: Nodes) -> None:
@@ -204,7 +207,7 @@ async def test_the_client_gets_groups_through_the_router(server: Nodes, referenc
         assert completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         assert completion.oldest_version == 0
         wanted = expected_logprobs(reference, [*PROMPT, *completion.completion_ids], len(PROMPT), 0.8)
-        assert completion.logprobs == pytest.approx(wanted, abs=1e-4)
+        assert completion.logprobs == pytest.approx(wanted, abs=engine_tolerance())
 
 
 def test_health_needs_no_token_and_everything_else_does(server: Nodes) -> None:

@@ -23,6 +23,7 @@ from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import RouterControl
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
+from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
 from trainer.distributed import join_ranks
@@ -38,9 +39,9 @@ SOME_BUCKETS = 0.25  # MiB; the tiny model has 1.6
 
 @pytest.fixture(scope="session", params=ENGINES)
 def two(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """Two rollout nodes that serve the tiny model in float32."""
+    """Two rollout nodes that serve the tiny model."""
     check_installed(request.param)
-    environment = {"ENGINE_DTYPE": "float32", "ROLLOUT_MAX_RESTARTS": "20"}
+    environment = {"ROLLOUT_MAX_RESTARTS": "20"}
     nodes = Nodes(tmp_path_factory.mktemp("two"), tiny_model, 2, engine=request.param, environment=environment)
     try:
         yield nodes.start_all()
@@ -194,7 +195,9 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
         ids = [*prompt, *completion.completion_ids]
         for span in spans:
             wanted = score(span.version, ids)[len(prompt) - 1 :]
-            assert completion.logprobs[span.start : span.end] == pytest.approx(wanted[span.start : span.end], abs=1e-3)
+            assert completion.logprobs[span.start : span.end] == pytest.approx(
+                wanted[span.start : span.end], abs=engine_tolerance()
+            )
     assert seen == {first, first + 1, last}
 
 

@@ -20,6 +20,7 @@ from services.rollout_client import RolloutClient, SamplingParams
 from services.rollout_control import WorkerControl, WorkerRefusedError
 from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
+from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 14]
@@ -89,16 +90,16 @@ async def flight(server: Nodes) -> AsyncIterator[Flight]:
 
 async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: WorkerControl, other_model: Path) -> None:
     ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
     await worker.update_from_disk(other_model, 7)
     assert await worker.version() == 7
-    assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=1e-4)
+    assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
     async with client(server) as rollouts:
         completions = await rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=4)
     for completion in completions:
         assert [span.version for span in completion.policy_versions] == [7]
         given = logprobs(other_model, [*PROMPT, *completion.completion_ids])[len(PROMPT) - 1 :]
-        assert completion.logprobs == pytest.approx(given, abs=1e-4)
+        assert completion.logprobs == pytest.approx(given, abs=engine_tolerance())
 
 
 async def test_a_directory_that_is_not_there_changes_nothing(
@@ -108,7 +109,7 @@ async def test_a_directory_that_is_not_there_changes_nothing(
         await worker.update_from_disk(tmp_path / "nothing", 8)
     assert await worker.version() == 0
     ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
 async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: WorkerControl, tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: W
     await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the version before")
     server.wait_registered([0])
     ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
@@ -149,7 +150,7 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
         # Tokens of the first span come from the old weights alone.
         ids = [*PROMPT, *reply["output_ids"][: spans[0].end]]
         old = logprobs(server.model, ids)[len(PROMPT) - 1 :]
-        assert [pair[0] for pair in pairs[: spans[0].end]] == pytest.approx(old, abs=1e-4)
+        assert [pair[0] for pair in pairs[: spans[0].end]] == pytest.approx(old, abs=engine_tolerance())
 
 
 async def mixed_versions(
@@ -185,7 +186,9 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
         (span,) = reply["meta_info"]["weight_versions"]
         model = server.model if span["version"] == "0" else other_model
         wanted = logprobs(model, [*PROMPT, *reply["output_ids"]])[len(PROMPT) - 1 :]
-        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=1e-4)
+        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(
+            wanted, abs=engine_tolerance()
+        )
     assert await worker.version() == 12
 
 
@@ -205,7 +208,7 @@ async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: 
     await worker.drain()
     assert await worker.version() == 0
     ids = [*PROMPT, 9, 1]
-    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=1e-4)
+    assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
 async def test_an_end_without_a_begin_is_refused(worker: WorkerControl) -> None:
@@ -236,7 +239,9 @@ async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: Wo
         assert len(reply["output_ids"]) == 240
         ids = [*PROMPT, *reply["output_ids"]]
         wanted = logprobs(server.model, ids)[len(PROMPT) - 1 :]
-        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(wanted, abs=1e-4)
+        assert [p[0] for p in reply["meta_info"]["output_token_logprobs"]] == pytest.approx(
+            wanted, abs=engine_tolerance()
+        )
 
 
 async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: WorkerControl) -> None:
@@ -285,7 +290,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, o
         await worker.end_update()
         assert await worker.version() == 13
         ids = [*PROMPT, 9, 1]
-        assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=1e-4)
+        assert await worker.rescore(ids) == pytest.approx(logprobs(other_model, ids), abs=engine_tolerance())
     finally:
         await worker.destroy_group(name)
         leave_weights_group(group)

@@ -16,6 +16,7 @@ from services.rollout_server.embedded.engine import Engine
 from services.rollout_server.embedded.loading import Loaded, load
 from services.rollout_server.embedded.sequences import Request
 from services.rollout_server.settings import RolloutSettings
+from tests.tolerance import type_in_force
 from tests.waiting import IDLE_SECONDS
 
 PROMPT = [5, 12, 6, 15]
@@ -62,12 +63,18 @@ class RunningEngine:
 
 
 @pytest.fixture
-def make_engine(tiny_model: Path) -> Iterator[Callable[..., RunningEngine]]:
+def compute_type() -> str:
+    """The type of numbers that engines compute in, unless the test is one of ``both_types``."""
+    return type_in_force("ENGINE_DTYPE")
+
+
+@pytest.fixture
+def make_engine(tiny_model: Path, compute_type: str) -> Iterator[Callable[..., RunningEngine]]:
     """Makes running engines with the tiny model; ``limits`` and settings by keyword."""
     running: list[RunningEngine] = []
 
     def make(model: Path = tiny_model, *, max_waiting: int = 100, **fields: Any) -> RunningEngine:
-        loaded = load(settings_for(model, **fields))
+        loaded = load(settings_for(model, engine_dtype=compute_type, **fields))
         running.append(RunningEngine(loaded, Limits(loaded.max_running, max_waiting, prefill_tokens=64)))
         return running[-1]
 

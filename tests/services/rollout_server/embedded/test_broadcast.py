@@ -19,6 +19,7 @@ from services.rollout_server.embedded import broadcast
 from services.rollout_server.embedded.app import create_app
 from tests.services.conftest import free_port
 from tests.services.rollout_server.embedded.conftest import PROMPT, settings_for
+from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 Serving = Callable[..., Any]
@@ -93,7 +94,7 @@ async def test_broadcast_weights_serve_after_the_update_ends(serving: Serving, t
         assert changed != before
         await client.post("/destroy_weights_update_group", json={"group_name": GROUP})
     # The same weights from a directory give the same, which shows that nothing was mixed up.
-    assert changed == pytest.approx(await from_directory(serving, tiny_model), abs=1e-5)
+    assert changed == pytest.approx(await from_directory(serving, tiny_model), abs=engine_tolerance())
 
 
 async def from_directory(serving: Serving, tiny_model: Path) -> list[float]:

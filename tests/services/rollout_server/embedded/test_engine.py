@@ -16,6 +16,7 @@ from services.rollout_server.embedded.engine import EngineStoppedError, NotIdleE
 from services.rollout_server.embedded.model import Model
 from services.rollout_server.embedded.sequences import Request, Sequence
 from tests.services.rollout_server.embedded.conftest import PROMPT, RunningEngine
+from tests.tolerance import both_types, logprob_tolerance
 from tests.waiting import IDLE_SECONDS
 
 MakeEngine = Callable[..., RunningEngine]
@@ -58,6 +59,7 @@ def other_weights(tiny_model: Path) -> dict[str, torch.Tensor]:
 # --- seeds and batching ----------------------------------------------------------------------------------------------
 
 
+@both_types
 def test_a_seed_gives_the_same_tokens_and_logprobs_whatever_else_runs(engine: RunningEngine) -> None:
     alone = outputs(engine.generate(n=4, sampling_seed=11, temperature=1.5, max_new_tokens=40))
     others = [
@@ -77,6 +79,7 @@ def test_without_a_seed_completions_differ(engine: RunningEngine) -> None:
     assert first != second
 
 
+@both_types
 def test_a_group_larger_than_the_engine_holds_is_computed_in_turns_with_the_same_result(
     engine: RunningEngine, make_engine: MakeEngine
 ) -> None:
@@ -121,6 +124,7 @@ def test_long_and_short_requests_share_the_memory_and_keep_their_results(
     assert [outputs(done.result(IDLE_SECONDS)) for done in pending] == wanted
 
 
+@both_types
 def test_prompt_logprobs_come_with_a_completion(engine: RunningEngine) -> None:
     both = engine.generate(logprob_start=0, max_new_tokens=2)
     alone = engine.generate(logprob_start=0, max_new_tokens=0)
@@ -186,8 +190,9 @@ def test_weights_change_only_once_nothing_runs_and_nothing_is_let_in_before(
     assert engine.engine.version == "1"
 
 
+@both_types
 def test_weights_that_change_in_place_show_in_the_versions_of_each_token(
-    engine: RunningEngine, other_weights: dict[str, torch.Tensor], tiny_model: Path
+    engine: RunningEngine, other_weights: dict[str, torch.Tensor], tiny_model: Path, compute_type: str
 ) -> None:
     gate, running = held(engine, tokens=5, max_new_tokens=20, n=2)
     paused = engine.engine.pause("in_place")
@@ -207,7 +212,8 @@ def test_weights_that_change_in_place_show_in_the_versions_of_each_token(
         wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
     for place in range(5):
         row = len(PROMPT) + place - 1
-        assert sequence.logprobs[place] == pytest.approx(float(wanted[row, ids[row + 1]]), abs=1e-4)
+        expected = float(wanted[row, ids[row + 1]])
+        assert sequence.logprobs[place] == pytest.approx(expected, abs=logprob_tolerance(compute_type))
 
 
 def test_caches_in_use_are_not_thrown_away(engine: RunningEngine, other_weights: dict[str, torch.Tensor]) -> None:
@@ -226,8 +232,9 @@ def test_caches_in_use_are_not_thrown_away(engine: RunningEngine, other_weights:
     assert running.result(IDLE_SECONDS).sequences[0].versions == [("0", 0)]
 
 
+@both_types
 def test_retracted_sequences_go_on_with_new_weights_throughout(
-    engine: RunningEngine, other_weights: dict[str, torch.Tensor], make_engine: MakeEngine
+    engine: RunningEngine, other_weights: dict[str, torch.Tensor], compute_type: str
 ) -> None:
     gate, running = held(engine, tokens=5, max_new_tokens=12)
     paused = engine.engine.pause("retract")
@@ -239,7 +246,7 @@ def test_retracted_sequences_go_on_with_new_weights_throughout(
     assert sequence.versions == [("0", 0), ("2", 5)]
     # Computed anew: what follows is what the new weights alone give after the same tokens.
     rescored = engine.generate([*PROMPT, *sequence.output_ids], logprob_start=0, max_new_tokens=0).input_logprobs
-    assert sequence.logprobs[5:] == pytest.approx(rescored[len(PROMPT) + 5 :], abs=1e-4)
+    assert sequence.logprobs[5:] == pytest.approx(rescored[len(PROMPT) + 5 :], abs=logprob_tolerance(compute_type))
 
 
 def test_a_pause_with_abort_ends_everything_and_holds_what_comes_after(engine: RunningEngine) -> None:
@@ -258,6 +265,7 @@ def test_a_pause_with_abort_ends_everything_and_holds_what_comes_after(engine: R
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
+@both_types
 def test_logits_that_are_not_finite_abort_the_completion_and_leave_no_trace(
     engine: RunningEngine, other_weights: dict[str, torch.Tensor], tiny_model: Path
 ) -> None:

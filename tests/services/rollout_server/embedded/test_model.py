@@ -13,6 +13,7 @@ from services.rollout_server.embedded.cache import KVCache
 from services.rollout_server.embedded.linear import PackedLinear, PlainLinear, make_linear
 from services.rollout_server.embedded.model import Model, pack_weights
 from services.rollout_server.embedded.weights import Architecture, WeightsError, read_directory
+from tests.tolerance import both_types, logprob_tolerance
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -55,12 +56,13 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-def load_model(directory: Path) -> Model:
+def load_model(directory: Path, compute_type: str) -> Model:
+    dtype = getattr(torch, compute_type)
     config = AutoConfig.from_pretrained(directory)
     architecture = Architecture.of(config)
     with torch.inference_mode():
-        weights = pack_weights(architecture, read_directory(directory, architecture), torch.float32, CPU)
-        return Model(config, weights, torch.float32, CPU, 256)
+        weights = pack_weights(architecture, read_directory(directory, architecture), dtype, CPU)
+        return Model(config, weights, dtype, CPU, 256)
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -77,44 +79,50 @@ def prefill_rows(model: Model, cache: KVCache, prompts: list[list[int]]) -> None
     model.prefill(prompts, store)
 
 
+@both_types
 @torch.inference_mode()
-def test_prefill_gives_transformers_logprobs(directory: Path) -> None:
-    model, reference = load_model(directory), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def test_prefill_gives_transformers_logprobs(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ids = tokens(70, 0)
     given = model.logits(model.prefill([ids], None)).log_softmax(-1)
     wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-    assert (given - wanted).abs().max() < 1e-4
+    assert (given - wanted).abs().max() < logprob_tolerance(compute_type)
 
 
+@both_types
 @torch.inference_mode()
-def test_decoding_token_by_token_gives_transformers_logprobs(directory: Path) -> None:
-    model, reference = load_model(directory), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def test_decoding_token_by_token_gives_transformers_logprobs(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     ids = tokens(100, 1)
     wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-    cache = KVCache(model.architecture, 1024, 4, torch.float32, CPU)
+    cache = KVCache(model.architecture, 1024, 4, model.dtype, CPU)
     cache.ensure(100, 0, 0)
     prefill_rows(model, cache, [ids[:20]])
     for position in range(20, 100):
         logits = model.decode(torch.tensor([ids[position]]), torch.tensor([position]), cache, position + 1)
-        assert (logits[0].log_softmax(-1) - wanted[position]).abs().max() < 1e-4
+        assert (logits[0].log_softmax(-1) - wanted[position]).abs().max() < logprob_tolerance(compute_type)
 
 
+@both_types
 @torch.inference_mode()
-def test_packed_prompts_are_computed_as_if_alone_to_the_bit(directory: Path) -> None:
-    model = load_model(directory)
+def test_packed_prompts_are_computed_as_if_alone_to_the_bit(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
     prompts = [tokens(length, length) for length in (33, 1, 70, 7)]
     together = model.logits(model.prefill(prompts, None)).split([len(prompt) for prompt in prompts])
     for prompt, part in zip(prompts, together, strict=True):
         assert torch.equal(model.logits(model.prefill([prompt], None)), part)
 
 
+@both_types
 @torch.inference_mode()
-def test_a_decoded_row_is_the_same_in_any_batch_to_the_bit(directory: Path) -> None:
-    model = load_model(directory)
+def test_a_decoded_row_is_the_same_in_any_batch_to_the_bit(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
     prompts = [tokens(5 + 3 * row, row) for row in range(23)]
 
     def decode(rows: list[int], room: int) -> dict[int, torch.Tensor]:
-        cache = KVCache(model.architecture, 16_384, 64, torch.float32, CPU)
+        cache = KVCache(model.architecture, 16_384, 64, model.dtype, CPU)
         cache.ensure(room, 0, 0)
         prefill_rows(model, cache, [prompts[row][:-1] for row in rows])
         positions = torch.tensor([len(prompts[row]) - 1 for row in rows])
