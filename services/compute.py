@@ -12,8 +12,8 @@ from enum import StrEnum
 from typing import Any
 
 AUTO_RULE = (
-    "bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX), which others emulate many "
-    "times more slowly than they compute float32; float32 elsewhere"
+    "bfloat16 on a GPU and on processors with bfloat16 instructions (AVX512-BF16 or AMX), float32 on other processors, "
+    "which emulate bfloat16 many times more slowly"
 )
 
 

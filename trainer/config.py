@@ -180,7 +180,7 @@ class TrainerSettings(Settings):
     compute_type: ComputeType = Field(
         default=ComputeType.AUTO,
         description="The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is "
-        f"{AUTO_RULE}; all ranks take the same. Master weights are always float32.",
+        f"{AUTO_RULE}; all ranks take the same type. Master weights are always float32.",
     )
     micro_batch_tokens: int = Field(
         default=16_384,
