@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from scripts.local import spec
 from services.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
+
+DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")
 
 
 def item(response: str, truth: str = "5", **more: Any) -> RewardItem:
@@ -116,8 +120,8 @@ async def test_overlong_without_a_length_is_unscorable(scoring: Any) -> None:
     ("response", "reward"),
     [(" 7", 1.0), ("7\n", 1.0), ("7.", 0.0), ("3 + 4 = 7", 0.0), ("7\nor 8", 0.0), ("17", 0.0), ("", 0.0)],
 )
-async def test_an_exact_match_is_the_ground_truth_and_nothing_else(scoring: Any, response: str, reward: float) -> None:
-    async with scoring(reward_fn="exact_match") as scorer:
+async def test_the_demo_rewards_the_number_alone(scoring: Any, response: str, reward: float) -> None:
+    async with scoring(reward_fn=DEMO["REWARD_FN"]) as scorer:
         [result] = await scorer.score([item(response, "7")])
         assert result.reward == reward
         assert result.extracted == (response.strip() or None)
