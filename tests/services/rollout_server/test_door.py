@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from services import scaffold
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, eventually
 
 TOKEN = "a-token"
 
@@ -120,8 +120,11 @@ async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
 
 async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     async with client(router) as friend:
-        with pytest.raises(httpx.ReadTimeout):
-            await friend.post("/generate", content=b"{}", timeout=0.5)
+        request = asyncio.create_task(friend.post("/generate", content=b"{}"))
+        await eventually(lambda: "/generate" in router.heard, "the request has come")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
     await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
 
 
