@@ -11,7 +11,7 @@ import pytest
 from services.errors import ConfigurationError
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, wait_until
 
 
 def test_rewards_are_read_with_their_weights() -> None:
@@ -82,9 +82,12 @@ def test_a_server_that_is_killed_leaves_no_process(start_service: Any, plugin: s
     for asked in ("sleep", "burn"):
         item = {"prompt": "", "response": asked, "ground_truth": ""}
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{service.url}/reward", json=item, timeout=0.5, trust_env=False)
-    children = psutil.Process(service.process.pid).children(recursive=True)
-    assert len(children) >= 3
+            httpx.post(
+                f"{service.url}/reward", json=item, timeout=httpx.Timeout(IDLE_SECONDS, read=0.5), trust_env=False
+            )
+    launcher = psutil.Process(service.process.pid)
+    wait_until(lambda: len(launcher.children(recursive=True)) >= 3, "workers")
+    children = launcher.children(recursive=True)
     service.kill()
     _, alive = psutil.wait_procs(children, timeout=IDLE_SECONDS)
     assert alive == []

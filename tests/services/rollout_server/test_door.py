@@ -131,10 +131,11 @@ async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
 
 async def test_the_router_hears_that_a_client_left(router: Router) -> None:
     async with client(router) as friend:
-        asking = asyncio.create_task(friend.post("/generate", content=b"{}", timeout=IDLE_SECONDS))
-        await eventually(lambda: "/generate" in router.heard)
-        asking.cancel()
-        await asyncio.wait([asking])
+        request = asyncio.create_task(friend.post("/generate", content=b"{}"))
+        await eventually(lambda: "/generate" in router.heard, "the request has come")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
     await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
 
 

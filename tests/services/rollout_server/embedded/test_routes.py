@@ -134,8 +134,9 @@ async def test_health_answers_while_weights_load_and_requests_run(serving: Servi
 def test_a_client_that_leaves_frees_its_place(start_service: StartService, tiny_model: Path) -> None:
     service = start_service(ENGINE, MODEL_NAME=str(tiny_model), ENGINE_MAX_RUNNING_REQUESTS="1")
     httpx.post(f"{service.url}/pause_generation", json={"mode": "in_place"}, timeout=IDLE_SECONDS, trust_env=False)
+    leaves = httpx.Timeout(IDLE_SECONDS, read=0.3)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{service.url}/generate", json=body(max_new_tokens=200), timeout=0.3, trust_env=False)
+        httpx.post(f"{service.url}/generate", json=body(max_new_tokens=200), timeout=leaves, trust_env=False)
 
     def waiting() -> int:
         return int(httpx.get(f"{service.url}/stats", timeout=IDLE_SECONDS, trust_env=False).json()["waiting"])
