@@ -24,6 +24,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trainer": ("trainer",),
     "trainer.collector": ("collector",),
     "scripts.cartpole_policy": ("head",),
+    "scripts.clean": ("local",),
     "scripts.evaluate": ("data", "evaluation", "local"),
     "scripts.logs": ("local",),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),

@@ -18,7 +18,10 @@ from services.run_page.routes import HEADERS
 STATIC = Path(__file__).parent / "static"
 SHARED = Path(run_page.__file__).parent / "static"
 # The parts that the run page has too: there is one style, one chart and one way to write a number.
-_SHARED_FILES = ("style.css", "api.js", "chart.js", "colors.js", "dom.js", "format.js", "series.js")
+_SHARED_FILES = (
+    "style.css",
+    *("api.js", "chart.js", "colors.js", "dom.js", "download.js", "format.js", "paint.js", "picture.js", "series.js"),
+)
 FILES: dict[str, Path] = {
     **{name: SHARED / name for name in _SHARED_FILES},
     **{path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css")},

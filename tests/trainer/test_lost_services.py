@@ -60,6 +60,7 @@ class Outside:
         self.written: list[int] = []
         self.first: list[str] = []
         """What was asked for before the first step."""
+        self.samples: list[dict[str, Any]] = []
         self.source = self
 
     def cursor(self) -> Cursor:

@@ -76,7 +76,7 @@ def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypat
     services = {Task.REWARD_SERVER: provenance.describe(RewardSettings(reward_fn="format", jobgroup_token="hush"))}
     config = tmp_path / "runs" / "r" / "config.json"
     monkeypatch.setattr("trainer.run_files._start_wandb", lambda _: None)
-    files = RunFiles(settings, 0, services)
+    files = RunFiles(settings, 0, str, services)
     assert orjson.loads(config.read_bytes())["components"].keys() == {"ppo-trainer", "reward-server"}
     provenance.leave_record(RolloutSettings(shared_dir=tmp_path, run_id="r", router_retries=7), Task.ROLLOUT_SERVER)
     files.write_summary({"status": "failed", "accuracy_before": None})
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_the_evaluations_that_count(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
     path = tmp_path / "runs" / "r" / "evaluations.jsonl"
     for resumed_step, kept in ((0, []), (0, []), (4, [0, 4])):
-        files = RunFiles(settings, resumed_step)
+        files = RunFiles(settings, resumed_step, str)
         lines = path.read_bytes().splitlines() if path.exists() else []
         assert [orjson.loads(line)["step"] for line in lines] == kept
         for step in (0, 4, 6):

@@ -46,13 +46,13 @@ def call(*names: str, **options) -> int:
     return int(ended.value.code or 0)
 
 
-def test_without_arguments_runs_are_listed_and_stay(capsys):
+def test_without_arguments_runs_are_listed_and_stay(capfd):
     make("older", days=3, megabytes=2)
     make("newer", status="failed")
     linked = Path("runs/newer/policy")
     linked.hardlink_to("runs/newer/model/weights")
     assert call() == 0
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     lines = [line.split() for line in said.splitlines()]
     assert ["newer", "failed", "1", "MB"] in [line[:4] for line in lines]
     assert ["older", "succeeded", "2", "MB", "3d", "ago"] in lines
@@ -91,51 +91,51 @@ ELSEWHERE = GONE | {"machine": "another-machine"}
 
 
 @pytest.mark.parametrize("status", [None, "succeeded"])
-def test_a_run_of_a_runner_that_lives_is_never_removed(capsys, status):
+def test_a_run_of_a_runner_that_lives_is_never_removed(capfd, status):
     make("going", days=7, nodes=this_process(), status=status)
     assert call("going") == 78
-    assert f"its runner is process {os.getpid()}" in capsys.readouterr().err
+    assert f"its runner is process {os.getpid()}" in capfd.readouterr().err
     assert call(keep=0) == 0
-    assert "runs/going is not removed" in capsys.readouterr().out
+    assert "runs/going is not removed" in capfd.readouterr().out
     assert [run.name for run in directory.all_runs()] == ["going"]
 
 
-def test_a_run_whose_lock_is_held_is_never_removed(capsys):
+def test_a_run_whose_lock_is_held_is_never_removed(capfd):
     """As by a runner in another container, or on another machine of a volume whose locks reach all of them."""
     run = make("going", days=7, nodes=ELSEWHERE)
     with directory.locked(run):
         assert call("going") == 78
-    assert "runner.lock is held" in capsys.readouterr().err
+    assert "runner.lock is held" in capfd.readouterr().err
     assert call("going") == 0
 
 
 @pytest.mark.parametrize("nodes", [ELSEWHERE, None])
-def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capsys, nodes):
+def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capfd, nodes):
     make("recent", days=0.2, nodes=nodes, status="failed")
     make("resumed", days=0.2, nodes=nodes)
     (Path("runs/resumed") / "metrics.jsonl").write_text('{"step": 2}\n')
     for name in ("recent", "resumed"):
         assert call(name) == 78
-        assert "it may go on" in capsys.readouterr().err
+        assert "it may go on" in capfd.readouterr().err
     make("quiet", days=2, nodes=nodes, status="failed")
     make("done", days=0.2, nodes=nodes)
     assert call("quiet", "done") == 0
     assert {run.name for run in directory.all_runs()} == {"recent", "resumed"}
 
 
-def test_what_is_no_run_is_never_removed(here, capsys):
+def test_what_is_no_run_is_never_removed(here, capfd):
     make("run")
     model = here / "my-model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     for name in ("my-model", "runs", "..", "absent"):
         assert call("run", name) == 78
-        assert f"{name} is neither a run below runs/ here nor the directory of one" in capsys.readouterr().err
+        assert f"{name} is neither a run below runs/ here nor the directory of one" in capfd.readouterr().err
     assert model.exists()
     assert [run.name for run in directory.all_runs()] == ["run"]
 
 
-def test_an_age_that_is_none_is_refused(capsys):
+def test_an_age_that_is_none_is_refused(capfd):
     make("run")
     assert call(older_than="soon") == 78
-    assert "--older-than soon" in capsys.readouterr().err
+    assert "--older-than soon" in capfd.readouterr().err

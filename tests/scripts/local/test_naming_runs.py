@@ -45,29 +45,29 @@ def test_what_names_no_run_is_refused_with_those_that_there_are():
         directory.find_run("oldest")
 
 
-def shown(capsys, *names: str, **options) -> list[str]:
+def shown(capfd, *names: str, **options) -> list[str]:
     with pytest.raises(SystemExit) as ended:
         logs.main(list(names) or None, **options)
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     assert ended.value.code == 0, said.err
     return said.out.splitlines()
 
 
-def test_logs_are_of_a_run_and_of_tasks(capsys):
-    assert shown(capsys, "ppo-trainer") == ["trainer of newer"]
-    assert shown(capsys, "older", "data-server-0") == ["data of older"]
-    assert shown(capsys, "volume/runs/other", "ppo-trainer") == ["trainer of other"]
-    assert len(shown(capsys, "older")) == len(shown(capsys)) == 2
-    assert shown(capsys, "data-server", run="runs/older") == ["data of older"]
+def test_logs_are_of_a_run_and_of_tasks(capfd):
+    assert shown(capfd, "ppo-trainer") == ["trainer of newer"]
+    assert shown(capfd, "older", "data-server-0") == ["data of older"]
+    assert shown(capfd, "volume/runs/other", "ppo-trainer") == ["trainer of other"]
+    assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
+    assert shown(capfd, "data-server", run="runs/older") == ["data of older"]
 
 
-def test_logs_of_what_is_neither_run_nor_task_are_refused(capsys):
+def test_logs_of_what_is_neither_run_nor_task_are_refused(capfd):
     with pytest.raises(SystemExit):
         logs.main(["oldest"])
-    assert "oldest is no run, and there is no log of it" in capsys.readouterr().err
+    assert "oldest is no run, and there is no log of it" in capfd.readouterr().err
 
 
-def test_status_takes_an_id(capsys):
+def test_status_takes_an_id(capfd):
     with pytest.raises(SystemExit):
         status.main("older", token=None)
-    assert "run older  unknown" in capsys.readouterr().out
+    assert "run older  unknown" in capfd.readouterr().out

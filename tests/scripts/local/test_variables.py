@@ -19,10 +19,10 @@ def dry_run(*env: str, job_group: str = "jobgroup.yaml", **options) -> None:
         raise SystemExit(78)
 
 
-def refused(capsys, *env: str, **options) -> str:
+def refused(capfd, *env: str, **options) -> str:
     with pytest.raises(SystemExit):
         dry_run(*env, **options)
-    return capsys.readouterr().err
+    return capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -38,12 +38,12 @@ def refused(capsys, *env: str, **options) -> str:
         ("LOG_LEVEL=loud", "data-server, rollout-server, reward-server, replay-buffer, ppo-trainer: LOG_LEVEL"),
     ],
 )
-def test_what_no_component_would_take_is_refused(capsys, given, said):
-    assert said in refused(capsys, given)
+def test_what_no_component_would_take_is_refused(capfd, given, said):
+    assert said in refused(capfd, given)
 
 
-def test_all_that_is_wrong_is_told_at_once(capsys):
-    said = refused(capsys, "BATCH_SIZE=0", "REWARD_FN=maths")
+def test_all_that_is_wrong_is_told_at_once(capfd):
+    said = refused(capfd, "BATCH_SIZE=0", "REWARD_FN=maths")
     assert "BATCH_SIZE is '0'" in said
     assert "REWARD_FN is 'maths'" in said
 
@@ -57,17 +57,17 @@ def test_what_libraries_and_the_components_read_passes(tmp_path):
     dry_run(env_file=[settings], job_group="evaluation/evaluate.yaml")
 
 
-def test_what_the_file_declares_is_for_the_users_own_code(tmp_path, capsys):
+def test_what_the_file_declares_is_for_the_users_own_code(tmp_path, capfd):
     document = (ROOT / "jobgroup.yaml").read_text()
     group = tmp_path / "group.yaml"
     group.write_text(document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n"))
     dry_run("MY_THRESHOLD=2", job_group=str(group))
-    assert "the nearest setting is MY_THRESHOLD" in refused(capsys, "MY_TRESHOLD=2", job_group=str(group))
+    assert "the nearest setting is MY_THRESHOLD" in refused(capfd, "MY_TRESHOLD=2", job_group=str(group))
 
 
-def test_the_environment_of_this_process_is_checked_and_left_alone(monkeypatch, capsys):
+def test_the_environment_of_this_process_is_checked_and_left_alone(monkeypatch, capfd):
     monkeypatch.setenv("GROUP_SIZE", "many")
-    assert "GROUP_SIZE is 'many'" in refused(capsys)
+    assert "GROUP_SIZE is 'many'" in refused(capfd)
     monkeypatch.setenv("GROUP_SIZE", "4")
     dry_run("GROUP_SIZE=2")
     assert "SKYPILOT_NODE_RANK" not in os.environ

@@ -361,7 +361,7 @@ def test_a_page_whose_server_ends_says_so_and_how_to_go_on(open_page, tmp_path):
 def test_several_runs_are_compared(open_page, tmp_path):
     runs = [
         write_run(tmp_path / "slow", 30, level=0.1),
-        write_run(tmp_path / "fast", 30, level=0.6, reward_fn="first_line_number"),
+        write_run(tmp_path / "fast", 30, level=0.6, reward_fn="exact_match"),
     ]
     page = open_page(view(*runs))
     rows = page.locator("#summary tbody tr")
@@ -378,8 +378,8 @@ def test_several_runs_are_compared(open_page, tmp_path):
     page.get_by_label("only what differs").check()
     expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
     differing = page.locator("#settings tr.differs")
-    expect(differing).to_have_text(["REWARD_FNmathfirst_line_number"])
-    expect(differing.locator(".changed")).to_have_text("first_line_number")
+    expect(differing).to_have_text(["accuracy_before0.10.6", "REWARD_FNmathexact_match"])
+    expect(differing.locator(".changed")).to_have_text("exact_match")
 
 
 def test_the_token_is_asked_for_once(open_page, tmp_path):
