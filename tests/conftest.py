@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator
 from pathlib import Path
 
@@ -56,11 +57,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
+# The tests of these files share what takes long to start: job groups on several hosts, and a rollout server.
+TOGETHER = (re.compile(r"tests/cluster/"), re.compile(r"tests/services/rollout_server/test_\w+_conformance\.py"))
+
+
 class _ByFile(LoadFileScheduling):
-    """Tests of a file run in one process, for the sake of what they share; those of the cluster share runs, too."""
+    """A scheduler that runs the tests of a file, or of files that share a fixture, in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+        shared = next((pattern.pattern for pattern in TOGETHER if pattern.match(nodeid)), None)
+        return shared or super()._split_scope(nodeid)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:

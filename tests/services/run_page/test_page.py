@@ -6,7 +6,7 @@ import re
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 from pydantic import SecretStr
 
 from scripts.view import create_view_app
@@ -90,6 +90,13 @@ def live(run, now):
     return app
 
 
+def move_cursor(page: Page, plot: str, key: str) -> None:
+    """Press a key on a plot once its data are there, because a key that comes before them moves nothing."""
+    canvas = page.locator(f"#plot-{plot} canvas.top")
+    expect(canvas).to_have_attribute("aria-label", re.compile(r"step \d"))
+    canvas.press(key)
+
+
 def test_a_run_opens_with_its_plots(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "grpo-1", 40)))
     expect(page).to_have_title(re.compile(r"step 40 · grpo-1"))
@@ -137,17 +144,17 @@ def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(
     expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41: 7 with reward 0\.25\."))
     page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("3")
     expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 3: 20 with reward 0, 12 with reward 1\."))
-    page.locator("#plot-reward canvas.top").press("End")
+    move_cursor(page, "reward", "End")
     expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 41:"))
 
 
 def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "run", 40)))
-    page.locator("#plot-accuracy canvas.top").press("Home")
+    move_cursor(page, "accuracy", "Home")
     expect(page.locator("#cursor")).to_have_text("step 0, before training")
     expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 0: greedy pass@1 0.4 ± 0.06.")
     page.get_by_label("Against").select_option("time")
-    page.locator("#plot-accuracy canvas.top").press("Home")
+    move_cursor(page, "accuracy", "Home")
     expect(page.locator("#plot-accuracy .spoken")).to_contain_text("0.0s: greedy pass@1 0.4")
 
 
@@ -187,10 +194,10 @@ def test_the_mouse_zooms_a_plot_and_the_others_follow(open_page, tmp_path):
     page.mouse.up()
     reset = page.get_by_role("button", name="Whole run")
     expect(reset).to_be_visible()
-    page.locator("#plot-entropy canvas.top").press("End")
+    move_cursor(page, "entropy", "End")
     assert int(re.search(r"step (\d+)", page.locator("#cursor").inner_text())[1]) < 40
     reset.click()
-    page.locator("#plot-entropy canvas.top").press("End")
+    move_cursor(page, "entropy", "End")
     expect(page.locator("#cursor")).to_contain_text("step 40")
 
 
@@ -366,12 +373,12 @@ def test_several_runs_are_compared(open_page, tmp_path):
     page = open_page(view(*runs))
     rows = page.locator("#summary tbody tr")
     expect(rows).to_have_count(2)
-    page.locator("#plot-reward canvas.top").press("End")
+    move_cursor(page, "reward", "End")
     expect(page.locator("#plot-reward .tip")).to_contain_text("slow")
     expect(page.locator("#plot-reward .tip")).to_contain_text("fast")
     expect(page.locator("#plot-groups .legend")).to_have_text("fresh, all rewards equal")
     page.get_by_label("show fast").uncheck()
-    page.locator("#plot-reward canvas.top").press("End")
+    move_cursor(page, "reward", "End")
     expect(page.locator("#plot-reward .tip")).not_to_contain_text("fast")
     page.get_by_role("link", name="Settings").click()
     expect(page.locator("#settings")).to_contain_text("LEARNING_RATE")
