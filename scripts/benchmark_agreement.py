@@ -47,7 +47,7 @@ GENERATION_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the log-probabilities of the sampled tokens are apart."""
+    """The differences between two engines' log-probabilities of the sampled tokens."""
 
     engine: str
     trainer: str

@@ -14,7 +14,7 @@ class Reader:
     """A settings class, by module and name, and the tasks whose components read it."""
 
     heading: str
-    """Of its table in docs/configuration.md."""
+    """The heading of its table in docs/configuration.md."""
     module: str
     name: str
     tasks: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What counts as a right answer, pass@k and standard errors, for evaluation in training and in scripts.evaluate."""
+"""The rule for a right answer, pass@k and standard errors, for evaluation in training and in scripts.evaluate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every service speaks HTTP: uvicorn, with a bound on how long a client may take to send the head of a request."""
+"""The HTTP server of every service: uvicorn, with a bound on the time that a client takes over a request's head."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class RunState(BaseModel):
     random_state: list[int] = []
     """torch's CPU generator state, bytes."""
     fingerprint: Fingerprint | None = None
-    """What the run was begun with; None in a checkpoint of a former release."""
+    """The fingerprint of model and data; None in a checkpoint of a former release."""
     job: str | None = None
     """SkyPilot's name of the job that saved it."""
 

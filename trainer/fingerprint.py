@@ -1,4 +1,4 @@
-"""What a run trains and on what, by content, so that no run is resumed with another model or other data.
+"""Fingerprints of a run's model and data, so that no run is resumed with another model or other data.
 
 Imports no torch: collectors, which have none, compare the data, too.
 """
@@ -31,7 +31,7 @@ class Fingerprint(BaseModel):
     dataset: str
     """The data-server's name of its source."""
     data: dict[str, str]
-    """What the data-server says of its prompts, by part; empty where it says nothing."""
+    """The data-server's digests of its prompts, by part; empty where it gives none."""
 
 
 def weights_digest(model: nn.Module) -> str:

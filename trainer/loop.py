@@ -42,7 +42,7 @@ from trainer.volume import DiskFullError, writing
 log = get_logger(__name__)
 
 EXPECTED_ERRORS = (ConfigurationError, DiskFullError, DependencyLostError, NeverReadyError, InterruptedCallError)
-"""What rank 0 meets in its dealings with the services and the run directory, and tells the other ranks."""
+"""The errors of services and run directory that rank 0 passes on to the other ranks."""
 
 GRACE_SECONDS = 60.0
 """Added to the deadlines that calls have themselves, so that their own messages win."""

@@ -75,7 +75,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.compute: Compute | None = None
-        """What it is computed with; ``load_policy`` sets it."""
+        """The device and type of numbers; ``load_policy`` sets it."""
         self.temperature = temperature
         self.logit_chunk_tokens = logit_chunk_tokens
         self.description: Description | None = None

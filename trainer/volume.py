@@ -25,7 +25,7 @@ class DiskFullError(DependencyLostError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within it an error that says that the disk of ``path`` is full becomes a DiskFullError."""
+    """Turn an error that means that the disk of ``path`` is full into a DiskFullError."""
     try:
         yield
     except (Exception, CheckpointException) as error:

@@ -64,12 +64,12 @@ class Sample(BaseModel):
 
     @property
     def is_correct(self) -> bool | None:
-        """Whether the answer is right; None as long as it is not judged."""
+        """Return whether the answer is right; None while it is not judged."""
         return None if self.result is None else is_correct(self.result)
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether it is wrong because it exceeds the verifier's time or memory limit."""
+        """Return whether it is wrong because it exceeds the verifier's time or memory limit."""
         return self.result is not None and self.result.status in OVER_LIMIT
 
 

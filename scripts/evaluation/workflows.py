@@ -28,7 +28,7 @@ NO_KEY = "none"
 """Sent as the API key where the servers ask for none: OpenAI's client insists on one."""
 
 AGENT_PACKAGES = ("agents", "openai")
-"""What agents import that the extra ``evaluation`` brings."""
+"""The packages of the extra ``evaluation`` that agents import."""
 
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 

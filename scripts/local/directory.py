@@ -42,11 +42,11 @@ class Nodes:
 
     @property
     def is_here(self) -> bool:
-        """Whether the runner was started on this machine, so that its process can be looked up."""
+        """Return whether the runner was started on this machine, so that its process can be looked up."""
         return self.machine in ("", socket.gethostname())
 
     def is_running(self) -> bool:
-        """Whether the runner is still there, on this machine, and not another process of the same number."""
+        """Return whether the runner still runs on this machine, and its number is not another process's."""
         try:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.NoSuchProcess:

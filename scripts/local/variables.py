@@ -22,11 +22,11 @@ LIBRARIES = (
     *("REQUESTS_", "ROCR_", "RUST_", "S3_", "SGLANG_", "SGL_", "SKYPILOT_", "SSL_", "TOKENIZERS_", "TORCH", "TRITON_"),
     *("TRANSFORMERS_", "UCX_", "UV_", "VIRTUAL_ENV", "WANDB_", "XDG_"),
 )
-"""How the variables of libraries and of the system begin."""
+"""The prefixes of variables that libraries and the system read."""
 
 SYSTEM = {"CI", "DEBUG", "HOME", "HOSTNAME", "LANG", "NO_COLOR", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
 LIKE_A_SETTING = 0.9
-"""How similar (difflib's ratio) the name of a library's variable may be to a setting of ours before it is refused."""
+"""The similarity (difflib's ratio) to one of our settings from which a library's variable counts as misspelt."""
 
 
 def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""What the prompts of a run are, by content: the same wherever the files lie, and another once a prompt differs."""
+"""A digest of a run's prompts: the same wherever the files lie, and another once a prompt differs."""
 
 from __future__ import annotations
 

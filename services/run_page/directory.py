@@ -19,7 +19,7 @@ SIGNIFICANT_DIGITS = 6
 SUMMARY_DIGITS = 4
 
 RewardCounts = list[tuple[float, int]]
-"""How many completions of a step have each reward."""
+"""The number of a step's completions by reward."""
 RENAMED = {"seconds_reward": "seconds_score"}
 """Columns of version 0.1, by the names that they have now."""
 

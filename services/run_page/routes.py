@@ -35,7 +35,7 @@ HEADERS = {
 GZIP_BYTES = 4096
 
 Now = Callable[[], dict[str, Any]]
-"""What goes on at this moment: phase, step, total_steps, policy_version, components; accuracy_before, once known."""
+"""The state of the run now: phase, step, total_steps, policy_version, components; accuracy_before, once known."""
 
 
 class RunOverview(BaseModel):

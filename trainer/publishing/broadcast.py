@@ -61,7 +61,7 @@ class BroadcastPublisher(Publisher):
         self._writer = ThreadPoolExecutor(1, "policy-writer")
         self._writing: Future[None] | None = None
         self._state: dict[str, Tensor] = {}
-        """What the workers get; on rank 0."""
+        """The weights for the workers; on rank 0."""
 
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""

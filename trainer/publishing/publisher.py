@@ -1,4 +1,4 @@
-"""What every publisher does: writes a policy version to the shared volume, and has the rollout workers serve it."""
+"""The base of publishers: writes a policy version to the shared volume, and has the rollout workers serve it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.service_thread import ServiceThread
 log = get_logger(__name__)
 
 WRITES = 4
-"""How often a version is written before its disappearing ends the run."""
+"""The number of times that a version is written before its disappearance ends the run."""
 
 
 class Publisher(ABC):
@@ -64,7 +64,7 @@ class Publisher(ABC):
         self._written = version
 
     def is_on_volume(self, version: int) -> bool:
-        """Whether a worker that starts or missed the version finds it. For rank 0; no collective."""
+        """Return whether a worker that starts or missed the version finds it. For rank 0; no collective."""
         try:
             return self.store.path(version).is_dir()
         except OSError:

@@ -26,7 +26,7 @@ POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 
 IsThere = Callable[[], bool]
-"""Whether the version that workers wait for is on the shared volume; asked in a thread."""
+"""Returns whether the version that workers wait for is on the shared volume; called in a thread."""
 
 
 class VersionGoneError(DependencyLostError):

@@ -34,7 +34,7 @@ class Served:
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
     warned_of: set[str] = field(default_factory=set)
-    """What the chat template drops, as far as the log says so already."""
+    """The parts of requests that the chat template drops and the log has already named."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while weights change."""
     receiver_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
