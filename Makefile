@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCH ?= torch==2.13.0
 # More options for the demo, such as: make demo DEMO="--env MAX_STEPS=40"
 DEMO ?=
-# Processes that run the tests; 0: this one alone, which disturbs tests that are bound to time the least.
+# Processes that run the tests; 0: this one alone.
 WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
