@@ -140,7 +140,7 @@ def interrupted(tiny_model, tmp_path_factory) -> System:
     """A run that was interrupted after its second step."""
     directory = tmp_path_factory.mktemp("interrupted")
     # All on 127.0.0.1, as on machines that have no other loopback addresses; another life may be elsewhere.
-    run = System(directory, tiny_model, "--shared-host", *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS="200")
+    run = System(directory, tiny_model, "--shared-host", *ONE_NODE_EACH, MAX_STEPS="200")
     run.wait_for_step(2)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 130
@@ -167,7 +167,9 @@ def test_a_run_does_not_go_on_with_another_model_of_the_same_shape_or_other_data
     completed = interrupted.metrics()[-1]["step"]
     model = tiny_model if settings else with_other_weights(tiny_model, tmp_path / "other")
     directory = interrupted.run_dir.parents[1]
-    second = System(directory, model, *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS=str(completed + 2), **settings)
+    second = System(
+        directory, model, *ONE_NODE_EACH, run_id=interrupted.run_dir.name, MAX_STEPS=str(completed + 2), **settings
+    )
     assert second.wait() == 78, second.text
     assert f"which is of something else: {said}" in second.log("ppo-trainer-0")
     assert second.metrics()[-1]["step"] == completed
@@ -186,7 +188,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(interrupted, tiny_model)
     completed = interrupted.metrics()[-1]["step"]
     directory = interrupted.run_dir.parents[1]
     steps = str(completed + 2)
-    second = System(directory, tiny_model, *ONE_NODE_EACH, run_id="interrupted", MAX_STEPS=steps)
+    second = System(directory, tiny_model, *ONE_NODE_EACH, run_id=interrupted.run_dir.name, MAX_STEPS=steps)
     assert second.wait() == 0, second.text
     assert [record["step"] for record in second.metrics()] == list(range(1, completed + 3))
     assert "resumed" in second.log("ppo-trainer-0")

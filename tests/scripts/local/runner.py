@@ -23,6 +23,8 @@ from scripts.local import supervisor
 supervisor.PRIMARY_STOP_SECONDS = {seconds}
 typer.run(run_local.main)
 """
+OUTPUT = "output.txt"
+"""The file with what the runner prints; tasks may wait for a line of it."""
 HEADER = "name: group\nexecution: parallel\nprimary_tasks: [ppo-trainer]\n"
 
 
@@ -65,19 +67,25 @@ class Runner:
         start = ["-m", "scripts.run_local"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
         command = [sys.executable, *start, "group.yaml", "--run-id", "test", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("JOBGROUP_")}
-        self.process = subprocess.Popen(
-            command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        with (directory / OUTPUT).open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT
+            )
 
     @property
     def run_dir(self) -> Path:
         return self.directory / "runs" / "test"
 
+    @property
+    def output(self) -> str:
+        """What the runner has printed so far."""
+        return (self.directory / OUTPUT).read_text()
+
     def wait_for(self, path: str) -> Path:
         """Waits until a task has made the file ``path``."""
 
         def is_made() -> bool:
-            assert self.process.poll() is None, self.process.communicate()[0]
+            assert self.process.poll() is None, self.output
             return (self.directory / path).exists()
 
         wait_until(is_made, path, progress=lambda: bytes_in(self.directory))
@@ -87,8 +95,8 @@ class Runner:
         self.process.send_signal(number)
 
     def end(self) -> Ended:
-        output, _ = self.process.communicate(timeout=LIMIT_SECONDS)
-        return Ended(self.process.returncode, output, self.run_dir)
+        self.process.wait(timeout=LIMIT_SECONDS)
+        return Ended(self.process.returncode, self.output, self.run_dir)
 
 
 def run(directory: Path, *tasks: str, **options: Any) -> Ended:

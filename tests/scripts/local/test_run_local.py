@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from tests.scripts.local.runner import HEADER, Runner, is_running, run, task
+from tests.scripts.local.runner import HEADER, OUTPUT, Runner, is_running, run, task
 from tests.waiting import IDLE_SECONDS
 
 DONE = task("ppo-trainer", "exit 0")
@@ -123,8 +123,8 @@ def test_the_run_fails_with_the_first_primary_task_that_does(tmp_path):
 def test_an_auxiliary_that_is_gone_for_good_does_not_fail_the_run(tmp_path):
     ended = run(
         tmp_path,
-        task("ppo-trainer", "until [ -e gone ]; do sleep 0.01; done; sleep 1"),
-        task("reward-server", "touch gone; exit 1"),
+        task("ppo-trainer", f"until grep -q 'reward-server failed' {OUTPUT}; do sleep 0.05; done"),
+        task("reward-server", "exit 1"),
     )
     assert ended.exit_code == 0
     assert "reward-server failed, exit code 1" in ended.output
@@ -133,8 +133,8 @@ def test_an_auxiliary_that_is_gone_for_good_does_not_fail_the_run(tmp_path):
 def test_an_auxiliary_that_succeeds_is_not_started_again(tmp_path):
     ended = run(
         tmp_path,
-        task("ppo-trainer", "until [ -e done ]; do sleep 0.01; done; sleep 1"),
-        task("reward-server", "echo x >> starts; touch done", resources=recovery(max_restarts_on_errors=3)),
+        task("ppo-trainer", f"until grep -q 'reward-server-0 ended' {OUTPUT}; do sleep 0.05; done; sleep 1"),
+        task("reward-server", "echo x >> starts", resources=recovery(max_restarts_on_errors=3)),
     )
     assert ended.exit_code == 0
     assert (tmp_path / "starts").read_text().split() == ["x"]
