@@ -1,4 +1,4 @@
-"""How SkyPilot itself reads this project's files, and the commands, options and calls that it has."""
+"""SkyPilot's own reading of this project's files, and the commands, options and calls that it has."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Outside:
         self.forgotten: list[str] = []
         self.written: list[int] = []
         self.first: list[str] = []
-        """What was asked for before the first step."""
+        """The calls before the first step, in order."""
         self.samples: list[dict[str, Any]] = []
         self.source = self
 

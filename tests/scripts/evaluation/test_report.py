@@ -1,4 +1,4 @@
-"""What becomes of answers without a reward: those over the verifier's limits are wrong, the others are left out."""
+"""Answers without a reward: those over the verifier's limits are wrong, the others are left out."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ YAML = ROOT / "evaluation" / "evaluate.yaml"
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What the scheduler asked of SkyPilot, by a script in SkyPilot's environment."""
+    """The scheduler's requests to SkyPilot, recorded by a script in SkyPilot's environment."""
     home = tmp_path_factory.mktemp("home")
     loaded = skypilot_facts()  # skips the test where there is no SkyPilot
     assert loaded

@@ -78,7 +78,7 @@ class Runner:
 
     @property
     def output(self) -> str:
-        """What the runner has printed so far."""
+        """Return the runner's output so far."""
         return (self.directory / OUTPUT).read_text()
 
     def wait_for(self, path: str) -> Path:
