@@ -15,8 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from services.errors import EXIT_CONFIGURATION
-from services.extras import EXTRAS, extras_of
+from services.core.errors import EXIT_CONFIGURATION
+from services.core.extras import EXTRAS, extras_of
 
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "scripts")

@@ -11,19 +11,21 @@ import sys
 
 from prometheus_client import Counter
 
-from services import endpoints, logs, provenance
-from services.clients import DataClient, ReplayClient, RewardClient
-from services.endpoints import Task
-from services.errors import ConfigurationError, DependencyLostError
-from services.logs import get_logger
+from services.clients.data import DataClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from services.core import endpoints, logs
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.logs import get_logger
+from services.core.vocabulary import vocabulary_size
+from services.http import provenance
 from services.protocol import Cursor, Prompt
-from services.rollout_client import RolloutClient
-from services.scaffold import exit_code_of
-from services.vocabulary import vocabulary_size
-from trainer.admission import check_data, has_succeeded
+from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
-from trainer.curriculum import SuccessRates
-from trainer.experience import GroupMaker, initial_priority
+from trainer.rollouts.curriculum import SuccessRates
+from trainer.rollouts.groups import GroupMaker, initial_priority
 
 log = get_logger(__name__)
 

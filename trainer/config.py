@@ -12,10 +12,10 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from services.compute import AUTO_RULE, ComputeType
+from services.core.compute import AUTO_RULE, ComputeType
+from services.core.settings import Settings
 from services.protocol import SampleStrategy
-from services.settings import Settings
-from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
+from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 
 
 class Mode(StrEnum):

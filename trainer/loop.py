@@ -16,28 +16,28 @@ from typing import Any
 import orjson
 import torch
 
-from services import memory
-from services.errors import ConfigurationError, DependencyLostError, NeverReadyError
-from services.logs import get_logger
+from services.core import memory
+from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.logs import get_logger
 from services.protocol import Cursor, SampledGroup
-from trainer.advantages import training_group
-from trainer.checkpoint import CheckpointStore, RunState
-from trainer.conductor import Conductor
+from trainer.algorithm.advantages import training_group
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import TrainerSettings
-from trainer.distributed import Ranks
-from trainer.evaluate import describe_accuracy
-from trainer.experience import group_metrics
-from trainer.learner import Learner, StopRequestedError, UpdateResult
-from trainer.packing import TrainingGroup, TrainingSequence
-from trainer.policy import Policy
+from trainer.main_rank import Conductor
+from trainer.model.learner import Learner, StopRequestedError, UpdateResult
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
 from trainer.publishing import Publisher
 from trainer.publishing.probe import probe_workers
-from trainer.replay import updated_priorities
-from trainer.run_files import RunFiles
+from trainer.reporting.run_files import RunFiles
+from trainer.reporting.status import RunStatus
+from trainer.rollouts.evaluate import describe_accuracy
+from trainer.rollouts.groups import group_metrics
+from trainer.rollouts.replay import updated_priorities
+from trainer.rollouts.sources import Batch
 from trainer.service_thread import InterruptedCallError, ServiceThread
-from trainer.sources import Batch
-from trainer.status import RunStatus
-from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 

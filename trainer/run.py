@@ -13,27 +13,26 @@ from typing import Any
 import torch
 import transformers
 
-from services import logs, memory
-from services.endpoints import Task
-from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
-from services.logs import get_logger
+from services.core import logs, memory
+from services.core.endpoints import Task
+from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
+from services.core.logs import get_logger
 from services.protocol import DataStats
-from services.scaffold import exit_code_of, say_error
-from trainer.admission import has_succeeded, job_id
-from trainer.checkpoint import CheckpointStore, RunState
-from trainer.conductor import Conductor
+from trainer.checkpoints.admission import has_succeeded, job_id
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.resume import count_parameters, resume, start_source
+from trainer.checkpoints.volume import writing
 from trainer.config import TrainerSettings
-from trainer.distributed import PeerLostError, Ranks, join_ranks
-from trainer.learner import Learner
 from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
-from trainer.policy import Description, Policy, load_policy, save_pretrained
+from trainer.main_rank import Conductor
+from trainer.model.learner import Learner
+from trainer.model.policy import Description, Policy, load_policy, save_pretrained
+from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
-from trainer.resume import count_parameters, resume, start_source
-from trainer.run_files import RunFiles, first_and_last
+from trainer.reporting.run_files import RunFiles, first_and_last
+from trainer.reporting.status import RunStatus, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
-from trainer.status import RunStatus, serve_status
-from trainer.volume import writing
 
 log = get_logger(__name__)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from services.errors import DependencyLostError
+from services.core.errors import DependencyLostError
 
 T = TypeVar("T")
 

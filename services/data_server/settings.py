@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class PromptStyle(StrEnum):

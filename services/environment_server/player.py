@@ -9,14 +9,14 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.episodes import EpisodeTable, FullError, StuckError
 from services.environment_server.settings import EnvironmentSettings
-from services.errors import DependencyLostError
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
-from services.play import Play
+from services.http.client import HttpClient, RequestRefusedError
+from services.protocol.episode import Play
 from services.protocol.evaluation import (
     EpisodePosition,
     EvaluateReply,

@@ -7,7 +7,7 @@ import socket
 
 from pydantic import AnyHttpUrl, Field, TypeAdapter, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class EnvironmentSettings(Settings):

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pydantic import ValidationError
 
-from services.errors import DependencyLostError
-from services.evaluation_head.accounts import Accounts, Server, TooManyServersError
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.registry import Accounts, Server, TooManyServersError
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import Meter
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
-from services.play import Play
+from services.http.client import HttpClient, RequestRefusedError
+from services.protocol.episode import Play
 from services.protocol.evaluation import (
     Action,
     CloseReply,

@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from services.errors import DependencyLostError
+from services.core.errors import DependencyLostError
 from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.http_client import HttpClient, RequestRefusedError
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
 
 MAX_CHARACTERS = 1_000_000

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator
 
-from services.endpoints import ENVIRONMENT_PORT
-from services.settings import Settings
+from services.core.endpoints import ENVIRONMENT_PORT
+from services.core.settings import Settings
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

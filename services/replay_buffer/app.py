@@ -14,9 +14,10 @@ from fastapi import FastAPI, Path
 from fastapi.responses import Response
 from prometheus_client import Gauge
 
-from services import scaffold
-from services.logs import get_logger
-from services.problems import ProblemError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
+from services.http.app import create_service_app, model_response
+from services.http.problems import ProblemError
 from services.protocol import (
     AcknowledgeReply,
     AcknowledgeRequest,
@@ -119,7 +120,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         started = time.perf_counter()
-        buffer = await scaffold.in_background(lambda: Buffer(settings, clock=clock))
+        buffer = await in_background(lambda: Buffer(settings, clock=clock))
         buffer.measure()
         log.info(
             "loaded",
@@ -137,7 +138,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
     async def stats() -> dict[str, Any]:
         return await held[0].run(held[0].stats)
 
-    app = scaffold.create_app(
+    app = create_service_app(
         "replay-buffer",
         settings=settings,
         lifespan=lifespan,
@@ -169,7 +170,7 @@ def _add_store_routes(app: FastAPI, run: Run) -> None:
     @app.post("/groups", response_model=AddGroupsReply, tags=["store"])
     async def post_groups(request: AddGroupsRequest) -> Response:
         """Stores groups; those whose id is known already are left as they are."""
-        return scaffold.model_response(await run(lambda b: b.store.add(request.groups, request.priorities)))
+        return model_response(await run(lambda b: b.store.add(request.groups, request.priorities)))
 
     @app.post("/groups/sample", response_model=SampleGroupsReply, tags=["store"])
     async def post_sample_groups(request: SampleGroupsRequest) -> Response:
@@ -179,7 +180,7 @@ def _add_store_routes(app: FastAPI, run: Run) -> None:
     @app.post("/groups/priorities", response_model=UpdatePrioritiesReply, tags=["store"])
     async def post_priorities(request: UpdatePrioritiesRequest) -> Response:
         """Sets the priorities of groups by id."""
-        return scaffold.model_response(await run(lambda b: b.store.update_priorities(request.priorities)))
+        return model_response(await run(lambda b: b.store.update_priorities(request.priorities)))
 
     @app.get("/groups/{group_id}", response_model=Group, tags=["store"])
     async def get_group(group_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
@@ -192,7 +193,7 @@ def _add_store_routes(app: FastAPI, run: Run) -> None:
     @app.post("/add", response_model=AddExperiencesReply, tags=["experiences without tokens"])
     async def post_add(request: AddExperiencesRequest) -> Response:
         """Stores experiences without tokens, for clients that know no groups."""
-        return scaffold.model_response(await run(lambda b: b.store.add_experiences(request.experiences)))
+        return model_response(await run(lambda b: b.store.add_experiences(request.experiences)))
 
     @app.post("/sample", response_model=SampleExperiencesReply, tags=["experiences without tokens"])
     async def post_sample(request: SampleExperiencesRequest) -> Response:
@@ -206,7 +207,7 @@ def _add_queue_routes(app: FastAPI, held: list[Buffer], run: Run) -> None:
         """Queues fresh groups; those whose id is known already are left as they are."""
         reply = await run(lambda b: b.fresh.enqueue(request.groups, request.priorities))
         held[0].wake()
-        return scaffold.model_response(reply)
+        return model_response(reply)
 
     @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
     async def post_lease(request: LeaseRequest) -> Response:
@@ -225,26 +226,26 @@ def _add_queue_routes(app: FastAPI, held: list[Buffer], run: Run) -> None:
     @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
         """Says that a lease's groups were trained on."""
-        return scaffold.model_response(await run(lambda b: b.fresh.acknowledge(request)))
+        return model_response(await run(lambda b: b.fresh.acknowledge(request)))
 
 
 def _add_snapshot_routes(app: FastAPI, held: list[Buffer], run: Run) -> None:
     @app.post("/snapshots", response_model=SnapshotReply, tags=["snapshots"])
     async def post_snapshot(request: SnapshotRequest) -> Response:
         """Remembers store and queue as they are now under a label."""
-        return scaffold.model_response(await run(lambda b: b.archive.save(request.label)))
+        return model_response(await run(lambda b: b.archive.save(request.label)))
 
     @app.post("/snapshots/restore", response_model=SnapshotReply, tags=["snapshots"])
     async def post_restore(request: SnapshotRequest) -> Response:
         """Takes store and queue back to exactly what they were."""
         reply = await run(lambda b: b.archive.restore(request.label))
         held[0].wake()
-        return scaffold.model_response(reply)
+        return model_response(reply)
 
     @app.delete("/snapshots/{label}", response_model=SnapshotReply, tags=["snapshots"])
     async def delete_snapshot(label: Label) -> Response:
         """Forgets a snapshot; one that does not exist holds 0 groups."""
-        return scaffold.model_response(await run(lambda b: b.archive.drop(label)))
+        return model_response(await run(lambda b: b.archive.drop(label)))
 
 
 def _lease(request: LeaseRequest, take_fewer: bool, buffer: Buffer) -> bytes | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import SnapshotReply
 from services.replay_buffer.shelf import Shelf
 from services.replay_buffer.snapshots import Lineage, Snapshot

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class ReplaySettings(Settings):

@@ -21,9 +21,9 @@ from typing import IO, Any, TypeVar
 import lmdb
 import orjson
 
-from services import disk
-from services.errors import ConfigurationError, DependencyLostError
-from services.problems import ProblemError
+from services.core import files
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.http.problems import ProblemError
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ class Storage:
                     raise
                 raise ProblemError(
                     507,
-                    f"the replay-buffer's disk is full: {error}; {disk.free_space(self._directory)}: make room there",
+                    f"the replay-buffer's disk is full: {error}; {files.free_space(self._directory)}: make room there",
                 ) from error
 
     @property
@@ -264,7 +264,7 @@ class Storage:
         if any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             return True
         # LMDB's word for a write of which the disk took a part only.
-        return os.strerror(errno.EIO) in str(error) and disk.is_full(self._directory)
+        return os.strerror(errno.EIO) in str(error) and files.is_full(self._directory)
 
     def _grow(self, error: lmdb.MapFullError) -> None:
         size: int = self._env.info()["map_size"]
@@ -272,7 +272,7 @@ class Storage:
             raise ProblemError(
                 507,
                 f"the groups take {size / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
-                f"{disk.free_space(self._directory)}: allow more, or keep fewer",
+                f"{files.free_space(self._directory)}: allow more, or keep fewer",
             ) from error
         self._env.set_mapsize(min(2 * size, self._max_bytes))
 

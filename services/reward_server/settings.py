@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 BUILT_IN = ("math", "exact_match", "format", "overlong", "reward_model")
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")

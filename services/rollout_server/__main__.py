@@ -15,10 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from services import endpoints, logs, provenance
-from services.endpoints import Endpoint, Task
-from services.errors import ConfigurationError
-from services.rollout_control import PROBE_SECONDS, RouterControl, WorkerControl
+from services.clients.rollout_admin import PROBE_SECONDS, RouterControl, WorkerControl
+from services.core import endpoints, logs
+from services.core.endpoints import Endpoint, Task
+from services.core.errors import ConfigurationError, exit_code_of
+from services.core.tasks import run_until_first_ends
+from services.http import provenance
 from services.rollout_server.engines import (
     Binds,
     Command,
@@ -28,11 +30,9 @@ from services.rollout_server.engines import (
     engine_command,
     router_command,
 )
-from services.rollout_server.keeper import WorkerKeeper
+from services.rollout_server.registration import WorkerKeeper
 from services.rollout_server.settings import EngineKind, RolloutSettings
-from services.rollout_server.supervision import LONGEST_PAUSE_SECONDS, Supervised
-from services.scaffold import exit_code_of
-from services.together import run_together
+from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, Supervised
 
 log = logs.get_logger(__name__)
 
@@ -82,7 +82,7 @@ class Launcher:
         parts = [self.engine.run(), self.keeper.run()]
         if self.rank == 0:
             parts.append(self._run_router())
-        await run_together(*parts, self._stop_on(stopped))
+        await run_until_first_ends(*parts, self._stop_on(stopped))
 
     async def _stop_on(self, stopped: asyncio.Event) -> None:
         await stopped.wait()
@@ -95,7 +95,7 @@ class Launcher:
         parts = [self.router.run(), self._watch_router()]
         if self.door is not None:
             parts.append(self.door.run())
-        await run_together(*parts)
+        await run_until_first_ends(*parts)
 
     async def _wait_for_a_worker(self) -> None:
         # This node's own engine is given up before, with its reason.

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
-from services.compute import AUTO_RULE, ComputeType
-from services.settings import Settings
+from services.core.compute import AUTO_RULE, ComputeType
+from services.core.settings import Settings
 
 
 class EngineKind(StrEnum):

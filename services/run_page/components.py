@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from services import endpoints
-from services.errors import DependencyLostError
-from services.http_client import HttpClient, problem_detail
-from services.logs import get_logger
+from services.core import endpoints
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.http.client import HttpClient, problem_detail
 
 log = get_logger(__name__)
 

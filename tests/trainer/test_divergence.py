@@ -13,9 +13,9 @@ import pytest
 
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
-from trainer.distributed import Ranks, join_ranks
+from trainer.algorithm.packing import TrainingGroup
 from trainer.loop import TrainingDivergedError, TrainingLoop
-from trainer.packing import TrainingGroup
+from trainer.model.ranks import Ranks, join_ranks
 
 GOOD = random_groups(seed=1)
 BOUND = 2

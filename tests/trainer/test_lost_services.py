@@ -22,22 +22,22 @@ import pytest
 import structlog
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from services.errors import EXIT_RECOVERABLE, DependencyLostError
+from services.core.errors import EXIT_RECOVERABLE, DependencyLostError, exit_code_of
 from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
-from services.scaffold import exit_code_of
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer import run_files, volume
-from trainer.advantages import training_group
-from trainer.checkpoint import CheckpointStore
-from trainer.conductor import Conductor
-from trainer.distributed import Ranks, join_ranks
+from trainer.algorithm.advantages import training_group
+from trainer.checkpoints import volume
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.volume import DiskFullError
 from trainer.loop import Main, TrainingLoop
-from trainer.run_files import RunFiles
+from trainer.main_rank import Conductor
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.reporting import run_files
+from trainer.reporting.run_files import RunFiles
+from trainer.reporting.status import RunStatus
+from trainer.rollouts.sources import Batch
 from trainer.service_thread import ServiceThread
-from trainer.sources import Batch
-from trainer.status import RunStatus
-from trainer.volume import DiskFullError
 
 LAST = 2
 """The step in which a service is lost."""

@@ -24,19 +24,19 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from services.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
-from services.errors import DependencyLostError
-from services.logs import get_logger
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
-from services.weights_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
+from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
+from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import TrainerSettings
-from trainer.distributed import Ranks
-from trainer.policy import Policy, save_description
+from trainer.model.policy import Policy, save_description
+from trainer.model.ranks import Ranks
 from trainer.publishing.disk import MARGIN_SECONDS, begin_version, commit_version, published_dtype
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
-from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from services.errors import DependencyLostError
-from services.policy_store import PolicyStore
-from services.rollout_control import WorkerControl
+from services.clients.rollout_admin import WorkerControl
+from services.core.errors import DependencyLostError
+from services.weights.policy_store import PolicyStore
+from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
-from trainer.policy import save_pretrained
+from trainer.model.policy import save_pretrained
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, held, registered_workers, update_workers
-from trainer.volume import DiskFullError, writing
 
 MARGIN_SECONDS = 60.0
 """Added to the workers' own deadline, so that their message wins."""

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import Counter
 
-from services.errors import DependencyLostError
-from services.logs import get_logger
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
-from services.scaffold import in_background
+from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)

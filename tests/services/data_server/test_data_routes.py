@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from services.core.errors import ConfigurationError
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
-from services.errors import ConfigurationError
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import lmdb
 import orjson
 import pytest
 
-from services import disk
-from services.errors import DependencyLostError
-from services.problems import ProblemError
+from services.core import files
+from services.core.errors import DependencyLostError
+from services.http.problems import ProblemError
 from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
 from services.replay_buffer import state as state_module
 from services.replay_buffer import storage
@@ -184,7 +184,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextM
         if how in ("a part is written", "no larger file"):
             # The first ends a write in the middle, as a full disk does; the second lets none begin.
             limit = path.stat().st_size + (10_000 if how == "a part is written" else 0)
-            monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 2**63)
+            monkeypatch.setattr(files, "FULL_BELOW_BYTES", 2**63)
             before = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
             try:
@@ -246,7 +246,7 @@ def test_a_broken_disk_is_not_called_full(
 ) -> None:
     parts = buffer()
     with full_disk(parts.state, "a part is written"):
-        monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 0)
+        monkeypatch.setattr(files, "FULL_BELOW_BYTES", 0)
         with pytest.raises(lmdb.Error, match="Input/output error"):
             parts.store.add([group("a", tokens=100_000)], None)
 

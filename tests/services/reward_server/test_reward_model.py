@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings

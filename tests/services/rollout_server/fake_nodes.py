@@ -12,10 +12,10 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.core.errors import DependencyLostError
 from services.protocol import Completion
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until
 

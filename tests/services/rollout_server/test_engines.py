@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.endpoints import Endpoint
-from services.errors import ConfigurationError
+from services.core.endpoints import Endpoint
+from services.core.errors import ConfigurationError
 from services.rollout_server.__main__ import Launcher
 from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.engines import (
-    Binds,
-    Command,
-    choose_engine,
-    engine_command,
-    router_command,
-)
+from services.rollout_server.engines import Binds, Command, choose_engine, engine_command, router_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import WorkerControl
 from services.protocol import FinishReason
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import WorkerControl
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS

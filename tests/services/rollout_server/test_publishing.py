@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import RouterControl
+from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.core.errors import DependencyLostError
 from services.protocol import Completion
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import RouterControl
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
-from trainer.distributed import join_ranks
-from trainer.policy import Policy, load_policy
+from trainer.model.policy import Policy, load_policy
+from trainer.model.ranks import join_ranks
 from trainer.publishing import make_publisher
 from trainer.service_thread import ServiceThread
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import WorkerControl, WorkerRefusedError
+from services.core.errors import DependencyLostError
 from services.protocol import Completion, FinishReason, VersionSpan
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import WorkerControl, WorkerRefusedError
-from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
+from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
