@@ -63,7 +63,7 @@ def test_the_map_has_every_module_and_package_and_nothing_else():
 
 def test_the_algorithm_names_functions_and_settings_that_exist():
     text = (ROOT / "docs/algorithm.md").read_text()
-    elsewhere = re.findall(r"`(\w[\w.]*)` in\s+`(trainer/\w+)\.py`", text)
+    elsewhere = re.findall(r"`(\w[\w.]*)` in\s+`(trainer/[\w/]+)\.py`", text)
     assert len(elsewhere) > 8
     for function, path in elsewhere:
         assert callable(attrgetter(function)(importlib.import_module(path.replace("/", ".")))), function

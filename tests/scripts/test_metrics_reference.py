@@ -8,6 +8,7 @@ import pytest
 
 from scripts.reference import grafana
 from scripts.reference import metrics as metrics_reference
+from trainer.reporting import metrics as trainer_metrics
 
 # Of prometheus_client itself, wherever there is /proc.
 PROCESS = {"process_resident_memory_bytes": "gauge"}
@@ -52,10 +53,10 @@ def test_names_follow_the_conventions(metrics):
 
 
 def test_columns_of_a_step_reach_their_metrics(metrics):
-    for measure in metrics.MEASURES:
+    for measure in trainer_metrics.MEASURES:
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
-    assert metrics[metrics.AT_K.name].labels == ("measure", "k")
-    assert metrics[metrics.REWARD_PART.name].labels == ("function",)
+    assert metrics[trainer_metrics.AT_K.name].labels == ("measure", "k")
+    assert metrics[trainer_metrics.REWARD_PART.name].labels == ("function",)
 
 
 def selectors(node, inside=None):

@@ -219,6 +219,9 @@ from services.core import endpoints
 from services.core.errors import ConfigurationError
 from services.core.errors import DependencyLostError
 from services.core.settings import Settings
+from services.http.app import create_service_app
+from services.core.tasks import in_background
+from services.http.server import run_service
 
 class SlowSettings(Settings):
     reward_server_listen_host: str | None = None
@@ -226,7 +229,7 @@ class SlowSettings(Settings):
     load_seconds: float = 0
     failure: str = ""
 
-def create_service_app(settings):
+def create_app(settings):
     @asynccontextmanager
     async def lifespan(app):
         await in_background(lambda: time.sleep(settings.load_seconds))
@@ -249,7 +252,7 @@ def create_service_app(settings):
 
     return app
 
-sys.exit(run_service(create_service_app, endpoints.Task.REWARD_SERVER, 8002, SlowSettings))
+sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, 8002, SlowSettings))
 """
 
 
@@ -289,7 +292,8 @@ def test_a_configuration_that_cannot_work_exits_with_78_and_one_line(start_servi
 
 def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() -> None:
     script = (
-        "import sys\nfrom services import logs, scaffold\nfrom services.core.errors import DependencyLostError\n"
+        "import sys\nfrom services.core import logs\n"
+        "from services.core.errors import DependencyLostError, exit_code_of\n"
         "def main():\n    logs.configure('test')\n    logs.get_logger().info('x')\n    raise DependencyLostError('x')\n"
         "sys.exit(exit_code_of(main))"
     )
