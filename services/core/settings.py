@@ -16,6 +16,7 @@ from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
+from services.core.retired import RETIRED
 
 
 class Settings(BaseSettings):
@@ -48,8 +49,13 @@ class Settings(BaseSettings):
         """Reads the environment; ``overrides`` (of command-line flags, None for "not given") win over it.
 
         Raises:
-            ConfigurationError: a value is not allowed; the message has name, value and what is allowed.
+            ConfigurationError: a value is not allowed, or a variable is retired; the message has name, value and what
+                is allowed.
         """
+        if retired := [
+            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if name in os.environ
+        ]:
+            raise ConfigurationError("; ".join(retired))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
