@@ -9,7 +9,7 @@ from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
-from services.clients.rollout_admin import RouterControl
+from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -43,7 +43,7 @@ class Conductor:
         self.data = DataClient(token=token, deadline=deadline)
         self.rewards = RewardClient(token=token, deadline=deadline)
         self.replay = ReplayClient(token=token, deadline=deadline)
-        self.router = RouterControl(token=token)
+        self.router = RouterAdmin(token=token)
         self.rollouts = RolloutClient(
             token=token,
             vocab_size=vocab_size,

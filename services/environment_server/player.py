@@ -126,7 +126,7 @@ class Player:
         )
         while True:
             try:
-                reply = await self._head.post_json("/evaluate", request, EvaluateReply)
+                reply = await self._head.call("POST", "/evaluate", EvaluateReply, request)
                 if len(reply.actions) != len(plays):
                     raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(plays)} states")
             except (DependencyLostError, RequestRefusedError) as error:
