@@ -167,7 +167,7 @@ def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    provenance.leave_record(settings, Task.ROLLOUT_SERVER)
+    provenance.write_record(settings, Task.ROLLOUT_SERVER)
     asyncio.run(Launcher(settings, make_engine_command, **vars(given)).run())
 
 
