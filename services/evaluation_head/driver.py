@@ -22,7 +22,6 @@ from services.evaluation_head.registry import Accounts, Server, TooManyServersEr
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import Meter
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.episode import Play
 from services.protocol.evaluation import (
     Action,
     CloseReply,
@@ -31,6 +30,7 @@ from services.protocol.evaluation import (
     EnvironmentServerHealth,
     EpisodePosition,
     FinishedEpisode,
+    OngoingEpisode,
     ResetReply,
     ResetRequest,
     ServerMode,
@@ -80,7 +80,7 @@ class Link:
             deadline=REQUEST_SECONDS,
             max_connections=8,
         )
-        self._plays: dict[str, Play] = {}
+        self._plays: dict[str, OngoingEpisode] = {}
         self._begun = 0
         self._instance: str | None = None
         self._policy: Policy | None = None
@@ -177,7 +177,7 @@ class Link:
             await self._close([e.episode for e in reply.episodes])
             return
         self._begun += count
-        self._plays |= {e.episode: Play(e.episode, e.seed, e.state) for e in reply.episodes}
+        self._plays |= {e.episode: OngoingEpisode(e.episode, e.seed, e.state) for e in reply.episodes}
 
     def _choose(self, reply: ResetReply) -> Policy | None:
         wanted = self._settings.head_drive_policy
@@ -220,7 +220,7 @@ class Link:
             except OverloadedError as error:
                 await asyncio.sleep(error.retry_after)
 
-    def _take(self, play: Play, result: StepResult, policy: Policy) -> None:
+    def _take(self, play: OngoingEpisode, result: StepResult, policy: Policy) -> None:
         if result.status is StepStatus.LOST or result.status is StepStatus.REFUSED:
             self._server.detail = f"an episode was given up: {result.detail}"
             self._accounts.lose(self._server, [play.episode])
