@@ -16,7 +16,7 @@ from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.http.app import create_service_app
 from services.http.connections import server_config
 from services.http.server import listen
-from services.run_page.components import ComponentWatch
+from services.run_page.components import ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
@@ -56,7 +56,7 @@ class RunStatus:
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """The application of the status service."""
 
-    watch = ComponentWatch(settings.token)
+    watch = ComponentMonitor(settings.token)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager
