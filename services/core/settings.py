@@ -53,7 +53,7 @@ class Settings(BaseSettings):
                 is allowed.
         """
         if retired := [
-            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if name in os.environ
+            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if os.environ.get(name)
         ]:
             raise ConfigurationError("; ".join(retired))
         try:

@@ -94,28 +94,24 @@ def run_service(
 ) -> int:
     """The ``main`` of a service: reads the command line and the environment, serves, and returns the exit code.
 
-    The address is that of ``--host`` and ``--port``, else of the settings ``<task>_listen_host`` and
-    ``<task>_listen_port`` (DATA_SERVER_LISTEN_PORT, ...), else of the job group (endpoints.bind_address). ``flags``
-    are further ones: ``{"batch-size": "evaluation_batch_size"}`` lets ``--batch-size`` win over that setting.
+    The service listens at ``--host`` and ``--port``, by default at its address in the job group
+    (endpoints.bind_address). ``flags`` are further ones: ``{"batch-size": "head_batch_size"}`` lets ``--batch-size``
+    win over that setting.
     """
-    # Not <TASK>_PORT: Kubernetes sets a variable of that form, "tcp://...", for every service of that name.
-    prefix = task.value.replace("-", "_") + "_listen"
     parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}")
-    parser.add_argument("--host", help=f"address to listen on (also {prefix.upper()}_HOST)")
-    parser.add_argument("--port", type=int, help=f"port to listen on, default {port} (also {prefix.upper()}_PORT)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help=f"port to listen on, default {port}; 0: any")
     for flag, name in flags.items():
         description = settings_class.model_fields[name].description
         parser.add_argument(f"--{flag}", dest=name, help=f"{description} (also {name.upper()})".replace("%", "%%"))
     arguments = parser.parse_args()
 
     def main() -> None:
-        given = {name: getattr(arguments, name) for name in flags.values()}
-        settings = settings_class.load(**{f"{prefix}_host": arguments.host, f"{prefix}_port": arguments.port, **given})
+        settings = settings_class.load(**{name: getattr(arguments, name) for name in flags.values()})
         logs.configure(task.value, settings.log_level)
         default = endpoints.bind_address(task, port)
-        given_host, given_port = getattr(settings, f"{prefix}_host"), getattr(settings, f"{prefix}_port")
-        host = given_host or default.host
-        listener = listen(host, default.port if given_port is None else given_port)
+        host = arguments.host or default.host
+        listener = listen(host, default.port if arguments.port is None else arguments.port)
         app = app_factory(settings)
         log.info("listening", host=host, port=listener.getsockname()[1])
         serve(app, listener)

@@ -224,8 +224,6 @@ from services.core.tasks import in_background
 from services.http.server import run_service
 
 class SlowSettings(Settings):
-    reward_server_listen_host: str | None = None
-    reward_server_listen_port: int | None = None
     load_seconds: float = 0
     failure: str = ""
 
