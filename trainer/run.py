@@ -1,5 +1,4 @@
-"""One rank's life: joins the others, loads or resumes the policy, connects the services, trains, and says how it
-ended."""
+"""The life of one rank: join the others, load or resume the policy, connect to the services, train, report the end."""
 
 from __future__ import annotations
 
@@ -38,18 +37,18 @@ log = get_logger(__name__)
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT, so that the loop can end at a point where nothing is half done."""
+    """A memory of SIGTERM and SIGINT, so that the loop can end at a point where nothing is half done."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def __call__(self) -> bool:
-        """True once a signal has come."""
+        """Return whether a signal has come."""
         return self.number is not None
 
     @contextmanager
     def handled(self) -> Iterator[StopSignal]:
-        """Within it the signals are remembered instead of ending the process."""
+        """Remember the signals within the block instead of ending the process."""
         before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
@@ -62,7 +61,7 @@ class StopSignal:
 
 
 def run_rank() -> int:
-    """Runs this process as the rank that torchrun's variables name; returns the exit code."""
+    """Run this process as the rank that torchrun's variables name; return the exit code."""
     stop = StopSignal()
     interrupted = False
 

@@ -26,7 +26,7 @@ KEPT_SAMPLES = 8
 
 
 class Evaluator:
-    """Evaluates what the rollout workers serve on the first EVAL_PROMPTS held-out prompts."""
+    """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
 
     def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
         self.settings = settings
@@ -36,8 +36,9 @@ class Evaluator:
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
     async def evaluate(self) -> dict[str, float]:
-        """Measure ``accuracy`` (greedy pass@1) with its standard error, and how it was measured; with EVAL_SAMPLES k
-        also ``avg_at_k`` and ``pass_at_k``.
+        """Measure ``accuracy`` (greedy pass@1), its standard error and the counts behind it.
+
+        With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
 
         An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
         without a completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).

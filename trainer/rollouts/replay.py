@@ -1,5 +1,4 @@
-"""Step 7: whole groups from the replay buffer, each with its own advantages and its stored behaviour
-log-probabilities."""
+"""Step 7: the draw of whole groups from the replay buffer, and their new priorities."""
 
 from __future__ import annotations
 
