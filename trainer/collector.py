@@ -147,7 +147,7 @@ def main() -> None:
     logs.configure(Task.COLLECTOR.value, settings.log_level)
     if has_succeeded(settings):
         return
-    provenance.leave_record(settings, Task.COLLECTOR)
+    provenance.write_record(settings, Task.COLLECTOR)
     asyncio.run(collect(settings))
     log.info("all prompts collected")
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
-from services.clients.rollout_admin import RouterControl
+from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -78,7 +78,7 @@ class MainRank:
     def describe_components(self) -> dict[Task, ComponentRecord]:
         """Ask the services what they run with."""
         services = (self.clients.data, self.clients.rewards, self.clients.replay)
-        return {client.service: self.thread.call(client.settings()) for client in services}
+        return {client.task: self.thread.call(client.settings()) for client in services}
 
     def start_collector(self) -> None:
         """Start the asynchronous mode's collector beside the trainer, unless collectors run elsewhere."""
@@ -180,7 +180,7 @@ class MainRank:
         workers: list[str] = []
         reason = "the router did not answer"
         try:
-            async with asyncio.timeout(deadline_seconds), RouterControl(token=self.settings.token) as router:
+            async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
                 while len(workers) < self.settings.min_workers:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
                     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from services.clients.rollout_admin import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
@@ -53,7 +53,7 @@ class DiskPublisher(Publisher):
     async def _update_workers(self, version: int) -> dict[str, float]:
         path, pauses = self.store.path(version), [0.0]
 
-        async def update(worker: WorkerControl, _index: int) -> None:
+        async def update(worker: WorkerAdmin, _index: int) -> None:
             began = time.perf_counter()
             async with held(worker, self.settings):
                 await worker.update_from_disk(path, version)

@@ -116,7 +116,7 @@ class RunFiles:
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)
-        found = {task: provenance.read_left_record(self.directory, task) for task in left}
+        found = {task: provenance.read_record(self.directory, task) for task in left}
         records = self._components | {task: record for task, record in found.items() if record is not None}
         components = {task.value: record.model_dump() for task, record in records.items()}
         _write(self.directory / "config.json", {"components": components})

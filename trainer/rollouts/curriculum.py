@@ -21,7 +21,7 @@ RECORD_SECONDS = 10.0
 
 
 class SuccessRates:
-    """A sender of success rates, one batch of prompts a request. A failed request costs these rates and nothing else."""
+    """A sender of success rates, one batch of prompts a request. A failed request costs only these rates."""
 
     def __init__(self, data: DataClient, batch_size: int) -> None:
         self.data = data
