@@ -33,7 +33,7 @@ from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy, save_description
 from trainer.model.ranks import Ranks
-from trainer.publishing.disk import MARGIN_SECONDS, begin_version, commit_version, published_dtype
+from trainer.publishing.disk import begin_version, commit_version, published_dtype
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
@@ -83,9 +83,7 @@ class BroadcastPublisher(Publisher):
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            # To have enough workers, to hold them, for the group, to receive, and for those that failed to catch up.
-            deadline = 5 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
-            return self.services.call(self._update_workers(version, self._state), deadline)
+            return self.services.call(self._update_workers(version, self._state))
 
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         self._state = {}

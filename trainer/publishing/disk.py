@@ -18,9 +18,6 @@ from trainer.model.policy import save_pretrained
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, held, registered_workers, update_workers
 
-MARGIN_SECONDS = 60.0
-"""Added to the workers' own deadline, so that their message wins."""
-
 
 class DiskPublisher(Publisher):
     """Writes a version, then has every worker load it."""
@@ -45,9 +42,7 @@ class DiskPublisher(Publisher):
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            # For enough workers to be registered, for them to load it, and for those that failed to catch up.
-            deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
-            return self.services.call(self._update_workers(version), deadline)
+            return self.services.call(self._update_workers(version))
 
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         return metrics
