@@ -55,7 +55,7 @@ class PolicyStore:
         return hidden
 
     def commit(self, version: int) -> Path:
-        """Make the directory of ``begin`` visible as ``version``, replacing a version of that number; return its path."""
+        """Make the directory of ``begin`` visible as ``version`` and return its path; replace an existing version."""
         final = self.path(version)
         if final.exists():
             # A rename cannot replace a directory that is not empty: move the old one out of the way first.
