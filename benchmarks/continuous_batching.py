@@ -22,11 +22,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from services.compute import ComputeType
-from services.rollout_server.embedded import wire
-from services.rollout_server.embedded.batch import Limits
-from services.rollout_server.embedded.engine import Engine
-from services.rollout_server.embedded.loading import Loaded, load
+from services.core.compute import ComputeType
+from services.embedded_engine.compute.batch import Limits
+from services.embedded_engine.compute.engine import Engine
+from services.embedded_engine.compute.loading import Loaded, load
+from services.embedded_engine.http import sglang_wire
 from services.rollout_server.settings import RolloutSettings
 
 RUNNING = 64
@@ -53,11 +53,11 @@ def embedded_engine(loaded: Loaded, workload: Workload) -> Iterator[Generate]:
     """Run the embedded engine within the context."""
     limits = Limits(RUNNING, max_waiting=RUNNING, prefill_tokens=2048)
     engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, on_failure=print)
-    known = wire.PromptLimits(loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids)
-    sampling = wire.SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
+    known = sglang_wire.PromptLimits(loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids)
+    sampling = sglang_wire.SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
 
     def generate(prompts: list[list[int]]) -> int:
-        requests = [wire.make_request(prompt, sampling, known) for prompt in prompts]
+        requests = [sglang_wire.make_request(prompt, sampling, known) for prompt in prompts]
         for request in requests:
             engine.submit(request)
         return sum(len(sequence.logprobs) for request in requests for sequence in request.done.result().sequences)
