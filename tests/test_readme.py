@@ -1,4 +1,4 @@
-"""What README.md says can be done: its commands run, its variables and files exist."""
+"""README.md is true: its commands run, its variables and files exist."""
 
 import re
 import shlex

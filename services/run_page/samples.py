@@ -27,7 +27,7 @@ SEARCH_SECONDS = 0.5
 """Longest search of one request; its reply says where to continue."""
 
 Spread = Literal["any", "mixed", "equal"]
-"""Whether a group's rewards differ; only ``mixed`` groups have a gradient."""
+"""A group's rewards differ (``mixed``) or not (``equal``); only ``mixed`` groups have a gradient."""
 
 
 class GroupsQuery(BaseModel):
