@@ -79,7 +79,7 @@ class RolloutClient(HttpClient):
             max_connections=None,
         )
         self._vocab_size = vocab_size
-        self._seed_each_completion = seed_each_completion
+        self.seed_each_completion = seed_each_completion
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def generate(
@@ -116,7 +116,7 @@ class RolloutClient(HttpClient):
                     break
                 first_seed = None if seed is None else seed + sent
                 received, error = await self._ask(request, missing, first_seed, left)
-                sent += missing if self._seed_each_completion else 1
+                sent += missing if self.seed_each_completion else 1
                 whole = [c for c in received if c.finish_reason is not FinishReason.ABORT]
                 done += whole
                 if error is not None:
@@ -135,7 +135,7 @@ class RolloutClient(HttpClient):
         self, request: dict[str, Any], n: int, first_seed: int | None, deadline: float
     ) -> tuple[list[Completion], DependencyLostError | None]:
         """Send the requests for ``n`` completions; return the completions and the first error, if any was lost."""
-        sizes = [1] * n if self._seed_each_completion else [n]
+        sizes = [1] * n if self.seed_each_completion else [n]
         seeds = [None if first_seed is None else first_seed + i for i in range(len(sizes))]
         replies = await asyncio.gather(
             *(self._send(request, size, seed, deadline) for size, seed in zip(sizes, seeds, strict=True))
