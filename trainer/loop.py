@@ -31,6 +31,7 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.publishing import Publisher
 from trainer.publishing.probe import probe_workers
+from trainer.publishing.workers import PUBLISH_SECONDS
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.rollouts.evaluate import describe_accuracy
@@ -46,6 +47,10 @@ EXPECTED_ERRORS = (ConfigurationError, DiskFullError, DependencyLostError, Never
 
 GRACE_SECONDS = 60.0
 """Added to the deadlines that calls have themselves, so that their own messages win."""
+
+
+MAX_SKIPPED_STEPS = 3
+"""Non-finite updates in a row that are skipped before the run stops: one bad batch is no divergence."""
 
 
 class TrainingDivergedError(Exception):
@@ -218,7 +223,7 @@ class TrainingLoop:
         self.skipped_in_a_row = self.skipped_in_a_row + result.skipped if result.skipped else 0
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
-        if self.skipped_in_a_row > self.settings.max_skipped_steps:
+        if self.skipped_in_a_row > MAX_SKIPPED_STEPS:
             path = self.settings.run_dir / f"diverged-step-{self.state.step + 1:06d}.json"
             if self.ranks.is_main:
                 try:
@@ -227,7 +232,7 @@ class TrainingLoop:
                     log.error("the last batch is not written", path=str(path), reason=str(error))
             raise TrainingDivergedError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
-                f"(MAX_SKIPPED_STEPS is {self.settings.max_skipped_steps}); the last batch is in {path}. "
+                f"(allowed are {MAX_SKIPPED_STEPS}); the last batch is in {path}. "
                 "Lower LEARNING_RATE, or look for broken logprobs in that file."
             )
 
@@ -309,7 +314,7 @@ class TrainingLoop:
         def compare() -> float:
             completion_ids = probes[0].sequences[0].completion_ids
             probing = probe_workers(self.settings, probes[0].prompt_ids, completion_ids, expected)
-            return self._main().thread.call(probing, self.settings.publish_deadline_seconds + GRACE_SECONDS)
+            return self._main().thread.call(probing, PUBLISH_SECONDS + GRACE_SECONDS)
 
         return {"probe_difference": self.ranks.on_main(compare, *EXPECTED_ERRORS)}
 

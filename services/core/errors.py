@@ -35,7 +35,7 @@ class NeverReadyError(Exception):
     """What a component needs was not there when it started, and did not come up within the deadline of the start."""
 
 
-def exit_code_of(main: Callable[[], None]) -> int:
+def exit_code_of(main: Callable[[], object]) -> int:
     """Runs ``main`` and returns the exit code that SkyPilot's ``job_recovery`` reads; one line on stderr says why."""
     try:
         main()

@@ -1,6 +1,25 @@
-"""Variables that earlier versions read: a program that finds one ends and says what to do instead."""
+"""Variables that earlier versions read: a program that finds one set ends and says what to do instead."""
 
 from __future__ import annotations
 
-RETIRED: dict[str, str] = {}
-"""By name: what holds now, or what to set instead."""
+_ENDPOINTS = "the status page listens where JOBGROUP_ENDPOINTS says, by default on port 8004"
+
+RETIRED: dict[str, str] = {
+    "TRAINER_LISTEN_HOST": _ENDPOINTS,
+    "TRAINER_LISTEN_PORT": _ENDPOINTS,
+    "ADVANTAGE_EPS": "it is always 1e-4",
+    "ICEPOP_LOW": "it is always 0.5, the paper's",
+    "ICEPOP_HIGH": "it is always 5, the paper's",
+    "LOGIT_CHUNK_TOKENS": "it is always 256",
+    "LORA_ALPHA": "it is always 32; change LEARNING_RATE instead",
+    "MAX_SKIPPED_STEPS": "it is always 3",
+    "LOGGED_GROUPS": "samples.jsonl always has the first 8 groups of a step",
+    "GENERATION_CONCURRENCY": "it is always the larger of BATCH_SIZE and 64",
+    "GENERATION_DEADLINE_SECONDS": "it is always the larger of 600 and a tenth of MAX_NEW_TOKENS",
+    "FRESH_WAIT_SECONDS": "it is always 900",
+    "PUBLISH_DEADLINE_SECONDS": "it is always 600",
+    "PUBLISH_BUCKET_MIB": "it is always 1024",
+    "PUBLISH_PROBE_TOLERANCE": "it is always 0.1",
+    "PUBLISHED_VERSIONS_KEPT": "it is always 2",
+}
+"""The instruction for each retired variable, by the variable's name."""

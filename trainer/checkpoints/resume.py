@@ -1,4 +1,4 @@
-"""Takes a run back to its newest checkpoint: the trainer's state, the published versions and the replay buffer."""
+"""The return of a run to its newest checkpoint: the trainer's state, published versions and the replay buffer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def resume(
     learner: Learner,
     checkpoints: CheckpointStore,
 ) -> RunState:
-    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
+    """Load the newest checkpoint and return its state; without one return a fresh state. A collective.
 
     Raises:
-        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
+        ConfigurationError: no checkpoint can be used, or the newest has another model or other data.
     """
     fresh = RunState(
         model_type=policy.config.model_type,
@@ -47,7 +47,7 @@ def resume(
     )
     found = checkpoints.newest(fresh.model_type, fresh.parameters)
     if found is None:
-        # An earlier life may have published without having come to its first checkpoint.
+        # An earlier attempt may have published versions before its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
     path, state = found
@@ -63,7 +63,7 @@ def resume(
 
 
 def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
-    """Return what the run is begun with on rank 0, which saves it; None on the others."""
+    """Return the fingerprint of model and data on rank 0, which saves it; None on the others."""
     described = policy.description
     if described is None:
         return None
@@ -77,12 +77,12 @@ def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> 
 
 
 def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
-    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
+    """Refuse a checkpoint with another model or other data; log when another job continues a run."""
     assert fresh.fingerprint is not None, "rank 0 has the model's description"
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
-            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
+            "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
             "Give another RUN_ID to start anew",
             run=settings.run_id,
             step=state.step,
@@ -92,29 +92,29 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
 
 
 def _next_version(settings: TrainerSettings, version: int) -> int:
-    """Return the version to publish a state's policy as; it was ``version`` when saved, and is 0 in a fresh state."""
+    """Return the version under which to publish the policy of a state that was saved as ``version`` (fresh: 0)."""
     store = PolicyStore(settings.policy_dir)
     if settings.mode is Mode.SYNC:
-        # What was published after the checkpoint will be made again, the same.
+        # The resumed run publishes the versions after the checkpoint again, with the same weights.
         store.discard_after(version)
         return version
-    # Groups of the abandoned steps may still be in the queue: no version is used twice.
+    # The queue may still hold groups of the abandoned steps, so no version is used twice.
     newest = store.newest()
     return version if newest is None else max(version, newest.version + 1)
 
 
 def start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Take the replay buffer back to the checkpoint and start the source of groups."""
+    """Restore the replay buffer to the checkpoint and start the source of groups."""
     if settings.mode is Mode.SYNC:
         _restore_replay(settings, thread, conductor, state)
     thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
 
 
 def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Give the replay buffer the contents that the state's training has seen, and no others.
+    """Restore the replay buffer to the contents that it had at the checkpoint.
 
-    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
-    before its first checkpoint, would be newer than the policy.
+    Without a checkpoint, restore the contents at the first start: groups added by an attempt that was killed before its
+    first checkpoint would be newer than the policy.
     """
     deadline = settings.service_deadline_seconds + GRACE_SECONDS
     start = f"{settings.run_id}-start"
@@ -123,9 +123,9 @@ def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor:
     if state.replay_snapshot is None:
         thread.call(conductor.save_replay(start), deadline)
     else:
-        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
+        log.warning("the replay buffer has lost the checkpoint's contents; the run goes on with its present contents")
 
 
 def count_parameters(policy: Policy) -> int:
-    """Return how many parameters the whole model has, adapters included."""
+    """Return the number of parameters of the whole model, adapters included."""
     return sum(p.numel() for p in policy.parameters())

@@ -14,7 +14,7 @@ from services.core.logs import get_logger
 from services.protocol import AcknowledgeRequest, Cursor, Group, LeaseRequest, Prompt, Split
 from trainer.algorithm.advantages import has_signal
 from trainer.collector import COLLECTOR_PREFIX, COLLECTORS
-from trainer.config import TrainerSettings
+from trainer.config import FRESH_WAIT_SECONDS, TrainerSettings
 from trainer.rollouts.curriculum import SuccessRates
 from trainer.rollouts.groups import GroupMaker, initial_priority
 
@@ -155,12 +155,12 @@ class AsynchronousSource:
                 self._leases.append(reply.lease_id)
             elif collectors_done:
                 break
-            elif time.monotonic() - started > self.settings.fresh_wait_seconds:
+            elif time.monotonic() - started > FRESH_WAIT_SECONDS:
                 if await self._prompts_are_used_up():
                     break
                 raise DependencyLostError(
                     f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
-                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
+                    f"{FRESH_WAIT_SECONDS:g} s; are collectors running?"
                 )
         batch.seconds["wait"] = time.monotonic() - started
         return batch

@@ -233,7 +233,7 @@ def test_another_job_that_goes_on_with_a_run_says_so(
             state = resume(settings, alone, learner.policy, stats(), learner, checkpoints)
         state.step += 1
         checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
-        return state, [entry for entry in logged if "begun by another job" in entry["event"]]
+        return state, [entry for entry in logged if "another job" in entry["event"]]
 
     assert resume_as(OLD)[1] == []
     assert resume_as(OLD)[1] == [], "a recovery"

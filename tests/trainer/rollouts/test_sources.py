@@ -316,7 +316,7 @@ async def test_the_last_batch_comes_at_once_when_every_collector_is_done(service
     # One of the last four could not be generated.
     services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
-    batch = await services.asynchronous(fresh_wait_seconds=3600).next(1)
+    batch = await services.asynchronous().next(1)
     assert [group.position for group in batch.groups] == [1, 2, 3]
 
 
@@ -333,7 +333,7 @@ async def test_the_last_batch_comes_at_once_when_every_collector_is_done(service
 async def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
     services.data.routes["GET /stats"] = lambda _: stats(**stand)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
-    assert len((await services.asynchronous(fresh_wait_seconds=3600).next(1)).groups) == 4
+    assert len((await services.asynchronous().next(1)).groups) == 4
     assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
 
 
