@@ -22,9 +22,9 @@ from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
 
-FASTEST_GIVEN_UP_SECONDS = 600.0
-SLOWEST_TOKENS_PER_SECOND = 10.0
-"""An engine that takes longer than both for a completion hangs; see ``generation_deadline_seconds``."""
+LEAST_GENERATION_SECONDS = 600.0
+LEAST_TOKENS_PER_SECOND = 10.0
+"""An engine has this long for a completion, or longer at this rate for MAX_NEW_TOKENS; then it counts as hanging."""
 
 FRESH_WAIT_SECONDS = 900.0
 """Longest wait for enough fresh groups before the run ends: longer than an engine that was lost takes to come back."""
@@ -67,7 +67,7 @@ class Schedule(StrEnum):
 
 
 class Transport(StrEnum):
-    """The way of new weights to the rollout workers."""
+    """The transport of new weights to the rollout workers."""
 
     DISK = "disk"
     BROADCAST = "broadcast"
@@ -87,7 +87,11 @@ class SectionSettings(Settings):
 
 
 class RunSettings(SectionSettings):
-    """The model, the length of the run, checkpoints and waits."""
+    """The model, the length of the run, checkpoints and waits.
+
+    If WANDB_API_KEY is set, metrics also go to Weights & Biases, which reads its own variables (WANDB_PROJECT, by
+    default `grpo`, and others).
+    """
 
     model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
     """Hugging Face name or local directory."""
@@ -113,10 +117,10 @@ class RunSettings(SectionSettings):
     """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
     held-out prompts, a point estimate."""
     service_deadline_seconds: float = Field(300, gt=0)
-    """How long a service may be unreachable before the run ends as recoverable."""
+    """Longest time that a service may be unreachable before the run ends as recoverable."""
     engine_start_seconds: float = Field(1800, gt=0)
-    """How long an engine may take to start. When the trainer starts, it waits for services and workers for
-    SERVICE_DEADLINE_SECONDS more than this."""
+    """Longest time that an engine takes to start, as in the rollout-server's settings. At its start the trainer waits
+    SERVICE_DEADLINE_SECONDS longer than this for services and workers."""
 
 
 class SamplingSettings(SectionSettings):
@@ -129,7 +133,7 @@ class SamplingSettings(SectionSettings):
     temperature: float = Field(1.0, gt=0, le=10)
     """Sampling temperature; training uses the same distribution."""
     engine_deterministic: bool = False
-    """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
+    """The same variable as rollout-server's. Completions are then requested one by one, each with its own seed."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts, at most this many times a step (DAPO)."""
 
@@ -200,7 +204,7 @@ class OptimisationSettings(SectionSettings):
 
 
 class MemorySettings(SectionSettings):
-    """Memory against time."""
+    """Number formats, and what trades memory for time."""
 
     compute_type: ComputeType = Field(
         ComputeType.AUTO,
@@ -220,7 +224,7 @@ class MemorySettings(SectionSettings):
 
 
 class PublishingSettings(SectionSettings):
-    """Weights on their way to the rollout workers."""
+    """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
     """`disk`: through the shared volume. `broadcast`: NCCL or gloo to the workers."""
@@ -259,7 +263,7 @@ class TrainerSettings(
     PublishingSettings,
     EvaluationSettings,
 ):
-    """Everything that tunes a run."""
+    """All settings of the trainer, section by section."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
@@ -282,7 +286,7 @@ class TrainerSettings(
     @property
     def generation_deadline_seconds(self) -> float:
         """Longest wait for one prompt's completions once it is in flight, retries included."""
-        return max(FASTEST_GIVEN_UP_SECONDS, self.max_new_tokens / SLOWEST_TOKENS_PER_SECOND)
+        return max(LEAST_GENERATION_SECONDS, self.max_new_tokens / LEAST_TOKENS_PER_SECOND)
 
     @property
     def start_deadline_seconds(self) -> float:
