@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,21 +35,18 @@ class Diagnostics:
 
     def add(self, other: Diagnostics) -> None:
         """Add another micro-batch."""
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        add_up(self.sums, other.sums)
+        add_up(self.signal, other.signal)
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
-        for name, value in other.signal.items():
-            self.signal[name] = self.signal.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
         """Return means over tokens, the loss and extreme ratios, by metric name."""
         tokens = max(self.sums.get("tokens", 0.0), 1.0)
         means = {name: value / tokens for name, value in self.sums.items() if name not in ("tokens", "loss")}
         extremes = dict(self.maxima)
-        if "negative_log_ratio_max" in extremes:
-            extremes["ratio_min"] = float(torch.tensor(-extremes.pop("negative_log_ratio_max")).exp())
-            extremes["ratio_max"] = float(torch.tensor(extremes.pop("log_ratio_max")).exp())
+        if "negative_ratio_min" in extremes:
+            extremes["ratio_min"] = -extremes.pop("negative_ratio_min")
         return {"loss": self.sums.get("loss", 0.0), **means, **extremes}
 
 
@@ -156,14 +154,20 @@ def _diagnose(
         sums["importance_weight"] = weights.sum()
     if reference_logprobs is not None:
         sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, KLEstimator.K3).sum()
-    maxima = {"log_ratio_max": log_ratio.max(), "negative_log_ratio_max": (-log_ratio).max()}
+    maxima = {"ratio_max": ratio.max(), "negative_ratio_min": -ratio.min()}
     weight = ratio if weights is None else weights
     by_sequence = torch.zeros(batch.n_sequences, device=weight.device)
     by_sequence.index_add_(0, batch.sequence_ids, (weight * batch.advantages).abs())
     result = Diagnostics(_numbers(sums), _numbers(maxima))
     for group_id, value in zip(batch.group_ids, by_sequence.tolist(), strict=True):
-        result.signal[group_id] = result.signal.get(group_id, 0.0) + value
+        add_up(result.signal, {group_id: value})
     return result
+
+
+def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
+    """Add ``values`` to ``totals``, name by name."""
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + value
 
 
 def _numbers(scalars: dict[str, Tensor]) -> dict[str, float]:

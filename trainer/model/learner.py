@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from services.core.logs import get_logger
-from trainer.algorithm.loss import Diagnostics, StepSize, policy_loss
+from trainer.algorithm.loss import Diagnostics, StepSize, add_up, policy_loss
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
 from trainer.config import ImportanceCorrection, Schedule, TrainerSettings
 from trainer.model.policy import Policy
@@ -116,8 +116,7 @@ class Learner:
             result.tokens += part.tokens
             result.skipped += int(not _is_finite(metrics))
             result.signal.update(signal)
-            for name, value in metrics.items():
-                result.metrics[name] = result.metrics.get(name, 0.0) + value
+            add_up(result.metrics, metrics)
         result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
         result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
         result.seconds = time.perf_counter() - started

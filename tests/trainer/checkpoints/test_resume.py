@@ -1,5 +1,5 @@
-"""What a run is gone on with: the same model, tokenizer and data wherever they lie, and no run of another job that has
-succeeded."""
+"""A run goes on only with the same model, tokenizer and data, wherever they lie, and not after another job has succeeded
+with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def start(ranks: Ranks, directory: Path, model: Path, data: DataStats) -> tuple[RunState, CheckpointStore, Any]:
-    """What a trainer does before its first step: the state to go on from, the checkpoints, the learner."""
+    """Do as a trainer before its first step: return the state to go on from, the checkpoints and the learner."""
     learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
     return resume(learner.settings, ranks, learner.policy, data, learner, checkpoints), checkpoints, learner

@@ -1,4 +1,4 @@
-"""What becomes of a policy version that the shared volume does not take, or loses, with workers as fakes."""
+"""A policy version that the shared volume does not take, or loses; workers are fakes."""
 
 from __future__ import annotations
 

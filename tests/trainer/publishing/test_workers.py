@@ -1,4 +1,4 @@
-"""How long a worker may take over a new version, against workers that answer as each test says."""
+"""The deadline of a worker that takes over a new version, with workers that answer as each test says."""
 
 from __future__ import annotations
 
