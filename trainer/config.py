@@ -6,7 +6,6 @@ below the fields. A value that nobody has reason to change is a constant in the 
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
@@ -25,9 +24,6 @@ LEAST_CONCURRENCY = 64
 LEAST_GENERATION_SECONDS = 600.0
 LEAST_TOKENS_PER_SECOND = 10.0
 """An engine has this long for a completion, or longer at this rate for MAX_NEW_TOKENS; then it counts as hanging."""
-
-FRESH_WAIT_SECONDS = 900.0
-"""Longest wait for enough fresh groups before the run ends: longer than an engine that was lost takes to come back."""
 
 
 class Mode(StrEnum):
@@ -292,17 +288,6 @@ class TrainerSettings(
     def start_deadline_seconds(self) -> float:
         """Longest wait for services and workers when the trainer starts."""
         return self.engine_start_seconds + self.service_deadline_seconds
-
-    @property
-    def batch_deadline_seconds(self) -> float:
-        """Longest wait for the groups of one step: generated twice over, in every round of dynamic sampling."""
-        rounds = self.dynamic_sampling_tries + 1
-        return rounds * 2 * self.generation_deadline_seconds + FRESH_WAIT_SECONDS
-
-    @property
-    def evaluation_deadline_seconds(self) -> float:
-        """Longest wait for an evaluation."""
-        return 5 * math.ceil(self.eval_prompts / self.generation_concurrency) * self.generation_deadline_seconds
 
     @property
     def checkpoint_dir(self) -> Path:

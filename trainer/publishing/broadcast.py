@@ -22,7 +22,7 @@ import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -33,7 +33,7 @@ from trainer.model.policy import Policy, gather_state, write_model
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype, write_version
 from trainer.publishing.publisher import Publisher
-from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_control
+from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_admin
 from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
@@ -103,7 +103,7 @@ class BroadcastPublisher(Publisher):
         shards = split_torch_state_dict_into_shards(self._state, max_shard_size=BUCKET_BYTES)
         buckets = [{name: self._state[name] for name in names} for names in shards.filename_to_tensors.values()]
 
-        async def update(worker: WorkerControl) -> None:
+        async def update(worker: WorkerAdmin) -> None:
             # A worker outside the group does not change. It is found to serve another version and leaves the routing.
             if group is not None and worker.url in group.registrations:
                 await _receive(worker, group, version, buckets)
@@ -125,7 +125,7 @@ class BroadcastPublisher(Publisher):
 
         async def is_held(url: str) -> bool:
             try:
-                async with worker_control(self.settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
+                async with worker_admin(self.settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
                     await worker.hold(finishes_requests=not self.settings.publish_in_place)
                     await worker.begin_update()
             except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
@@ -150,7 +150,7 @@ class BroadcastPublisher(Publisher):
 
     async def _group_of(self, urls: list[str]) -> _Group:
         """Return the group of these workers: the present one, or a new one when the workers have changed."""
-        async with RouterControl(token=self.settings.token) as router:
+        async with RouterAdmin(token=self.settings.token) as router:
             registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
         if self._group is not None and self._group.registrations == registrations:
             return self._group
@@ -162,7 +162,7 @@ class BroadcastPublisher(Publisher):
         # A new name each time: workers remember the groups of a trainer that died, and refuse their names.
         name = f"{self.settings.run_id}-{uuid.uuid4().hex}"
         async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(worker_control(self.settings, url)) for url in registrations]
+            workers = [await stack.enter_async_context(worker_admin(self.settings, url)) for url in registrations]
             async with asyncio.timeout(PUBLISH_SECONDS):
                 process_group = await self._join(workers, name)
                 for worker in workers:
@@ -173,7 +173,7 @@ class BroadcastPublisher(Publisher):
         self._group = _Group(name, registrations, process_group)
         return self._group
 
-    async def _join(self, workers: list[WorkerControl], name: str) -> dist.ProcessGroup:
+    async def _join(self, workers: list[WorkerAdmin], name: str) -> dist.ProcessGroup:
         """Create the process group of rank 0 and the workers."""
         sizes = [await worker.tensor_parallel_size() for worker in workers]
         world_size = 1 + sum(sizes)
@@ -198,7 +198,7 @@ class BroadcastPublisher(Publisher):
         return joining.result()
 
 
-async def _receive(worker: WorkerControl, group: _Group, version: int, buckets: list[dict[str, Tensor]]) -> None:
+async def _receive(worker: WorkerAdmin, group: _Group, version: int, buckets: list[dict[str, Tensor]]) -> None:
     """Have a worker receive all buckets; the last one carries the version."""
     for number, bucket in enumerate(buckets, start=1):
         await worker.receive_weights(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.clients.rollout_admin import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
@@ -41,7 +41,7 @@ class DiskPublisher(Publisher):
         """See Publisher."""
         path, pauses = self.store.path(version), [0.0]
 
-        async def update(worker: WorkerControl) -> None:
+        async def update(worker: WorkerAdmin) -> None:
             began = time.perf_counter()
             # After a failure the worker stays paused, because its weights may be of two versions. Its launcher ends the
             # pause once the worker has caught up.

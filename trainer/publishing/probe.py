@@ -10,7 +10,7 @@ from services.clients.rollout_admin import WorkerRefusedError
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from trainer.config import TrainerSettings
-from trainer.publishing.workers import drop_workers, registered_workers, worker_control
+from trainer.publishing.workers import drop_workers, registered_workers, worker_admin
 
 log = get_logger(__name__)
 
@@ -35,7 +35,7 @@ async def probe_workers(
     urls = await registered_workers(settings)
 
     async def difference_of(url: str) -> float:
-        async with worker_control(settings, url) as worker:
+        async with worker_admin(settings, url) as worker:
             try:
                 scores = await worker.rescore([*prompt_ids, *completion_ids])
             except (WorkerRefusedError, DependencyLostError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 
 from services.core.errors import DependencyLostError
@@ -74,8 +73,7 @@ class Publisher(ABC):
 
         def work() -> dict[str, float]:
             assert self.services is not None, "rank 0 has the services"
-            # Each wait inside has its own deadline.
-            return self.services.call(self.deliver(version), math.inf)
+            return self.services.call(self.deliver(version))
 
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         return metrics

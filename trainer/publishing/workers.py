@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import Counter
 
-from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
@@ -31,7 +31,7 @@ PROBE_SECONDS = 5.0
 IsThere = Callable[[], bool]
 """Returns True while the version that workers wait for is on the shared volume; called in a thread."""
 
-WorkerUpdate = Callable[[WorkerControl], Awaitable[None]]
+WorkerUpdate = Callable[[WorkerAdmin], Awaitable[None]]
 """Brings one worker to the new version."""
 
 
@@ -78,7 +78,7 @@ async def update_workers(
 async def _is_updated(settings: TrainerSettings, url: str, version: int, update: WorkerUpdate) -> bool:
     """Update one worker; return True when it serves ``version`` afterwards."""
     try:
-        async with worker_control(settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
+        async with worker_admin(settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
             await update(worker)
             served = await worker.version()
     except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
@@ -89,15 +89,15 @@ async def _is_updated(settings: TrainerSettings, url: str, version: int, update:
     return served == version
 
 
-def worker_control(settings: TrainerSettings, url: str) -> WorkerControl:
+def worker_admin(settings: TrainerSettings, url: str) -> WorkerAdmin:
     """Return a client of a worker that gives it PUBLISH_SECONDS for each answer."""
-    return WorkerControl(url, token=settings.token, timeout=PUBLISH_SECONDS)
+    return WorkerAdmin(url, token=settings.token, timeout=PUBLISH_SECONDS)
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
     """Remove workers from the routing; their launchers bring them up to date and register them again."""
     WORKERS_DROPPED.inc(len(urls))
-    async with RouterControl(token=settings.token) as router:
+    async with RouterAdmin(token=settings.token) as router:
         for url in urls:
             await router.remove(url)
 
@@ -122,7 +122,7 @@ async def _wait_for_workers(
     """Wait until ``select`` keeps at least MIN_WORKERS registered workers; ``state`` describes them in the error."""
     selected: list[str] = []
     try:
-        async with asyncio.timeout(PUBLISH_SECONDS), RouterControl(token=settings.token) as router:
+        async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=settings.token) as router:
             while True:
                 selected = await select(await router.workers())
                 if len(selected) >= settings.min_workers:
@@ -138,7 +138,7 @@ async def _wait_for_workers(
 
 
 async def _version_or_none(settings: TrainerSettings, url: str) -> int | None:
-    async with WorkerControl(url, token=settings.token, timeout=PROBE_SECONDS) as worker:
+    async with WorkerAdmin(url, token=settings.token, timeout=PROBE_SECONDS) as worker:
         try:
             return await worker.version()
         except (WorkerRefusedError, DependencyLostError):

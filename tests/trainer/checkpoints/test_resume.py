@@ -1,5 +1,5 @@
-"""A run goes on only with the same model, tokenizer and data, wherever they lie, and not after another job has succeeded
-with it."""
+"""A run goes on only with the same model, tokenizer and data, wherever they lie, and not after another job has
+succeeded with it."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.clients.rollout_admin import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
 from trainer.publishing import workers
-from trainer.publishing.workers import update_workers, worker_control
+from trainer.publishing.workers import update_workers, worker_admin
 
 SECONDS_TO_LOAD = 0.8
 
@@ -25,7 +25,7 @@ def load_slowly(_request: dict[str, Any]) -> dict[str, Any]:
     return {"success": True}
 
 
-async def load(worker: WorkerControl) -> None:
+async def load(worker: WorkerAdmin) -> None:
     await worker.update_from_disk("v000001", 1)
 
 
@@ -67,5 +67,5 @@ async def test_a_worker_that_takes_longer_leaves_the_routing(
 
 async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(worker: FakeService) -> None:
     # More than any request to a worker takes otherwise.
-    async with worker_control(TrainerSettings.load(), worker.endpoint.url) as control:
+    async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
         assert control.timeout == workers.PUBLISH_SECONDS
