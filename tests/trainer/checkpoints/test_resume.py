@@ -144,7 +144,7 @@ def test_a_checkpoint_without_a_fingerprint_is_gone_on_with_and_gets_one(
     assert state.step == 3
     assert state.fingerprint is not None
     assert state.fingerprint.data == DATA
-    assert any("nothing says which model and data" in entry["event"] for entry in logged)
+    assert any("model and data cannot be checked" in entry["event"] for entry in logged)
 
 
 def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Path) -> None:

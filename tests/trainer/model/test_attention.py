@@ -115,7 +115,7 @@ def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "s_aux"),
         ("phi", {}, "bias"),
         ("mamba", {}, "linear_attention"),
-        ("bloom", {}, "attention of its own"),
+        ("bloom", {}, "computes attention in code"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(
