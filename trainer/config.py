@@ -82,7 +82,7 @@ class SectionSettings(Settings):
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
 
-class RunSettings(SectionSettings):
+class RunSection(SectionSettings):
     """The model, the length of the run, checkpoints and waits.
 
     If WANDB_API_KEY is set, metrics also go to Weights & Biases, which reads its own variables (WANDB_PROJECT, by
@@ -119,7 +119,7 @@ class RunSettings(SectionSettings):
     SERVICE_DEADLINE_SECONDS longer than this for services and workers."""
 
 
-class SamplingSettings(SectionSettings):
+class SamplingSection(SectionSettings):
     """The completions of a step."""
 
     group_size: int = Field(8, ge=1, le=1024)
@@ -134,7 +134,7 @@ class SamplingSettings(SectionSettings):
     """Replace groups without reward variance by further prompts, at most this many times a step (DAPO)."""
 
 
-class AlgorithmSettings(SectionSettings):
+class AlgorithmSection(SectionSettings):
     """Advantages, the loss, and the additional update on replayed groups (step 7)."""
 
     overlong_buffer: int = Field(0, ge=0)
@@ -176,7 +176,7 @@ class AlgorithmSettings(SectionSettings):
     """Oldest group that is replayed, in policy versions."""
 
 
-class OptimisationSettings(SectionSettings):
+class OptimisationSection(SectionSettings):
     """The optimizer, AdamW, and what it trains."""
 
     updates_per_batch: int = Field(1, ge=1, le=64)
@@ -199,7 +199,7 @@ class OptimisationSettings(SectionSettings):
     """Train LoRA adapters of this rank; 0: the whole model."""
 
 
-class MemorySettings(SectionSettings):
+class MemorySection(SectionSettings):
     """Number formats, and what trades memory for time."""
 
     compute_type: ComputeType = Field(
@@ -219,7 +219,7 @@ class MemorySettings(SectionSettings):
     steps are a sixth shorter. Engines have a setting of that name, too."""
 
 
-class PublishingSettings(SectionSettings):
+class PublishingSection(SectionSettings):
     """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
@@ -235,7 +235,7 @@ class PublishingSettings(SectionSettings):
     """The run stops when fewer rollout workers are left."""
 
 
-class EvaluationSettings(SectionSettings):
+class EvaluationSection(SectionSettings):
     """Evaluation on held-out prompts."""
 
     eval_every: int = Field(0, ge=0)
@@ -251,13 +251,13 @@ class EvaluationSettings(SectionSettings):
 
 
 class TrainerSettings(
-    RunSettings,
-    SamplingSettings,
-    AlgorithmSettings,
-    OptimisationSettings,
-    MemorySettings,
-    PublishingSettings,
-    EvaluationSettings,
+    RunSection,
+    SamplingSection,
+    AlgorithmSection,
+    OptimisationSection,
+    MemorySection,
+    PublishingSection,
+    EvaluationSection,
 ):
     """All settings of the trainer, section by section."""
 

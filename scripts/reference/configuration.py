@@ -42,7 +42,7 @@ def page() -> str:
             parts.append(_table(_own_fields(settings)))
         else:
             for section in settings.__bases__:
-                parts += [f"### {section.__name__.removesuffix('Settings')}\n", f"{inspect.getdoc(section)}\n"]
+                parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
                 parts.append(_table(_own_fields(section)))
     return "\n".join(parts)
 
