@@ -116,7 +116,6 @@ def measure(size: str, rounds: int, workers: int) -> list[Measured]:
             "MIN_WORKERS": workers,
             "ENGINE_DTYPE": "float32",
             "ROLLOUT_ENGINE": "embedded",
-            "PUBLISH_DEADLINE_SECONDS": CASE_SECONDS / 2,
         }
         with started(directory, ["rollout-server"], settings, {"rollout-server": workers, "ppo-trainer": 1}) as group:
             command = [sys.executable, "-m", "benchmarks.publishing", "--trainer"]

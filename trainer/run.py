@@ -72,7 +72,7 @@ def run_rank() -> int:
         transformers.utils.logging.disable_progress_bar()
         memory.keep()
         try:
-            with stop.handled(), join_ranks(settings.collective_deadline_seconds) as ranks:
+            with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)
         except InterruptedCallError:
             interrupted = True

@@ -1,6 +1,6 @@
 """MODE=async by simulation: the collector's and the learner's rules, group by group, give step seconds and staleness.
 
-The collector keeps GENERATION_CONCURRENCY prompts in flight, and no more groups in flight, waiting and in training than
+The collector keeps a bounded number of prompts in flight, and no more groups in flight, waiting and in training than
 BATCH_SIZE * (MAX_STALENESS + 1). The learner takes the BATCH_SIZE oldest of the waiting groups, trains and publishes;
 what has become too stale meanwhile it leaves out.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from enum import StrEnum
 from typing import Any
@@ -32,13 +33,22 @@ This page is generated from the settings classes by `make docs`; `make test` che
 
 
 def page() -> str:
-    """The whole page."""
-    common = set(Settings.model_fields)
+    """Return the whole page."""
     parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
     for reader in READERS:
-        own = {name: field for name, field in reader.settings_class().model_fields.items() if name not in common}
-        parts += [f"## {reader.heading}\n", _table(own)]
+        settings = reader.settings_class()
+        parts.append(f"## {reader.heading}\n")
+        if Settings in settings.__bases__:
+            parts.append(_table(_own_fields(settings)))
+        else:
+            for section in settings.__bases__:
+                parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
+                parts.append(_table(_own_fields(section)))
     return "\n".join(parts)
+
+
+def _own_fields(settings: type[Any]) -> dict[str, FieldInfo]:
+    return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
@@ -62,7 +72,7 @@ def _text(description: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page, or with --check says whether it is up to date."""
+    """Write the page, or with --check report whether it is up to date."""
     return write_or_check(TARGET, page(), "scripts.reference.configuration", arguments)
 
 

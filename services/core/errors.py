@@ -35,7 +35,7 @@ class NeverReadyError(Exception):
     """A dependency was missing when a component started, and did not come up within the deadline of the start."""
 
 
-def exit_code_of(main: Callable[[], None]) -> int:
+def exit_code_of(main: Callable[[], object]) -> int:
     """Run ``main`` and return the exit code for SkyPilot's ``job_recovery``; write an error's line to stderr."""
     try:
         main()
