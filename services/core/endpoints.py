@@ -35,7 +35,7 @@ DATA_PORT = 8000
 ROUTER_PORT = 30000
 ENGINE_PORT = 30001
 ROUTER_METRICS_PORT = 29000
-# Where the router listens, to its own node alone, when JOBGROUP_TOKEN puts a door on its port.
+# Where the router listens, to its own node only, when JOBGROUP_TOKEN puts an authenticating proxy on its port.
 ROUTER_INNER_PORT = 30002
 REWARD_PORT = 8002
 REPLAY_PORT = 8003
