@@ -14,12 +14,13 @@ import signal
 import sys
 from collections.abc import Callable
 
-from services.clients.rollout_admin import PROBE_SECONDS, RouterControl, WorkerControl
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
+from services.http.client import PROBE_SECONDS
 from services.rollout_server.addresses import Addresses, choose_addresses
 from services.rollout_server.commands import (
     Command,
@@ -58,8 +59,8 @@ async def run_node(settings: RolloutSettings, addresses: Addresses, make_engine_
     # The worker may take as long to load a version as to load its first weights.
     load_seconds = settings.engine_start_seconds
     async with (
-        RouterControl(addresses.public_router, settings.token) as router,
-        WorkerControl(addresses.workers[rank].url, settings.token, timeout=load_seconds) as worker,
+        RouterAdmin(addresses.public_router, settings.token) as router,
+        WorkerAdmin(addresses.workers[rank].url, settings.token, timeout=load_seconds) as worker,
     ):
         engine = SupervisedProcess(
             make_engine_command(settings, kind, addresses.engine),
@@ -83,7 +84,7 @@ async def run_node(settings: RolloutSettings, addresses: Addresses, make_engine_
         await run_until_first_ends(*parts)
 
 
-async def _run_router(settings: RolloutSettings, addresses: Addresses, router: RouterControl) -> None:
+async def _run_router(settings: RolloutSettings, addresses: Addresses, router: RouterAdmin) -> None:
     """Start the router, and the proxy in front of it, when the first worker answers; keep them running."""
     await _wait_for_first_worker(settings, addresses)
     commands = [router_command(settings, addresses)]
@@ -110,7 +111,7 @@ async def _wait_for_first_worker(settings: RolloutSettings, addresses: Addresses
     log.info("the router starts once a rollout worker answers", workers=" ".join(urls), seconds=seconds)
     try:
         async with asyncio.timeout(seconds), contextlib.AsyncExitStack() as stack:
-            controls = [WorkerControl(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
+            controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
             workers = [await stack.enter_async_context(control) for control in controls]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):  # noqa: ASYNC110  # other processes
                 await asyncio.sleep(POLL_SECONDS)
@@ -129,7 +130,7 @@ def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    provenance.leave_record(settings, Task.ROLLOUT_SERVER)
+    provenance.write_record(settings, Task.ROLLOUT_SERVER)
     addresses = choose_addresses(has_token=settings.token is not None, **vars(given))
     asyncio.run(run_node(settings, addresses, make_engine_command))
 

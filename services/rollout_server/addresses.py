@@ -49,7 +49,7 @@ def choose_addresses(
             return endpoints.reached_at(engine, usual)
         return Endpoint(usual.host, engine_port or usual.port)
 
-    usual_router = endpoints.router()
+    usual_router = endpoints.endpoint(Task.ROLLOUT_SERVER)
     return Addresses(
         engine=engine,
         router=private(endpoints.ROUTER_INNER_PORT) if has_token else front,

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
@@ -45,7 +45,7 @@ class WorkerRegistration:
     """The registration of one node's worker with the router."""
 
     def __init__(
-        self, settings: RolloutSettings, worker: WorkerControl, router: RouterControl, engine: SupervisedProcess
+        self, settings: RolloutSettings, worker: WorkerAdmin, router: RouterAdmin, engine: SupervisedProcess
     ) -> None:
         self.store = PolicyStore(settings.policy_dir)
         self._settings = settings

@@ -76,7 +76,7 @@ def load(settings: EngineSettings) -> Loaded:
         multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
         threads=torch.get_num_threads(),
     )
-    log.info("computing", **chosen.fields())
+    log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
     directory = _find_model(settings.model_name)
     max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)

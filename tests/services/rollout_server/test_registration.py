@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.clients.rollout_admin import RouterControl, WorkerControl
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
@@ -96,8 +96,8 @@ def settings(directory: Path) -> RolloutSettings:
 async def registered(node: Node, directory: Path) -> AsyncIterator[None]:
     """The registration runs within it."""
     async with (
-        RouterControl(node.router.endpoint) as router,
-        WorkerControl(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+        RouterAdmin(node.router.endpoint) as router,
+        WorkerAdmin(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
     ):
         engine = cast(SupervisedProcess, RunningEngine())
         running = asyncio.create_task(WorkerRegistration(settings(directory), worker, router, engine).run())
