@@ -12,18 +12,16 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Callable
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs
-from services.core.endpoints import Endpoint, Task
+from services.core.endpoints import Task
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server.addresses import Addresses, choose_addresses
 from services.rollout_server.commands import (
-    Command,
     auth_proxy_command,
     check_router_installed,
     choose_engine,
@@ -31,17 +29,15 @@ from services.rollout_server.commands import (
     router_command,
 )
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, SupervisedProcess
 
 log = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.2
 
-MakeEngineCommand = Callable[[RolloutSettings, EngineKind, Endpoint], Command]
 
-
-async def run_node(settings: RolloutSettings, addresses: Addresses, make_engine_command: MakeEngineCommand) -> None:
+async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
     """Run engine, registration and, on node 0, the router until SIGTERM or SIGINT.
 
     Raises:
@@ -63,7 +59,7 @@ async def run_node(settings: RolloutSettings, addresses: Addresses, make_engine_
         WorkerAdmin(addresses.workers[rank].url, settings.token, timeout=load_seconds) as worker,
     ):
         engine = SupervisedProcess(
-            make_engine_command(settings, kind, addresses.engine),
+            engine_command(settings, kind, addresses.engine),
             worker.is_healthy,
             max_restarts=settings.rollout_max_restarts,
             start_seconds=settings.engine_start_seconds,
@@ -121,7 +117,7 @@ async def _wait_for_first_worker(settings: RolloutSettings, addresses: Addresses
         ) from error
 
 
-def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
+def main() -> None:
     """Read command line and environment, and run the node."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
     parser.add_argument("--host", help="address to listen on")
@@ -132,7 +128,7 @@ def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     addresses = choose_addresses(has_token=settings.token is not None, **vars(given))
-    asyncio.run(run_node(settings, addresses, make_engine_command))
+    asyncio.run(run_node(settings, addresses))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The addresses of a rollout node: where its programs listen, and where the nodes reach router and workers."""
+"""The addresses of a rollout node's programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.core.endpoints import Endpoint, Task
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the programs of this node listen, and the public addresses of router and workers."""
+    """The addresses on which this node's programs listen, and the public addresses of router and workers."""
 
     engine: Endpoint
     router: Endpoint
@@ -18,9 +18,9 @@ class Addresses:
     auth_proxy: Endpoint | None
     """In front of the router; None without a token."""
     public_router: Endpoint
-    """Where every node reaches the router, through the proxy if there is one."""
+    """The address at which every node reaches the router, through the proxy if there is one."""
     workers: list[Endpoint]
-    """Where every node reaches the engine of each node, by rank."""
+    """The addresses at which every node reaches the engines, by rank."""
 
 
 def choose_addresses(

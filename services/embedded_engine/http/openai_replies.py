@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
@@ -16,11 +15,11 @@ from services.embedded_engine.http.sglang_routes import completion_text
 from services.embedded_engine.http.tool_calls import ToolCall
 
 
-class Replies(ABC):
-    """The replies of one route to one body."""
+class TextReplies:
+    """The replies of /v1/completions to one body."""
 
-    object_name: ClassVar[str]
-    chunk_name: ClassVar[str]
+    object_name = "text_completion"
+    chunk_name = "text_completion"
 
     def __init__(self, model: str, loaded: Loaded, top_logprobs: int | None, *, has_tools: bool = False) -> None:
         """Describe the replies.
@@ -45,12 +44,12 @@ class Replies(ABC):
             text, calls = self.text_and_calls(sequence)
             logprobs = self.logprobs(sequence, 0, len(sequence.output_ids))
             choices.append(_choice(index, self.content(text, calls), logprobs, _finish_reason(sequence, calls)))
-        counts = {"usage": usage(requests), "metadata": {"weight_version": weight_version}}
-        return {**self._head(requests, self.object_name), "choices": choices, **counts}
+        metadata = {"weight_version": weight_version}
+        return self._reply(self.object_name, requests, choices, usage=usage(requests), metadata=metadata)
 
     def chunk(self, requests: list[Request], choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return one chunk of a stream."""
-        return {**self._head(requests, self.chunk_name), "choices": choices, **fields}
+        return self._reply(self.chunk_name, requests, choices, **fields)
 
     def text_and_calls(self, sequence: Sequence) -> tuple[str, list[ToolCall]]:
         """Return text and tool calls of a completion that has ended."""
@@ -61,27 +60,42 @@ class Replies(ABC):
         """Return the content of a stream's first choice, before any text; None if there is none."""
         return None
 
-    @abstractmethod
     def content(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
         """Return the content of a whole choice."""
+        return {"text": text}
 
-    @abstractmethod
     def delta(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
         """Return the content of a stream's choice; both arguments are empty in the last one."""
+        return {"text": text}
 
-    @abstractmethod
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
+    def logprobs(self, sequence: Sequence, start: int, end: int) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens ``start`` to ``end``, or None if the client does not want any."""
+        if self.top_logprobs is None:
+            return None
+        tokens = [self._token(token) for token in sequence.output_ids[:end]]
+        offsets = [0]
+        for token in tokens:
+            offsets.append(offsets[-1] + len(token))
+        tops = sequence.top_logprobs[start:end] if self.top_logprobs else []
+        return {
+            "tokens": tokens[start:],
+            "token_logprobs": sequence.logprobs[start:end],
+            "top_logprobs": [{self._token(token): logprob for logprob, token in top} for top in tops],
+            "text_offset": offsets[start:end],
+        }
 
-    def _head(self, requests: list[Request], kind: str) -> dict[str, Any]:
-        return {"id": requests[0].rid, "object": kind, "created": self._created, "model": self._model}
+    def _reply(
+        self, kind: str, requests: list[Request], choices: list[dict[str, Any]], **fields: Any
+    ) -> dict[str, Any]:
+        head = {"id": requests[0].rid, "object": kind, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **fields}
 
     def _token(self, token: int) -> str:
         return self.loaded.decode_text([token], False)
 
 
-class ChatReplies(Replies):
-    """The replies of /v1/chat/completions."""
+class ChatReplies(TextReplies):
+    """The replies of /v1/chat/completions, which differ from those of /v1/completions in what a choice has."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -104,14 +118,14 @@ class ChatReplies(Replies):
             delta["tool_calls"] = [{"index": index, **call.as_openai()} for index, call in enumerate(calls)]
         return {"delta": delta}
 
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
+    def logprobs(self, sequence: Sequence, start: int, end: int) -> dict[str, Any] | None:
         """Return an entry per token, each with the likeliest tokens at its position."""
         if self.top_logprobs is None:
             return None
         entries = []
         for place in range(start, end):
-            entry = self._entry(sequence.output_ids[place], sequence.logprobs[place])
             top = sequence.top_logprobs[place] if self.top_logprobs else []
+            entry = self._entry(sequence.output_ids[place], sequence.logprobs[place])
             entries.append({**entry, "top_logprobs": [self._entry(token, logprob) for logprob, token in top]})
         return {"content": entries}
 
@@ -120,39 +134,10 @@ class ChatReplies(Replies):
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-class TextReplies(Replies):
-    """The replies of /v1/completions."""
-
-    object_name = "text_completion"
-    chunk_name = "text_completion"
-
-    def content(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
-        """Return the text."""
-        return {"text": text}
-
-    delta = content
-
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
-        """Return lists with an entry per token."""
-        if self.top_logprobs is None:
-            return None
-        tokens = [self._token(token) for token in sequence.output_ids[:end]]
-        offsets = [0]
-        for token in tokens:
-            offsets.append(offsets[-1] + len(token))
-        tops = sequence.top_logprobs[start:end] if self.top_logprobs else []
-        return {
-            "tokens": tokens[start:],
-            "token_logprobs": sequence.logprobs[start:end],
-            "top_logprobs": [{self._token(token): logprob for logprob, token in top} for top in tops],
-            "text_offset": offsets[start:end],
-        }
-
-
 class ChoiceStream:
     """One completion of a stream, which knows how much of it has been sent."""
 
-    def __init__(self, index: int, sequence: Sequence, replies: Replies) -> None:
+    def __init__(self, index: int, sequence: Sequence, replies: TextReplies) -> None:
         self.is_done = False
         self._index = index
         self._sequence = sequence

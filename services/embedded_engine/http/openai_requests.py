@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jinja2
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
@@ -33,21 +33,6 @@ class OpenAIRequest(SamplingParams):
     """The fields that chat and text completions have in common; some of SamplingParams are SGLang's additions."""
 
     model_config = ConfigDict(extra="ignore")
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": ({},),
-        "audio": (),
-        "functions": ([],),
-        "best_of": (1,),
-        "suffix": ("",),
-        "echo": (False,),
-        "response_format": ({"type": "text"},),
-        "regex": (),
-        "ebnf": (),
-        "min_tokens": (0,),
-    }
 
     model: str = ""
     sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**64, validation_alias="seed")

@@ -12,7 +12,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from services.core.logs import get_logger
 from services.embedded_engine.compute import sequences
-from services.embedded_engine.http.openai_replies import ChatReplies, ChoiceStream, Replies, TextReplies, usage
+from services.embedded_engine.http.openai_replies import ChatReplies, ChoiceStream, TextReplies, usage
 from services.embedded_engine.http.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
 from services.embedded_engine.http.requests import make_request
 from services.embedded_engine.http.state import EngineState, state_of
@@ -29,10 +29,10 @@ def add_routes(app: FastAPI) -> None:
 
     @app.get("/v1/models", tags=["openai"])
     async def models(http: Request) -> Response:
-        """The served model."""
+        """List the served model."""
         state = state_of(http)
         model = {
-            "id": state.model_name,
+            "id": state.settings.model_name,
             "object": "model",
             "created": int(state.started),
             "owned_by": "embedded",
@@ -47,7 +47,7 @@ def add_routes(app: FastAPI) -> None:
         state = state_of(http)
         top_logprobs = body.top_logprobs if body.logprobs else None
         has_tools = body.offered_tools is not None
-        replies = ChatReplies(body.model or state.model_name, state.loaded, top_logprobs, has_tools=has_tools)
+        replies = ChatReplies(body.model or state.settings.model_name, state.loaded, top_logprobs, has_tools=has_tools)
         prompt_ids = body.prompt_ids(state.loaded.tokenizer)
         _warn_of_dropped(state, body)
         return await _answer(state, http, body, replies, [prompt_ids])
@@ -56,7 +56,7 @@ def add_routes(app: FastAPI) -> None:
     async def completions(body: CompletionRequest, http: Request) -> Response:
         """Continue a text, or several."""
         state = state_of(http)
-        replies = TextReplies(body.model or state.model_name, state.loaded, body.logprobs)
+        replies = TextReplies(body.model or state.settings.model_name, state.loaded, body.logprobs)
         return await _answer(state, http, body, replies, body.prompts(state.loaded.tokenizer))
 
 
@@ -67,13 +67,13 @@ def _warn_of_dropped(state: EngineState, body: ChatRequest) -> None:
             state.warned_of.add(name)
             log.warning(
                 f"the model never sees the {name} of requests: its chat template drops them",
-                model=state.model_name,
+                model=state.settings.model_name,
                 remedy=f"give its directory a chat_template.jinja that renders {name}",
             )
 
 
 async def _answer(
-    state: EngineState, http: Request, body: OpenAIRequest, replies: Replies, prompts: list[list[int]]
+    state: EngineState, http: Request, body: OpenAIRequest, replies: TextReplies, prompts: list[list[int]]
 ) -> Response:
     progress: Progress = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -104,7 +104,7 @@ async def _answer(
 
 async def _stream(
     state: EngineState,
-    replies: Replies,
+    replies: TextReplies,
     requests: list[sequences.Request],
     progress: Progress,
     *,

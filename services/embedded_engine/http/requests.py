@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
@@ -15,19 +15,38 @@ from services.embedded_engine.compute.sequences import Request, Sequence, Stoppi
 from services.http.problems import ProblemError, printable
 from services.protocol import MAX_GROUP_SIZE
 
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_new_tokens": (0,),
+    "min_tokens": (0,),
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "custom_params": ({},),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "audio"), ()),
+}
+"""SGLang's and OpenAI's fields that this engine lacks, each with the values, besides None, that change nothing."""
+
 
 class RequestBody(BaseModel):
     """A body whose invalid values are answered 400, as SGLang answers them. None stands for a field's default."""
 
     model_config = ConfigDict(allow_inf_nan=False, frozen=True)
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """SGLang's fields that this engine lacks, each with the values, besides None, at which it changes nothing."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_with_400(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
-            return handler(cls.without_neutral(given) if isinstance(given, dict) else given)
+            return handler(_without_neutral(given) if isinstance(given, dict) else given)
         except ValidationError as error:
             problems = [
                 f"{'.'.join(printable(str(part)) for part in problem['loc'])}: {problem['msg']}"
@@ -35,39 +54,11 @@ class RequestBody(BaseModel):
             ]
             raise ProblemError(400, "; ".join(problems)) from error
 
-    @classmethod
-    def without_neutral(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the body without fields that change nothing.
-
-        Raises:
-            ProblemError: 400, a field that this engine lacks would change the answer.
-        """
-        for name, neutral in cls.unsupported.items():
-            if given.get(name) is not None and given[name] not in neutral:
-                raise unsupported(name)
-        return {name: value for name, value in given.items() if value is not None and name not in cls.unsupported}
-
 
 class SamplingParams(RequestBody):
     """``sampling_params`` of /generate, with SGLang's defaults."""
 
     model_config = ConfigDict(extra="forbid")
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "min_new_tokens": (0,),
-        "json_schema": (),
-        "regex": (),
-        "ebnf": (),
-        "structural_tag": (),
-        "stop_regex": ([],),
-        "logit_bias": ({},),
-        "custom_params": ({},),
-        "spaces_between_special_tokens": (True,),
-        "no_stop_trim": (False,),
-        "stream_interval": (1,),
-    }
 
     n: int = Field(default=1, ge=1, le=MAX_GROUP_SIZE)
     temperature: float = Field(default=1.0, ge=0, le=100)
@@ -86,6 +77,13 @@ class SamplingParams(RequestBody):
         """The stop strings; empty ones stop nothing."""
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         return tuple(text for text in texts if text)
+
+
+def _without_neutral(given: dict[str, Any]) -> dict[str, Any]:
+    for name in UNSUPPORTED.keys() & given.keys():
+        if given[name] is not None and given[name] not in UNSUPPORTED[name]:
+            raise unsupported(name)
+    return {name: value for name, value in given.items() if value is not None and name not in UNSUPPORTED}
 
 
 def unsupported(name: str) -> ProblemError:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request, Sequence
@@ -32,15 +32,16 @@ class GenerateRequest(RequestBody):
     logprob_start_len: int = Field(default=-1, ge=-1)
     top_logprobs_num: int = Field(default=0, ge=0, le=100)
 
+    @model_validator(mode="before")
     @classmethod
-    def without_neutral(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Return the body without fields that change nothing, and refuse all others that are not known."""
-        if given.get("stream"):
+    def _refuse_unknown(cls, given: Any) -> Any:
+        fields = given if isinstance(given, dict) else {}
+        if fields.get("stream"):
             raise ProblemError(400, "the embedded engine streams on /v1/chat/completions and /v1/completions only")
-        for name, value in given.items():
+        for name, value in fields.items():
             if name not in cls.model_fields and name not in _WITHOUT_EFFECT and value not in _NEUTRAL:
                 raise unsupported(name)
-        return super().without_neutral(given)
+        return given
 
 
 class AbortRequest(BaseModel):
@@ -55,7 +56,7 @@ def add_generation_routes(app: FastAPI) -> None:
 
     @app.post("/generate", tags=["generation"])
     async def generate(body: GenerateRequest, http: HttpRequest) -> Response:
-        """Completions of a prompt, with SGLang's fields: an object, or a list of ``sampling_params.n`` objects."""
+        """Generate completions of a prompt: an object, or a list of ``sampling_params.n`` objects."""
         state = state_of(http)
         if (body.input_ids is None) == (body.text is None):
             raise ProblemError(400, "send the prompt either as input_ids or as text")
@@ -99,13 +100,13 @@ def add_information_routes(app: FastAPI) -> None:
     @app.get("/model_info", tags=["information"])
     @app.get("/get_model_info", tags=["information"], include_in_schema=False)
     async def model_info(http: HttpRequest) -> Response:
-        """The served model and its weight version."""
+        """Return the served model and its weight version."""
         state = state_of(http)
         architecture = state.loaded.model.architecture
         return JsonResponse(
             {
                 "model_path": state.model_path,
-                "tokenizer_path": state.model_name,
+                "tokenizer_path": state.settings.model_name,
                 "is_generation": True,
                 "weight_version": state.engine.version,
                 "model_type": architecture.family,
@@ -117,13 +118,13 @@ def add_information_routes(app: FastAPI) -> None:
     @app.get("/server_info", tags=["information"])
     @app.get("/get_server_info", tags=["information"], include_in_schema=False)
     async def server_info(http: HttpRequest) -> Response:
-        """The engine's configuration and what it does now."""
+        """Return the engine's configuration and state."""
         state = state_of(http)
         model, cache = state.loaded.model, state.loaded.cache
         return JsonResponse(
             {
                 "model_path": state.model_path,
-                "served_model_name": state.model_name,
+                "served_model_name": state.settings.model_name,
                 "weight_version": state.engine.version,
                 "engine": "embedded",
                 "version": version(),

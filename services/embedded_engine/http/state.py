@@ -15,7 +15,7 @@ from fastapi import Request as HttpRequest
 from services.embedded_engine.compute.broadcast import WeightsReceiver
 from services.embedded_engine.compute.engine import Engine, EngineStoppedError, QueueFullError
 from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.sequences import Request, Sequence
+from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.settings import EngineSettings
 from services.http.problems import ProblemError
 
@@ -40,11 +40,6 @@ class EngineState:
     """Held while weights change."""
     receiver_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while ``receiver`` works, which may wait long for the trainer; updates from disk do not wait for it."""
-
-    @property
-    def model_name(self) -> str:
-        """MODEL_NAME."""
-        return self.settings.model_name
 
     def submit(self, request: Request) -> None:
         """Queue a request in the engine.
@@ -76,11 +71,7 @@ class EngineState:
 
     def abort(self, request: Request, reason: str) -> None:
         """Have the engine end a request."""
-
-        def matches(sequence: Sequence) -> bool:
-            return sequence.request is request
-
-        self.engine.abort(matches, reason)
+        self.engine.abort(lambda sequence: sequence.request is request, reason)
 
 
 async def wait_for(future: Future[T]) -> T:
