@@ -12,16 +12,18 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs
 from services.core.endpoints import Task
-from services.core.errors import ConfigurationError, exit_code_of
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server.addresses import Addresses, choose_addresses
 from services.rollout_server.commands import (
+    Command,
     auth_proxy_command,
     check_router_installed,
     choose_engine,
@@ -35,6 +37,8 @@ from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, Supervised
 log = logs.get_logger(__name__)
 
 POLL_SECONDS = 0.2
+ROUTER_START_SECONDS = 60.0
+"""Longest time until a router or proxy that was started answers; a busy machine takes several seconds."""
 
 
 async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
@@ -80,24 +84,35 @@ async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
         await run_until_first_ends(*parts)
 
 
-async def _run_router(settings: RolloutSettings, addresses: Addresses, router: RouterAdmin) -> None:
+async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
     """Start the router, and the proxy in front of it, when the first worker answers; keep them running."""
-    await _wait_for_first_worker(settings, addresses)
-    commands = [router_command(settings, addresses)]
-    if addresses.auth_proxy is not None:
-        commands.append(auth_proxy_command(addresses.auth_proxy, addresses.router))
-    processes = [
-        SupervisedProcess(
+
+    def supervised(command: Command, is_healthy: Callable[[], Awaitable[bool]]) -> SupervisedProcess:
+        return SupervisedProcess(
             command,
-            # Through the proxy if there is one, which thus counts as hung whenever the router does.
-            router.is_healthy,
+            is_healthy,
             max_restarts=settings.rollout_max_restarts,
-            start_seconds=settings.engine_hang_seconds,
+            start_seconds=ROUTER_START_SECONDS,
             hang_seconds=settings.engine_hang_seconds,
         )
-        for command in commands
-    ]
-    await run_until_first_ends(*(process.run() for process in processes))
+
+    async def proxy_answers() -> bool:
+        """Return whether the proxy gives any answer: it is healthy without the router, too."""
+        try:
+            await public.send_once("GET", "/health", seconds=PROBE_SECONDS)
+        except DependencyLostError:
+            return False
+        return True
+
+    await _wait_for_first_worker(settings, addresses)
+    if addresses.auth_proxy is None:
+        await supervised(router_command(settings, addresses), public.is_healthy).run()
+        return
+    async with RouterAdmin(addresses.router) as router:
+        await run_until_first_ends(
+            supervised(router_command(settings, addresses), router.is_healthy).run(),
+            supervised(auth_proxy_command(addresses.auth_proxy, addresses.router), proxy_answers).run(),
+        )
 
 
 async def _wait_for_first_worker(settings: RolloutSettings, addresses: Addresses) -> None:

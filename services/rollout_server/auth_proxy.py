@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import uvicorn
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp
 from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
 from services.http.connections import server_config
+from services.http.disconnect import ended_before_client_left
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import listen
@@ -63,12 +63,16 @@ def create_app(router_url: str, token: str) -> ASGIApp:
             headers=_end_to_end(request.headers.raw),
             content=await request.body() or None,
         )
+        sending = asyncio.create_task(client.send(outgoing, stream=True))
         try:
-            answer = await _unless_client_left(request, client.send(outgoing, stream=True))
+            # The router and its worker may stop, too, when the client has left.
+            if not await ended_before_client_left(request, sending):
+                return Response(status_code=499)
+            answer = sending.result()
         except httpx.TransportError as error:
             return problem_response(503, f"the router does not answer: {error!r}", headers={"Retry-After": "1"})
-        if answer is None:
-            return Response(status_code=499)
+        finally:
+            sending.cancel()
         response = StreamingResponse(answer.aiter_raw(), answer.status_code, background=BackgroundTask(answer.aclose))
         response.raw_headers = _end_to_end(answer.headers.raw)
         return response
@@ -88,23 +92,6 @@ def _raw_target(request: Request) -> bytes:
 def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """Return the headers without those of one connection."""
     return [(name.lower(), value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
-
-
-async def _unless_client_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
-    """Return the answer, or None if the client left before, so that the router and its worker may stop, too."""
-    answer = asyncio.create_task(sending)
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
-    finally:
-        answer.cancel()
-        gone.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def main() -> None:

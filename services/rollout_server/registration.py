@@ -271,6 +271,5 @@ class WorkerRegistration:
                 return await in_background(work)
         except (OSError, TimeoutError) as error:
             raise DependencyLostError(
-                f"cannot {action} {self.store.policy_dir} ({str(error) or 'timed out'}); is SHARED_DIR mounted for "
-                f"reading and writing?"
+                f"cannot {action} {self.store.policy_dir} ({str(error) or 'timed out'}); is SHARED_DIR mounted?"
             ) from error

@@ -143,10 +143,10 @@ class SupervisedProcess:
         await self._process.wait()
 
     def _count_restart(self, code: int) -> None:
-        child = f"the {self.command.name} ({self.command.module})"
+        child = f"{self.command.name} ({self.command.module})"
         if not self._healthy_start and self.starts > self._max_restarts:
             raise ConfigurationError(
-                f"{child} never answered in {self.starts} starts and {describe_exit(code)}; see its own messages "
+                f"the {child} never answered in {self.starts} starts and {describe_exit(code)}; see its own messages "
                 f"above, and its settings"
             )
         now = time.monotonic()
@@ -155,7 +155,7 @@ class SupervisedProcess:
             self._restarts.popleft()
         if len(self._restarts) > self._max_restarts:
             raise DependencyLostError(
-                f"{child} {describe_exit(code)}, for the {len(self._restarts)}. time within "
+                f"the {child} {describe_exit(code)}, for the {len(self._restarts)}. time within "
                 f"{RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is {self._max_restarts}; its own "
                 f"messages are above"
             )

@@ -8,7 +8,7 @@ Where there is no oneDNN, rows are padded to a multiple of PAD_ROWS for the same
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch import Tensor
 PAD_ROWS = 32
 
 
-class Linear(Protocol):
-    """A layer from x [rows, in] to x W^T + b [rows, out]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
+Linear = Callable[[Tensor], Tensor]
+"""A layer from x [rows, in] to x W^T + b [rows, out]."""
 
 
 class PackedLinear:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request as HttpRequest
 
@@ -17,6 +17,7 @@ from services.embedded_engine.compute.engine import Engine, EngineStoppedError, 
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.settings import EngineSettings
+from services.http.disconnect import ended_before_client_left
 from services.http.problems import ProblemError
 
 T = TypeVar("T")
@@ -58,16 +59,10 @@ class EngineState:
         """
         self.submit(request)
         done = asyncio.wrap_future(request.done)
-        gone = asyncio.create_task(_wait_for_disconnect(http))
-        try:
-            both: set[asyncio.Future[Any]] = {done, gone}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not done.done():
-                self.abort(request, "the client left")
-            with _refusals():
-                return await done
-        finally:
-            gone.cancel()
+        if not await ended_before_client_left(http, done):
+            self.abort(request, "the client left")
+        with _refusals():
+            return await done
 
     def abort(self, request: Request, reason: str) -> None:
         """Have the engine end a request."""
@@ -99,8 +94,3 @@ def _refusals() -> Iterator[None]:
         raise ProblemError(429, f"{error}; send it later or elsewhere", headers={"Retry-After": "1"}) from error
     except EngineStoppedError as error:
         raise ProblemError(503, str(error), headers={"Retry-After": "1"}) from error
-
-
-async def _wait_for_disconnect(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
