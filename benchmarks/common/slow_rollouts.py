@@ -9,7 +9,8 @@ from pathlib import Path
 from benchmarks.common.job import ROOT
 from services.core.endpoints import Endpoint
 from services.core.errors import exit_code_of
-from services.rollout_server import __main__ as launcher
+from services.rollout_server import commands
+from services.rollout_server.__main__ import main
 from services.rollout_server.commands import Command, engine_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
@@ -34,5 +35,5 @@ def _slow_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint
 
 
 if __name__ == "__main__":
-    launcher.engine_command = _slow_command
-    sys.exit(exit_code_of(launcher.main))
+    commands.engine_command = _slow_command
+    sys.exit(exit_code_of(main))

@@ -21,15 +21,9 @@ from services.core.errors import ConfigurationError, DependencyLostError, exit_c
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
+from services.rollout_server import commands
 from services.rollout_server.addresses import Addresses, choose_addresses
-from services.rollout_server.commands import (
-    Command,
-    auth_proxy_command,
-    check_router_installed,
-    choose_engine,
-    engine_command,
-    router_command,
-)
+from services.rollout_server.commands import Command
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, SupervisedProcess
@@ -52,9 +46,9 @@ async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     rank = endpoints.node_rank()
-    kind = choose_engine(settings)
+    kind = commands.choose_engine(settings)
     if rank == 0:
-        check_router_installed()
+        commands.check_router_installed()
     log.info("engine chosen", engine=kind.value, listen=addresses.engine.url, router=addresses.public_router.url)
     # The worker may take as long to load a version as to load its first weights.
     load_seconds = settings.engine_start_seconds
@@ -63,7 +57,7 @@ async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
         WorkerAdmin(addresses.workers[rank].url, settings.token, timeout=load_seconds) as worker,
     ):
         engine = SupervisedProcess(
-            engine_command(settings, kind, addresses.engine),
+            commands.engine_command(settings, kind, addresses.engine),
             worker.is_healthy,
             max_restarts=settings.rollout_max_restarts,
             start_seconds=settings.engine_start_seconds,
@@ -106,12 +100,12 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
 
     await _wait_for_first_worker(settings, addresses)
     if addresses.auth_proxy is None:
-        await supervised(router_command(settings, addresses), public.is_healthy).run()
+        await supervised(commands.router_command(settings, addresses), public.is_healthy).run()
         return
     async with RouterAdmin(addresses.router) as router:
         await run_until_first_ends(
-            supervised(router_command(settings, addresses), router.is_healthy).run(),
-            supervised(auth_proxy_command(addresses.auth_proxy, addresses.router), proxy_answers).run(),
+            supervised(commands.router_command(settings, addresses), router.is_healthy).run(),
+            supervised(commands.auth_proxy_command(addresses.auth_proxy, addresses.router), proxy_answers).run(),
         )
 
 
