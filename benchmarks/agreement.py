@@ -30,12 +30,11 @@ from local_runner.environment import cores
 from services.core.compute import ComputeType
 from services.data_server import app as data_server
 from services.data_server.settings import DataSettings
-from services.embedded_engine.compute.batch import Limits
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.http import sglang_wire
+from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.settings import EngineSettings
 from services.protocol import Cursor, Split
-from services.rollout_server.settings import RolloutSettings
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
@@ -69,18 +68,16 @@ def first_prompts(settings: TrainerSettings) -> list[list[int]]:
 
 def sample(kind: ComputeType, prompts: Sequence[list[int]], settings: TrainerSettings) -> list[TrainingGroup]:
     """Return a group of completions of every prompt, sampled by an engine that computes in ``kind``."""
-    loaded = load(RolloutSettings.load(engine_dtype=kind))
+    loaded = load(EngineSettings.load(engine_dtype=kind))
     failures: list[Exception] = []
-    limits = Limits(loaded.max_running, max_waiting=len(prompts), prefill_tokens=2048)
-    engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, failures.append)
-    known = sglang_wire.PromptLimits(loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids)
+    engine = Engine(loaded, failures.append)
     engine.start()
     try:
         pending = []
         for seed, prompt in enumerate(prompts):
             fields = {"n": settings.group_size, "max_new_tokens": settings.max_new_tokens, "sampling_seed": seed}
-            params = sglang_wire.read_sampling({**fields, "temperature": settings.temperature})
-            request = sglang_wire.make_request(prompt, params, known)
+            params = SamplingParams.model_validate({**fields, "temperature": settings.temperature})
+            request = make_request(prompt, params, loaded)
             engine.submit(request)
             pending.append(request.done)
         done = [future.result(GENERATION_SECONDS) for future in pending]

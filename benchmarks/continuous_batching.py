@@ -23,11 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from services.core.compute import ComputeType
-from services.embedded_engine.compute.batch import Limits
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import Loaded, load
-from services.embedded_engine.http import sglang_wire
-from services.rollout_server.settings import RolloutSettings
+from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.settings import EngineSettings
 
 RUNNING = 64
 # By default continuous batching takes 90% of the memory for its cache and masks; 640 pages hold 64 times 160 tokens.
@@ -51,13 +50,11 @@ Generate = Callable[[list[list[int]]], int]
 @contextmanager
 def embedded_engine(loaded: Loaded, workload: Workload) -> Iterator[Generate]:
     """Run the embedded engine within the context."""
-    limits = Limits(RUNNING, max_waiting=RUNNING, prefill_tokens=2048)
-    engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, on_failure=print)
-    known = sglang_wire.PromptLimits(loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids)
-    sampling = sglang_wire.SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
+    engine = Engine(loaded, on_failure=print)
+    sampling = SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
 
     def generate(prompts: list[list[int]]) -> int:
-        requests = [sglang_wire.make_request(prompt, sampling, known) for prompt in prompts]
+        requests = [make_request(prompt, sampling, loaded) for prompt in prompts]
         for request in requests:
             engine.submit(request)
         return sum(len(sequence.logprobs) for request in requests for sequence in request.done.result().sequences)
@@ -101,7 +98,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     texts = [f"What is {a} + 5? Answer with just the number. {a} + 5 =" for a in range(10, 10 + RUNNING)]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    loaded = load(RolloutSettings.load(model_name=str(given.model), engine_dtype=ComputeType.FLOAT32))
+    loaded = load(EngineSettings.load(model_name=str(given.model), engine_dtype=ComputeType.FLOAT32))
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     table = Table("requests", "tokens", "embedded", "continuous", "ratio", title=f"float32, {given.threads} threads")
     for workload in (WARM_UP, *WORKLOADS):

@@ -47,7 +47,7 @@ RECOVERY_SECONDS = 180.0
 END_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
-ENGINE = "rollout_server.embedded"
+ENGINE = "services.embedded_engine"
 """In the command line of an engine."""
 
 SETTINGS = {
