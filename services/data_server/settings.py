@@ -11,7 +11,7 @@ from services.core.settings import Settings
 
 
 class PromptStyle(StrEnum):
-    """How a question becomes the prompt that the model sees."""
+    """The ways in which a question becomes the prompt that the model sees."""
 
     CHAT = "chat"
     PLAIN = "plain"
@@ -19,7 +19,7 @@ class PromptStyle(StrEnum):
 
 
 class GroundTruthFormat(StrEnum):
-    """Where in its column the ground truth stands."""
+    """The places of a ground truth within its column."""
 
     AUTO = "auto"
     HASH = "hash"
@@ -28,21 +28,17 @@ class GroundTruthFormat(StrEnum):
 
 
 class Curriculum(StrEnum):
-    """The order of prompts within an epoch."""
+    """The orders of prompts within an epoch."""
 
     OFF = "off"
+    SOURCE = "source"
     BALANCED = "balanced"
     EASY_FIRST = "easy_first"
     HARD_FIRST = "hard_first"
 
 
 class DataSettings(Settings):
-    """What the data-server reads from its environment."""
-
-    data_server_listen_host: str | None = Field(default=None, description="Address that the data-server listens on.")
-    data_server_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the data-server listens on; default 8000."
-    )
+    """The data-server's environment variables."""
 
     dataset: str = Field(
         default="gsm8k",
@@ -64,20 +60,16 @@ class DataSettings(Settings):
         lt=1,
         description="Share of the rows held out of training, for a source that has no held-out split of its own.",
     )
-    dataset_cache_dir: Path | None = Field(
-        default=None, description="Where memory-mapped copies of the rows are kept; default that of `datasets`."
-    )
     prompt_column: str | None = Field(
         default=None, description="Column of the question; default the first of question, prompt, problem."
     )
     ground_truth_column: str | None = Field(
         default=None, description="Column of the answer; default the first of answer, ground_truth, solution."
     )
-    category_column: str | None = Field(default=None, description="Column with a category for reports.")
     ground_truth_format: GroundTruthFormat = Field(
         default=GroundTruthFormat.AUTO,
         description="`hash`: after the last `####`; `boxed`: in the last `\\boxed{}`; `plain`: the whole column; "
-        "`auto`: the one that most rows have. Rows without a ground truth are left out and counted.",
+        "`auto`: the format of most rows. Rows without a ground truth are left out and counted.",
     )
 
     model_name: str | None = Field(
@@ -87,7 +79,7 @@ class DataSettings(Settings):
     )
     prompt_style: PromptStyle = Field(
         default=PromptStyle.CHAT,
-        description="`chat`: the tokenizer's chat template; `plain`: the text as it is; `few_shot`: after solved "
+        description="`chat`: the tokenizer's chat template; `plain`: the text as it is; `few_shot`: after four solved "
         "examples, as turns where the tokenizer has a chat template and as text where it has none.",
     )
     system_prompt: str | None = Field(
@@ -98,28 +90,16 @@ class DataSettings(Settings):
         description="Appended to every question on a line of its own. Default: asks for steps and the answer in the "
         "form of the ground truths (`####` or `\\boxed{}`), nothing where they are plain; `none` appends nothing.",
     )
-    few_shot_count: int = Field(
-        default=4, ge=1, le=64, description="Solved examples of the few_shot style; they are left out of training."
-    )
-    max_prompt_tokens: int = Field(
-        default=4096, ge=1, description="Prompts of more tokens are passed over and counted."
-    )
+    max_prompt_tokens: int = Field(default=4096, ge=1, description="Longer prompts are passed over and counted.")
 
     data_seed: int = Field(
         default=0, ge=0, description="Seed of the shuffled order and of the arithmetic questions' split."
     )
-    data_shuffle: bool = Field(
-        default=True, description="Whether each epoch of training prompts has its own random order."
-    )
-    data_state_dir: Path | None = Field(
-        default=None,
-        description="Where the server's own cursors and success rates survive a restart; default `data` in the run "
-        "directory. Clients that pass a cursor do not need it.",
-    )
     curriculum: Curriculum = Field(
         default=Curriculum.OFF,
-        description="Order within an epoch by recorded success rates: `balanced` has prompts near one half earlier, "
-        "`easy_first` and `hard_first` say it themselves. Each prompt still comes once an epoch.",
+        description="Order of the prompts within an epoch. `off`: a random order of its own for each epoch; `source`: "
+        "the order of the source. By recorded success rates: `balanced` has prompts near one half earlier, "
+        "`easy_first` the often solved ones, `hard_first` the seldom solved ones. Each prompt comes once an epoch.",
     )
 
     arithmetic_digits: str = Field(
@@ -137,7 +117,7 @@ class DataSettings(Settings):
 
     @field_validator("arithmetic_template")
     @classmethod
-    def _template_is_complete(cls, template: str) -> str:
+    def _check_template(cls, template: str) -> str:
         try:
             template.format(a=1, op="+", b=2)
         except (KeyError, IndexError, ValueError) as error:

@@ -27,7 +27,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def load(tmp_path: Path) -> Any:
     def load_rows(rows: list[dict[str, Any]] | str, suffix: str = ".jsonl", **options: Any) -> sources.Source:
         dataset = rows if isinstance(rows, str) else str(write(tmp_path / f"rows{suffix}", rows))
-        return sources.load(DataSettings(dataset=dataset, dataset_cache_dir=tmp_path / "cache", **options))
+        return sources.load(DataSettings(dataset=dataset, **options))
 
     return load_rows
 
@@ -83,8 +83,8 @@ def test_boxed_and_plain_ground_truths(load: Any) -> None:
 
 
 def test_columns_are_taken_by_name(load: Any) -> None:
-    rows = [{"q": f"q{i}", "a": f"{i}", "kind": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
-    source = load(rows, prompt_column="q", ground_truth_column="a", category_column="kind")
+    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
+    source = load(rows, prompt_column="q", ground_truth_column="a")
     row = source.train.take([0])[0]
     assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")
 
