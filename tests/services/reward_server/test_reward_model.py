@@ -64,18 +64,17 @@ async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_pat
 
 
 async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from services.reward_server.functions import UnscorableError
     from services.reward_server.reward_model import RewardModel
 
     model = RewardModel(_save(tmp_path, labels=1), batch_size=2, max_tokens=64)
-    model.start()
 
     def fail(batch: list[list[int]]) -> list[float]:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(model, "_forward", fail)
-    with pytest.raises(UnscorableError, match="the reward model failed: out of memory"):
-        await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
-    monkeypatch.undo()
-    assert isinstance(await model.score(RewardItem(prompt="a", response="b", ground_truth="")), float)
-    await model.stop()
+    async with model.serving():
+        failed = await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
+        assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
+        assert failed.reason == "the reward model failed: out of memory"
+        monkeypatch.undo()
+        assert isinstance((await model.score(RewardItem(prompt="a", response="b", ground_truth=""))).value, float)
