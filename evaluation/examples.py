@@ -45,7 +45,7 @@ def load(dataset: str | None, split: str, model: str, limit: int, *, own_process
                 too_long += 1
             else:
                 prompts.append(Prompt.model_validate(record))
-    fields = DataSettings.model_fields.keys() - {"data_server_listen_host", "data_server_listen_port", "shared_dir"}
+    fields = DataSettings.model_fields.keys() - {"shared_dir"}
     recipe = settings.model_dump(
         mode="json",
         include=fields - {"run_id", "log_level", "log_format", "jobgroup_token", "model_name"},

@@ -13,7 +13,7 @@ from services.core.tasks import in_background
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.http.app import JsonResponse, create_service_app, model_response
-from services.http.middleware import JsonRoute
+from services.http.json_body import JsonRoute
 from services.http.query import query_parameters, read_query
 from services.protocol import (
     Cursor,

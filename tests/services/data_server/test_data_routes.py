@@ -14,6 +14,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
+from tests.waiting import wait_ready
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ async def test_a_state_that_cannot_be_written_stops_the_start(app: Any, tmp_path
     made = app(on_disk=True)
     async with made.router.lifespan_context(made):
         with pytest.raises(ConfigurationError, match=r"cannot keep its cursors in .*make SHARED_DIR a directory"):
-            await made.state.lifecycle.wait_ready()
+            await wait_ready(made)
 
 
 async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: Any, app: Any, chat_model: str) -> None:
@@ -122,7 +123,7 @@ async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any
     made = app(model_name=chat_model, max_prompt_tokens=2)
     async with made.router.lifespan_context(made):
         with pytest.raises(ConfigurationError, match=r"MAX_PROMPT_TOKENS is 2, but every prompt .* is longer"):
-            await made.state.lifecycle.wait_ready()
+            await wait_ready(made)
 
 
 async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:
