@@ -18,6 +18,7 @@ TAIL = 16_384
 """Characters at a response's end in which an answer is looked for, which bounds the time that any response takes."""
 
 _TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_END_TAG = re.compile(r"</answer>", re.IGNORECASE)
 _HEADING = re.compile(r"\s*(?:step|part|case|method|problem|question|section|explanation|solution)\b", re.IGNORECASE)
 _PHRASE = re.compile(r"\banswer\s*(?:is|are|was|would be|equals|:|=|\*\*:|:\*\*)\s*:?", re.IGNORECASE)
 _BOLD = re.compile(r"\*\*([^*\n]*)\*\*")
@@ -85,7 +86,7 @@ def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str
     """Return the text of a response's answer; ``numeric`` where a number is expected."""
     tail = response[-TAIL:]
     tagged = _last_tagged(tail, allow_open=not truncated)
-    tail = _TAG.sub(_without_end_tag, tail) if tagged is None else tagged
+    tail = _END_TAG.sub(" ", tail) if tagged is None else tagged
     answer = _after_hashes(tail, numeric)
     if answer is None:
         answer = last_boxed(tail, allow_open=not truncated)
@@ -101,10 +102,6 @@ def _is_whole(answer: str | None, text: str, *, numeric: bool) -> bool:
     if find_answer(text, numeric=numeric) != answer:
         return False
     return text[-1:] not in _MAY_GO_ON or find_answer(text + "1", numeric=numeric, truncated=True) == answer
-
-
-def _without_end_tag(tag: re.Match[str]) -> str:
-    return " " if tag.group().startswith("</") else tag.group()
 
 
 def _last_tagged(text: str, *, allow_open: bool) -> str | None:

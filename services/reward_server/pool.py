@@ -33,7 +33,6 @@ MAX_PENDING = 20_000
 """Answers that may wait for a worker, which bounds the memory; further answers come back ``overloaded``."""
 START_SECONDS = 60.0
 _END_SECONDS = 2.0
-_FORK_SERVER_POLL_SECONDS = 0.05
 _MEMORY_POLL_SECONDS = 0.05
 
 # multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
@@ -50,6 +49,9 @@ class Evaluation:
     reason: str | None = None
     extracted: str | None = None
     """The answer that the function read from the response."""
+
+
+_STOPPED = Evaluation(None, RewardStatus.OVERLOADED, "the server is stopping")
 
 
 class _Worker:
@@ -73,8 +75,8 @@ class _Worker:
             args=(theirs, functions, settings.reward_format_pattern, settings.reward_cpu_seconds, memory_bytes),
             daemon=True,
         )
-        with theirs:
-            self._start()
+        with theirs, _PROCESSES:
+            self._process.start()
         try:
             reason = self._receive(START_SECONDS)["reason"]
         except (EOFError, OSError) as error:
@@ -84,19 +86,6 @@ class _Worker:
             raise ConfigurationError(
                 f"REWARD_FN {settings.reward_fn!r} cannot be loaded: {reason}; correct it or its module"
             )
-
-    def _start(self) -> None:
-        """Let multiprocessing's fork server start the process. A killed fork server is replaced once it is noticed."""
-        deadline = time.monotonic() + _END_SECONDS
-        while True:
-            try:
-                with _PROCESSES:
-                    return self._process.start()
-            except (ConnectionError, EOFError) as error:
-                if time.monotonic() > deadline:
-                    raise
-                log.warning("the server that starts workers is gone, asking again", error=repr(error))
-                time.sleep(_FORK_SERVER_POLL_SECONDS)
 
     def ask(self, message: dict[str, Any], seconds: float, watched_bytes: int | None) -> dict[str, Any]:
         """Return the worker's reply to an answer.
@@ -234,7 +223,7 @@ class WorkerPool:
             if not future.set_running_or_notify_cancel():
                 continue
             if self._stopping.is_set():
-                future.set_result(self._explain_end(None))
+                future.set_result(_STOPPED)
                 continue
             future.set_result(self._evaluate(current, message))
             if current not in self._alive:
@@ -242,40 +231,37 @@ class WorkerPool:
         current.end()
 
     def _evaluate(self, current: _Worker, message: dict[str, Any]) -> Evaluation:
-        seconds, megabytes = self._settings.reward_timeout_seconds, self._settings.reward_memory_mb
+        watched_bytes = self._settings.reward_memory_mb * 2**20 if self._watch_memory else None
         try:
-            reply = current.ask(message, seconds, megabytes * 2**20 if self._watch_memory else None)
+            reply = current.ask(message, self._settings.reward_timeout_seconds, watched_bytes)
         except (TimeoutError, MemoryError, EOFError, OSError) as error:
             self._set_alive(current, False)
-            exit_code = current.end()
-            if isinstance(error, TimeoutError):
-                evaluation = Evaluation(None, RewardStatus.TIMEOUT, f"more than {seconds:g} s")
-            else:
-                evaluation = self._explain_end(worker.EXIT_MEMORY if isinstance(error, MemoryError) else exit_code)
+            evaluation = self._explain_end(error, current.end())
             KILLED.labels(evaluation.status.value).inc()
             return evaluation
         if "value" in reply:
             return Evaluation(reply["value"])
         return Evaluation(None, RewardStatus(reply["status"]), reply["reason"])
 
-    def _explain_end(self, exit_code: int | None) -> Evaluation:
-        """Return the outcome of an answer over which the worker ended, or that it will not get any more."""
-        status, how = RewardStatus.ERROR, f"exit code {exit_code}"
-        if exit_code is not None and exit_code < 0:
-            how = signal.Signals(-exit_code).name
-        reason = f"the worker died over it ({how})"
+    def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
+        """Return the outcome of an answer whose worker ended."""
         if self._stopping.is_set():
-            status, reason = RewardStatus.OVERLOADED, "the server is stopping"
-        elif exit_code == -signal.SIGPROF:
+            return _STOPPED
+        if isinstance(error, TimeoutError):
+            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {self._settings.reward_timeout_seconds:g} s")
+        if exit_code == -signal.SIGPROF:
             limit = f"{self._settings.reward_cpu_seconds:g} s of processor time"
-            status, reason = RewardStatus.TIMEOUT, f"more than {limit}"
-        elif exit_code == worker.EXIT_MEMORY:
+            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
+        if isinstance(error, MemoryError) or exit_code == worker.EXIT_MEMORY:
             limit = f"{self._settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
-            status, reason = RewardStatus.MEMORY, f"more than {limit}"
-        elif exit_code == -signal.SIGKILL:
+            return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
+        reason = f"the worker died over it (exit code {exit_code})"
+        if exit_code == -signal.SIGKILL:
             # Perhaps for another process's memory, perhaps by hand: it says nothing about the answer.
             reason = "the worker was killed by signal 9, which the kernel's out-of-memory killer or a person sends"
-        return Evaluation(None, status, reason)
+        elif exit_code is not None and exit_code < 0:
+            reason = f"the worker died over it ({signal.Signals(-exit_code).name})"
+        return Evaluation(None, RewardStatus.ERROR, reason)
 
     def _replace(self, ended: _Worker) -> _Worker:
         """Return a new worker as soon as one starts; the ended one if the pool stops before that."""
