@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 class Catalogue:
-    """Renders and keeps the wire form of a split's prompts; a prompt of too many tokens has none."""
+    """A split's prompts in their wire form, rendered when they are needed. A prompt of too many tokens has no form."""
 
     def __init__(self, name: str, split: Split, rows: Rows, maker: PromptMaker, max_prompt_tokens: int) -> None:
         self._id_prefix = f"{name}/{split.value}/"

@@ -43,7 +43,7 @@ class EpochOrder:
         self._curriculum = curriculum
         self._rates_at_start = rates_at_start
         self.of = lru_cache(_KEPT_EPOCHS)(self._make)
-        """Returns the prompt's place in the source for each position of an epoch, shape [size]."""
+        """Place in the source of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
         return self._size

@@ -62,7 +62,7 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
 
 
 class PromptMaker:
-    """Makes the messages and token ids of prompts, by the settings."""
+    """A renderer of questions as messages, text and token ids, by the settings."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from string import Formatter
 
 from pydantic import Field, field_validator
 
@@ -118,10 +119,8 @@ class DataSettings(Settings):
     @field_validator("arithmetic_template")
     @classmethod
     def _check_template(cls, template: str) -> str:
-        try:
-            template.format(a=1, op="+", b=2)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"allowed are the fields {{a}}, {{op}} and {{b}} ({error!r})") from error
-        if "{a}" not in template or "{b}" not in template:
-            raise ValueError("must have the fields {a} and {b}")
+        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        if not {"a", "b"} <= fields <= {"a", "op", "b"}:
+            raise ValueError("allowed are the fields {a}, {op} and {b}, of which {a} and {b} are needed")
+        template.format(a=1, op="+", b=2)
         return template

@@ -34,8 +34,8 @@ _DIGESTED_ROWS = 10_000
 _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
 
 ReadTable = Callable[[], pa.Table]
-"""Returns the columns question, answer and perhaps category of a split, mapped into memory anew at each call: pages
-that an earlier table read no longer count as this process's memory once that table is gone."""
+"""A function that maps the columns question, answer and perhaps category of a split into memory anew at each call.
+Once an earlier table is gone, the pages that it read no longer count as this process's memory."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,11 @@ def _generate(settings: DataSettings) -> list[ReadTable]:
         template=settings.arithmetic_template,
         seed=settings.data_seed,
     )
-    tables = [pa.Table.from_pylist([vars(question) for question in split]) for split in splits]
-    return [lambda table=table: table for table in tables]
+    return [_in_memory(pa.Table.from_pylist([vars(question) for question in split])) for split in splits]
+
+
+def _in_memory(table: pa.Table) -> ReadTable:
+    return lambda: table
 
 
 def _load_file(path: Path, setting: str, settings: DataSettings) -> ReadTable:
@@ -176,33 +179,29 @@ def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]
             f"{type(error).__name__}: {first_line(error)}; check its name and the network, or set DATASET to a .jsonl "
             f"or .parquet file or to arithmetic"
         ) from error
-    opened: list[ReadTable | None] = []
-    for name in ("dataset_train_split", "dataset_test_split"):
-        split = getattr(settings, name)
-        if split in loaded:
-            opened.append(_open(loaded[split], where, settings))
-        elif name == "dataset_test_split" and name not in settings.model_fields_set:
-            opened.append(None)
-        else:
-            raise ConfigurationError(f"{where} has no split {split!r}; set {name.upper()} to one of {sorted(loaded)}")
-    return opened[0], opened[1]
+
+    def open_split(setting: str) -> ReadTable:
+        split = getattr(settings, setting)
+        if split not in loaded:
+            raise ConfigurationError(
+                f"{where} has no split {split!r}; set {setting.upper()} to one of {sorted(loaded)}"
+            )
+        return _open(loaded[split], where, settings)
+
+    train = open_split("dataset_train_split")
+    has_test = settings.dataset_test_split in loaded or "dataset_test_split" in settings.model_fields_set
+    return train, open_split("dataset_test_split") if has_test else None
 
 
 def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     """Choose the columns of a dataset; ConfigurationError where a column is missing or holds another type."""
     table = dataset.data.table
-    question = _column(table, where, "PROMPT_COLUMN", settings.prompt_column, _PROMPT_COLUMNS)
-    answer = _column(table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS)
-    if not _is_text(table[question].type):
-        raise ConfigurationError(
-            f"{where}: column {question!r} holds {table[question].type}; set PROMPT_COLUMN to a text column"
-        )
-    kind = table[answer].type
-    if not (_is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise ConfigurationError(
-            f"{where}: column {answer!r} holds {kind}; set GROUND_TRUTH_COLUMN to a column of text or numbers"
-        )
-    columns = {"question": question, "answer": answer}
+    columns = {
+        "question": _column(table, where, "PROMPT_COLUMN", settings.prompt_column, _PROMPT_COLUMNS),
+        "answer": _column(
+            table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS, numbers=True
+        ),
+    }
     if _CATEGORY_COLUMN in table.column_names:
         columns["category"] = _CATEGORY_COLUMN
     files = [file["filename"] for file in dataset.cache_files]
@@ -214,20 +213,23 @@ def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     return read
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _column(table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
-    if given is not None:
-        if given not in table.column_names:
-            raise ConfigurationError(f"{setting} is {given!r}, which {where} lacks; it has {table.column_names}")
-        return given
-    found = next((name for name in usual if name in table.column_names), None)
+def _column(
+    table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...], *, numbers: bool = False
+) -> str:
+    if given is not None and given not in table.column_names:
+        raise ConfigurationError(f"{setting} is {given!r}, which {where} lacks; it has {table.column_names}")
+    found = given or next((name for name in usual if name in table.column_names), None)
     if found is None:
         raise ConfigurationError(
             f"{where} has none of the columns {', '.join(usual)}; set {setting} to one of {table.column_names}"
         )
+    kind = table[found].type
+    allowed = [pa.types.is_string, pa.types.is_large_string]
+    if numbers:
+        allowed += [pa.types.is_integer, pa.types.is_floating]
+    if not any(fits(kind) for fits in allowed):
+        wanted = "text or numbers" if numbers else "text"
+        raise ConfigurationError(f"{where}: column {found!r} holds {kind}; set {setting} to a column of {wanted}")
     return found
 
 

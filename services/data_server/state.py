@@ -56,8 +56,7 @@ class ServerState:
 
     def cursor(self, consumer: str) -> Cursor:
         """Return the cursor of a consumer; a new consumer is at the beginning."""
-        found = self._db.execute("SELECT cursor FROM cursors WHERE consumer = ?", (consumer,)).fetchone()
-        return Cursor() if found is None else Cursor.model_validate_json(found[0])
+        return self._find("SELECT cursor FROM cursors WHERE consumer = ?", consumer) or Cursor()
 
     def cursors(self) -> dict[str, dict[str, int]]:
         """Return epoch and position by consumer, for a hundred consumers at most."""
@@ -66,10 +65,8 @@ class ServerState:
 
     def start_of(self, consumer: str, request_id: str) -> Cursor | None:
         """Return the cursor from which a request was answered before, None for a new request."""
-        found = self._db.execute(
-            "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?", (consumer, request_id)
-        ).fetchone()
-        return None if found is None else Cursor.model_validate_json(found[0])
+        query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
+        return self._find(query, consumer, request_id)
 
     async def set_cursor(self, consumer: str, cursor: Cursor) -> None:
         """Set the cursor of a consumer."""
@@ -115,6 +112,10 @@ class ServerState:
         else:
             rates = np.frombuffer(found[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates
+
+    def _find(self, query: str, *values: str) -> Cursor | None:
+        found = self._db.execute(query, values).fetchone()
+        return None if found is None else Cursor.model_validate_json(found[0])
 
     def _put(self, consumer: str, cursor: Cursor) -> None:
         self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))

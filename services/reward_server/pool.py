@@ -146,7 +146,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Evaluates answers in worker processes, first come first served. A thread feeds each worker."""
+    """A pool of worker processes that evaluates answers, first come first served. A thread feeds each worker."""
 
     def __init__(self, settings: RewardSettings, *, watch_memory: bool = sys.platform == "darwin") -> None:
         """Make a pool. With ``watch_memory`` the server polls resident memory, because macOS ignores RLIMIT_AS."""

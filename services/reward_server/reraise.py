@@ -30,7 +30,7 @@ def let_through(*packages: str) -> Iterator[None]:
         code: CodeType = self.source_to_code(source, self.path)
         return code
 
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]  # inherited from SourceLoader
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ log = get_logger(__name__)
 
 
 class RewardModel:
-    """Scores answers in batches, in a thread; on the GPU where there is one."""
+    """A model that scores answers in batches, in a thread; on the GPU where there is one."""
 
     def __init__(self, name: str, *, batch_size: int, max_tokens: int) -> None:
         """Load the model ``name``, a hub name or directory.

@@ -31,7 +31,7 @@ NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
 
 
 class Scorer:
-    """Scores answers by the reward functions of the settings."""
+    """The reward functions of the settings, with the pool and the model that some of them need."""
 
     def __init__(self, settings: RewardSettings, pool: WorkerPool, neural: NeuralReward | None = None) -> None:
         self._functions = settings.functions
@@ -119,6 +119,6 @@ class Scorer:
 
 async def _settle(values: Sequence[T | Awaitable[T]], kind: type[T]) -> list[T]:
     """Await those of ``values`` that are not of ``kind`` yet, all at once, and return all in order."""
-    waiting = [value for value in values if not isinstance(value, kind)]
+    waiting: list[Any] = [value for value in values if not isinstance(value, kind)]
     ended = iter(await asyncio.gather(*waiting))
     return [value if isinstance(value, kind) else next(ended) for value in values]

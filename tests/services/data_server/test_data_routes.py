@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import resource
 import sqlite3
@@ -14,6 +13,7 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
+from tests.rows import write_rows
 from tests.waiting import wait_ready
 
 
@@ -23,7 +23,7 @@ def app(tmp_path: Path) -> Any:
         path = tmp_path / "rows.jsonl"
         if rows:
             lines = [{"question": "x" * (i % 20) + f" {i}?", "answer": f"#### {i}"} for i in range(rows)]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            write_rows(path, lines)
             options = {"dataset": str(path), "instruction": "none", **options}
         return create_app(DataSettings(shared_dir=tmp_path, run_id="r", **options), own_process=on_disk)
 

@@ -9,24 +9,18 @@ from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
+from tests.models import save_byte_tokenizer
 from tests.waiting import wait_ready
 
 
 def _save(directory: Path, *, labels: int) -> str:
     """A random reward model of a few thousand parameters with a tokenizer of one token a byte."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    vocabulary = {token: i for i, token in enumerate(["</s>", *sorted(ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=save_byte_tokenizer(directory, ["</s>"], eos_token="</s>"),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
