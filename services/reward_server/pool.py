@@ -87,11 +87,11 @@ class _Worker:
                 f"REWARD_FN {settings.reward_fn!r} cannot be loaded: {reason}; correct it or its module"
             )
 
-    def ask(self, message: dict[str, Any], seconds: float, watched_bytes: int | None) -> dict[str, Any]:
+    def ask(self, message: bytes, seconds: float, watched_bytes: int | None) -> dict[str, Any]:
         """Return the worker's reply to an answer.
 
         Args:
-            message: the function and its item.
+            message: the function and its item, as JSON.
             seconds: time that the reply may take.
             watched_bytes: growth of resident memory that ends the wait; None where the kernel limits memory.
 
@@ -100,7 +100,7 @@ class _Worker:
             MemoryError: the process took more than ``watched_bytes``.
             EOFError, OSError: the process ended.
         """
-        self._connection.send_bytes(orjson.dumps(message))
+        self._connection.send_bytes(message)
         if watched_bytes is not None:
             self._watch_memory(seconds, watched_bytes)
         return self._receive(seconds)
@@ -152,7 +152,7 @@ class WorkerPool:
         """Make a pool. With ``watch_memory`` the server polls resident memory, because macOS ignores RLIMIT_AS."""
         self._settings = settings
         self._watch_memory = watch_memory
-        self._jobs: queue.SimpleQueue[tuple[Future[Evaluation], dict[str, Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Evaluation], bytes] | None] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -202,7 +202,7 @@ class WorkerPool:
         if self.pending >= MAX_PENDING:
             return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
         job: Future[Evaluation] = Future()
-        self._jobs.put((job, {"function": function, "item": item}))
+        self._jobs.put((job, orjson.dumps({"function": function, "item": item})))
         PENDING.set(self.pending)
         seconds = self._settings.reward_queue_seconds
         result = asyncio.wrap_future(job)
@@ -230,7 +230,7 @@ class WorkerPool:
                 current = self._replace(current)
         current.end()
 
-    def _evaluate(self, current: _Worker, message: dict[str, Any]) -> Evaluation:
+    def _evaluate(self, current: _Worker, message: bytes) -> Evaluation:
         watched_bytes = self._settings.reward_memory_mb * 2**20 if self._watch_memory else None
         try:
             reply = current.ask(message, self._settings.reward_timeout_seconds, watched_bytes)
