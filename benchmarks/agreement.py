@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from benchmarks.common.job import ROOT
 from local_runner import spec
 from local_runner.environment import cores
 from services.core.compute import ComputeType
-from services.data_server import app as data_server
+from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
@@ -59,10 +58,7 @@ class Agreement:
 
 def first_prompts(settings: TrainerSettings) -> list[list[int]]:
     """Return the token ids of the prompts of a run's first step."""
-    with tempfile.TemporaryDirectory() as directory:
-        data = data_server.load(DataSettings.load(data_state_dir=Path(directory)))
-        prompts, _ = data.batch(Split.TRAIN, Cursor(), settings.batch_size, shard_index=0, shard_count=1)
-        data.state.close()
+    prompts, _ = Batches.load(DataSettings.load()).batch(Split.TRAIN, Cursor(), settings.batch_size)
     return [prompt["prompt_ids"] for prompt in prompts]
 
 

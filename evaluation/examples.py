@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.errors import ConfigurationError
-from services.data_server import app, sources
+from services.data_server import sources
+from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.protocol import Prompt, Split
 
@@ -30,12 +31,12 @@ def load(dataset: str | None, split: str, model: str, limit: int, *, own_process
         ConfigurationError: dataset, split or tokenizer cannot be had.
     """
     settings = _settings(dataset, split, model)
-    data = app.load(settings, own_process=own_process)
+    catalogues = load_dataset(settings, own_process=own_process).catalogues
     splits = [Split.TRAIN, Split.TEST] if split == ALL else [Split.TRAIN if split == Split.TRAIN else Split.TEST]
     prompts: list[Prompt] = []
     too_long = 0
     for one in splits:
-        catalogue = data.catalogues[one]
+        catalogue = catalogues[one]
         for place in range(len(catalogue)):
             if limit and len(prompts) >= limit:
                 break
@@ -44,17 +45,16 @@ def load(dataset: str | None, split: str, model: str, limit: int, *, own_process
                 too_long += 1
             else:
                 prompts.append(Prompt.model_validate(record))
-    data.state.close()
     fields = DataSettings.model_fields.keys() - {"shared_dir"}
     recipe = settings.model_dump(
         mode="json",
-        include=fields - {"run_id", "log_level", "log_format", "jobgroup_token", "dataset_cache_dir", "model_name"},
+        include=fields - {"run_id", "log_level", "log_format", "jobgroup_token", "model_name"},
     )
     return Examples(prompts, too_long, {**recipe, "split": split})
 
 
 def _settings(dataset: str | None, split: str, model: str) -> DataSettings:
-    given: dict[str, Any] = {"dataset": dataset, "model_name": model, "data_shuffle": False}
+    given: dict[str, Any] = {"dataset": dataset, "model_name": model}
     settings = DataSettings.load(**given)
     if split in (Split.TRAIN, Split.TEST, ALL):
         return settings

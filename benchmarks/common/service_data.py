@@ -17,7 +17,7 @@ def bench_data(quick: bool, model: str | None) -> list[Result]:
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = {} if model is None else {"MODEL_NAME": model}
         small = _write_rows(Path(directory) / "small.jsonl", 7_473)
-        cache = {"DATASET_CACHE_DIR": str(Path(directory) / "cache")}
+        cache = {"HF_DATASETS_CACHE": str(Path(directory) / "cache")}
         with running("data_server", DATASET=str(small), **cache, **tokenizer) as (service, _):
             latencies, seconds = asyncio.run(_prompt_clients(service.port, 50, 20 if quick else 200))
             results.append(Result("data-server", "50 clients, p50", percentile(latencies, 50), "ms"))

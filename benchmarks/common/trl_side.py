@@ -50,7 +50,7 @@ def train(work: Work, python: str, threads: int) -> Steps:
             seed=0,
         )
         file = Path(directory) / "questions.jsonl"
-        file.write_bytes(b"".join(orjson.dumps({"prompt": q.text, "answer": q.answer}) + b"\n" for q in rows))
+        file.write_bytes(b"".join(orjson.dumps({"prompt": q.question, "answer": q.answer}) + b"\n" for q in rows))
         # It looks for its model relative to its own working directory.
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
         given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": threads}

@@ -48,5 +48,13 @@ RETIRED: dict[str, str] = {
     "PUBLISH_BUCKET_MIB": "it is always 1024",
     "PUBLISH_PROBE_TOLERANCE": "it is always 0.1",
     "PUBLISHED_VERSIONS_KEPT": "it is always 2",
+    "CATEGORY_COLUMN": "the category is the column `category`; rename yours",
+    "DATASET_CACHE_DIR": "set HF_DATASETS_CACHE instead, a variable of the library datasets",
+    "DATA_SHUFFLE": "set CURRICULUM=source for the order of the source",
+    "DATA_STATE_DIR": "cursors are kept in the run directory, below SHARED_DIR",
+    "FEW_SHOT_COUNT": "it is always 4",
+    "REWARD_MAX_PENDING": "it is always 20,000",
+    "REWARD_OVERLONG_BUFFER_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
+    "REWARD_OVERLONG_MAX_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
 }
 """The instruction for each retired variable, by the variable's name."""

@@ -43,12 +43,12 @@ async def open_questions() -> AsyncIterator[Questions]:
     Raises:
         ConfigurationError: DATASET cannot be had, or a reward is not right.
     """
-    data, rewards = DataSettings.load(), RewardSettings.load()
+    data, rewards = DataSettings.load(), RewardSettings.load(reward_fn="math")
     rows = (await in_background(lambda: sources.load(data))).test
-    pool = WorkerPool(["math"], rewards.model_copy(update={"reward_fn": "math"}))
+    pool = WorkerPool(rewards)
     await pool.start()
     try:
-        yield Questions(rows, Scorer(rewards.model_copy(update={"reward_fn": "math"}), pool))
+        yield Questions(rows, Scorer(rewards, pool))
     finally:
         await pool.stop()
 
