@@ -7,6 +7,7 @@ numbers, or the text of a completion.
 
 from __future__ import annotations
 
+import hashlib
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -191,6 +192,11 @@ class EnvironmentServerHealth(WireModel):
     environment: str = Field(min_length=1, max_length=100)
     pushing: bool
     max_episodes: int
+
+
+def fingerprint(instance_key: str) -> str:
+    """Return the public form of a server's ``instance_key``: it identifies the server but gives no access."""
+    return hashlib.sha256(instance_key.encode()).hexdigest()[:16]
 
 
 class ResetRequest(StrictModel):

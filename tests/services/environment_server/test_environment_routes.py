@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from services.core.errors import ConfigurationError
+from services.environment_server import episodes
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.waiting import IDLE_SECONDS, stats_show
@@ -48,13 +49,13 @@ async def test_an_episode_over_http_is_the_one_that_gymnasium_plays(serving: Any
 
 async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
-        episodes = await begin(client, episodes=64, seed=100)
-        assert [episode["seed"] for episode in episodes] == list(range(100, 164))
-        assert len({episode["episode"] for episode in episodes}) == 64
-        results = await take(client, *((e["episode"], 0, 1) for e in reversed(episodes)))
-        assert [r["episode"] for r in results] == [e["episode"] for e in reversed(episodes)]
+        begun = await begin(client, episodes=64, seed=100)
+        assert [episode["seed"] for episode in begun] == list(range(100, 164))
+        assert len({episode["episode"] for episode in begun}) == 64
+        results = await take(client, *((e["episode"], 0, 1) for e in reversed(begun)))
+        assert [r["episode"] for r in results] == [e["episode"] for e in reversed(begun)]
         assert (await client.get("/stats")).json()["active"] == 64
-        closed = await client.post("/close", json={"episodes": [e["episode"] for e in episodes[:10]] + ["who"]})
+        closed = await client.post("/close", json={"episodes": [e["episode"] for e in begun[:10]] + ["who"]})
         assert closed.json() == {"closed": 10, "unknown": 1}
         assert (await client.get("/stats")).json()["active"] == 54
 
@@ -157,8 +158,7 @@ async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: A
 async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.05)) as client:
-        episodes = [e["episode"] for e in await begin(client, episodes=9)]
-        await take(client, *((episode, 0, 1) for episode in episodes))
+        await take(client, *((e["episode"], 0, 1) for e in await begin(client, episodes=9)))
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/reset", json={})
         assert refused.status_code == 503
@@ -193,8 +193,9 @@ async def test_a_server_whose_own_environment_cannot_be_had_does_not_start(servi
             pass
 
 
-async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any) -> None:
-    async with serving(app(environment_max_episodes=4)) as client:
+async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "MAX_EPISODES", 4)
+    async with serving(app()) as client:
         await begin(client, episodes=3)
         full = await client.post("/reset", json={"episodes": 2})
         assert full.status_code == 429
@@ -203,8 +204,9 @@ async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any) -> N
         await begin(client, episodes=1)
 
 
-async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any) -> None:
-    async with serving(app(environment_idle_seconds=0.05)) as client:
+async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "IDLE_SECONDS", 0.05)
+    async with serving(app()) as client:
         episode = (await begin(client))[0]["episode"]
         await stats_show(client, lambda stats: stats["active"] == 0)
         result = (await take(client, (episode, 0, 1)))[0]

@@ -64,7 +64,7 @@ async def test_a_head_that_is_away_costs_no_episode(
     serving: Any, app: Any, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(player, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(player, "REFUSED_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(player, "PAUSE_SECONDS", 0.05)
     with served(head.app) as url:
         options = {"environment": f"{ODD}Plain-v0", "environment_max_steps": 50, "eval_head_endpoint": url}
         async with serving(app(**options, environment_push_episodes=2, environment_push_total=2)) as client:
