@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head.discovery import given_servers
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
@@ -97,11 +98,9 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
 @needs_browser
 def test_the_discover_button_looks_again(open_page: Any, head: Any) -> None:
     addresses: list[str] = []
-    from services.evaluation_head.discovery import Addresses
-
     with (
         served(create_environment_app(EnvironmentSettings())) as environment,
-        served(head([Addresses(addresses)], discovery_seconds=3600)) as url,
+        served(head({"addresses": lambda: given_servers(addresses)}, INTERVAL_SECONDS=3600)) as url,
     ):
         page = open_page(url)
         expect(page.locator("#discovered")).to_contain_text("None found.")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head.discovery import Addresses
-from services.evaluation_head.skypilot import Clusters, Services
+from services.evaluation_head.discovery import given_servers
+from services.evaluation_head.skypilot import find_clusters, find_replicas
 from tests.services.evaluation_head.fake_skypilot import (
     ApiServerAuthenticationError,
     ApiServerConnectionError,
@@ -42,8 +42,11 @@ def sky() -> FakeSkyPilot:
 
 
 @pytest.fixture
-def sources(sky: FakeSkyPilot) -> list[Any]:
-    return [Clusters("game-server", 8081, sky), Services("game-server", sky)]
+def sources(sky: FakeSkyPilot) -> dict[str, Any]:
+    return {
+        "clusters": lambda: find_clusters("game-server", 8081, sky),
+        "services": lambda: find_replicas("game-server", sky),
+    }
 
 
 async def discover(client: Any) -> dict[str, Any]:
@@ -69,7 +72,7 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(serving: Any, hea
 async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
-    async with serving(head(sources, discovery_seconds=0.05)) as client:
+    async with serving(head(sources, INTERVAL_SECONDS=0.05)) as client:
 
         async def shows(name: str, is_there: bool) -> bool:
             servers = (await client.get("/stats")).json()["servers"]
@@ -130,9 +133,9 @@ async def test_an_api_server_that_hangs_holds_up_nothing(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
     sky.answers.clear()
-    async with serving(head(sources, discovery_timeout_seconds=0.05)) as client:
+    async with serving(head(sources, TIMEOUT_SECONDS=0.05)) as client:
         reply = await discover(client)
-        assert "DISCOVERY_TIMEOUT_SECONDS" in reply["errors"]["clusters"]
+        assert "no answer within 0.05 s" in reply["errors"]["clusters"]
         async with asyncio.timeout(IDLE_SECONDS / 2):
             assert (await client.post("/evaluate", json={"state": [1, 1]})).status_code == 200
         sky.answers.set()
@@ -163,8 +166,11 @@ async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
         assert (await discover(client))["enabled"] is False
 
 
-def test_a_name_found_twice_counts_once() -> None:
-    assert len(Addresses(["http://a:1"]).find()) == 1
+async def test_a_name_found_twice_counts_once(serving: Any, head: Any) -> None:
+    once, again = (lambda: given_servers(["http://a:1"]), lambda: given_servers(["http://a:1/", "http://b:1"]))
+    async with serving(head({"one": once, "other": again})) as client:
+        found = (await discover(client))["servers"]
+    assert [server["url"] for server in found] == ["http://a:1", "http://b:1"]
 
 
 @pytest.mark.parametrize("text", ["not an address at all://", "http://", "a:b:c"])

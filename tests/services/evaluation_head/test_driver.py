@@ -93,7 +93,7 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
-    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "head_probe_seconds": 0.1}
+    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "PROBE_INTERVAL_SECONDS": 0.1}
     app = head(**settings)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -126,7 +126,7 @@ async def test_one_server_at_two_addresses_is_played_on_once(
 ) -> None:
     url = environment_server()
     both = f"{url} {url.replace('127.0.0.1', 'localhost')}"
-    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.1}
+    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.1}
     async with serving(head(game_server_addresses=both, **options)) as client:
         stats = await stats_show(
             client,
@@ -142,7 +142,7 @@ async def test_a_server_that_dies_costs_its_episodes_and_is_taken_up_again(
     serving: Any, head: Any, start_service: Any, lean: Path
 ) -> None:
     first = start_service("services.environment_server", LOG_LEVEL="warning")
-    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.2}
+    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.2}
     async with serving(head(game_server_addresses=first.url, **options)) as client:
         # Well before their end, which all eight come to at the same step, the 500th.
         await stats_show(client, lambda stats: 80 <= stats["states"] % 4000 <= 2000)
@@ -171,10 +171,10 @@ async def test_an_episode_that_never_ends_is_given_up(
     state, action = StateSpec(kind=StateKind.NUMBERS, shape=[1]), ActionSpec(kind=ActionKind.INDEX, count=1)
     publish_policy(Times(0.0), tmp_path, 1, state, action)
     url = environment_server(environment="tests.services.evaluation_head.endless:Endless-v0")
-    options = {"head_policies": f"p={tmp_path}", "head_max_episode_steps": 20, "head_drive_total": 3}
+    options = {"head_policies": f"p={tmp_path}", "MAX_STEPS": 20, "head_drive_total": 3}
     async with serving(head(game_server_addresses=url, **options)) as client:
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 3)
-        assert "HEAD_MAX_EPISODE_STEPS" in row(stats)["detail"]
+        assert "did not end within 20 steps" in row(stats)["detail"]
         assert (stats["episodes"]["finished"], stats["episodes"]["active"]) == (0, 0)
 
 
@@ -229,7 +229,7 @@ async def test_a_server_that_lies_is_told_off_and_counts_for_nothing(
 ) -> None:
     honest = environment_server()
     with served(liar(**lies)) as url:
-        options = {"head_policies": f"lean={lean}", "head_probe_seconds": 60}
+        options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 60}
         async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
             name = url.removeprefix("http://")
 

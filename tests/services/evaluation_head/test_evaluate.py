@@ -147,13 +147,13 @@ async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, hea
 
 
 async def test_overload_is_refused_with_when_to_come_back(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, head_max_waiting=10)) as client:
+    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, MAX_WAITING=10)) as client:
         waiting = asyncio.create_task(ask(client, states=[[0, 0]] * 8))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8)
         refused = await client.post("/evaluate", json={"states": [[0, 0]] * 3})
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
-        assert "HEAD_MAX_WAITING" in refused.json()["detail"]
+        assert "8 states wait already, allowed are 10" in refused.json()["detail"]
         await waiting
         assert (await client.get("/stats")).json()["overloaded"] == 1
 
@@ -179,14 +179,14 @@ async def test_episodes_are_accounted_for_once(serving: Any, head: Any) -> None:
 
 
 async def test_an_episode_that_is_heard_of_no_more_is_lost(serving: Any, head: Any) -> None:
-    async with serving(head(head_episode_idle_seconds=0.2)) as client:
+    async with serving(head(IDLE_SECONDS=0.2)) as client:
         await ask(client, state=[0, 0], episodes=[{"episode": "a"}], server="s")
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 1)
         assert stats["episodes"]["active"] == 0
 
 
 async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> None:
-    async with serving(head(head_silent_seconds=1.5)) as client:
+    async with serving(head(SILENT_SECONDS=1.5)) as client:
         await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
         liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]
@@ -255,7 +255,7 @@ def test_policies_are_named(head: Any, text: str) -> None:
 
 async def test_a_new_version_is_taken_up_between_batches(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:
         assert (await ask(client, state=[1, 1]))["policy_versions"] == [1]
         policies.publish_times(tmp_path, 2)
         await stats_show(client, lambda stats: stats["policies"][0]["version"] == 2)
@@ -265,7 +265,7 @@ async def test_a_new_version_is_taken_up_between_batches(serving: Any, head: Any
 
 async def test_a_version_that_cannot_be_used_leaves_the_old_one(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:
         (tmp_path / "v000002").mkdir()
         (tmp_path / "v000002" / "policy.pt2").write_bytes(b"broken")
         await stats_show(client, lambda stats: "cannot be read" in (stats["policies"][0]["trouble"] or ""))
@@ -281,7 +281,7 @@ async def test_every_action_is_of_one_whole_version_while_versions_change(
     serving: Any, head: Any, tmp_path: Path
 ) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.02, head_batch_size=4)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.02, head_batch_size=4)) as client:
         seen: set[int] = set()
         for version in (2, 3):
             policies.publish_times(tmp_path, version)

@@ -77,7 +77,7 @@ async def test_conversations_are_answered_in_order_by_the_version_that_said_it(
     serving: Any, head: Any, guesser: Any
 ) -> None:
     model, url = guesser
-    async with serving(head(head_policies=f"llm={url}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"llm={url}", RELOAD_SECONDS=0.05)) as client:
         reply = (await client.post("/evaluate", json={"states": [user("guess"), LOWER]})).json()
         assert (reply["actions"], reply["policy_versions"]) == (["50", "25"], [4, 4])
         model.version = 5
@@ -119,7 +119,7 @@ async def test_what_is_no_conversation_is_refused(serving: Any, head: Any, guess
 async def test_no_more_than_the_allowed_conversations_are_under_way(serving: Any, head: Any, guesser: Any) -> None:
     model, url = guesser
     model.holds = True
-    options = {"head_policies": f"llm={url}", "head_llm_concurrency": 3, "head_max_waiting": 8}
+    options = {"head_policies": f"llm={url}", "head_llm_concurrency": 3, "MAX_WAITING": 8}
     async with serving(head(**options)) as client:
         waiting = asyncio.create_task(client.post("/evaluate", json={"states": [user("guess")] * 8}))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8 and model.at_once == 3)
@@ -145,7 +145,7 @@ async def test_a_server_that_refuses_fails_the_request_and_no_later_one(serving:
 async def test_a_server_that_is_away_fails_the_request_within_its_time(serving: Any, head: Any) -> None:
     with served(FastAPI()) as gone:
         pass
-    async with serving(head(head_policies=f"llm={gone}", head_llm_seconds=0.5)) as client:
+    async with serving(head(head_policies=f"llm={gone}", ANSWER_SECONDS=0.5)) as client:
         response = await client.post("/evaluate", json={"state": user("guess")})
         assert response.status_code == 500
         assert gone in response.json()["detail"]
