@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
+from services.core.tasks import in_background
+from services.environment_server.catalogue import Catalogue
 from services.environment_server.episodes import MAX_EPISODES, MAX_STUCK, EpisodeTable
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
@@ -67,9 +68,10 @@ class Server:
             ConfigurationError: ENVIRONMENT cannot be made.
         """
         try:
-            await self.catalogue.maker(self.settings.environment)
-        except UnknownEnvironmentError as error:
-            raise ConfigurationError(f"ENVIRONMENT is {self.settings.environment!r}: {error}") from error
+            (await in_background(await self.catalogue.maker(self.settings.environment))).close()
+        # Environments are other people's code and may raise anything when they are made.
+        except Exception as error:
+            raise ConfigurationError(f"ENVIRONMENT is {self.settings.environment!r}: {error!r}") from error
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.catalogue.close)
             stack.callback(lambda: self.table.close(list(self.table.active)))

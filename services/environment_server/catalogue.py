@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import gymnasium
 
 from services.core.errors import ConfigurationError
-from services.core.tasks import in_background
 from services.environment_server.environments import Conversation
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
@@ -27,7 +26,7 @@ MakeEnvironment = Callable[[], Environment]
 
 
 class UnknownEnvironmentError(ValueError):
-    """An environment that does not exist here or cannot be made; the message says why."""
+    """An environment that this server does not offer; the message says why."""
 
 
 class Catalogue:
@@ -36,14 +35,14 @@ class Catalogue:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._resources = AsyncExitStack()
-        self._loading: asyncio.Task[gsm8k.Questions] | None = None
-        self._known: set[str] = set()
+        self._loading = asyncio.Lock()
+        self._questions: gsm8k.Questions | None = None
 
     async def maker(self, environment_id: str) -> MakeEnvironment:
         """Return a function that makes an environment of that id, in any thread.
 
         Raises:
-            UnknownEnvironmentError: there is no such environment, or it cannot be made here.
+            UnknownEnvironmentError: the id is not allowed here, or the environment's data cannot be loaded.
         """
         turns = self._settings.environment_text_turns
         if environment_id == GUESSING:
@@ -52,10 +51,13 @@ class Catalogue:
             # Needs the packages of data-server and reward-server, which the other environments do without.
             from services.environment_server.gsm8k import QuestionWithCalculator
 
-            questions = await self._questions()
+            questions = await self._load_questions()
             return lambda: QuestionWithCalculator(questions, turns)
-        if environment_id not in self._known:
-            await self._try(environment_id)
+        # "module:Id" imports the module, which only the operator may ask for.
+        if ":" in environment_id and environment_id != self._settings.environment:
+            raise UnknownEnvironmentError(
+                f"environment {environment_id!r} would import a module; set ENVIRONMENT to it where the server starts"
+            )
         return _maker(environment_id)
 
     @staticmethod
@@ -69,36 +71,18 @@ class Catalogue:
 
     async def close(self) -> None:
         """Release what was loaded."""
-        if self._loading is not None and not self._loading.done():
-            self._loading.cancel()
         await self._resources.aclose()
 
-    async def _questions(self) -> gsm8k.Questions:
+    async def _load_questions(self) -> gsm8k.Questions:
         from services.environment_server import gsm8k
 
-        if self._loading is None or (self._loading.done() and self._loading.exception() is not None):
-            self._loading = asyncio.ensure_future(self._resources.enter_async_context(gsm8k.open_questions()))
-        try:
-            # Shielded, so that a client that leaves does not end the loading for the others.
-            return await asyncio.shield(self._loading)
-        except ConfigurationError as error:
-            raise UnknownEnvironmentError(f"environment {GSM8K!r} cannot be made here: {error}") from error
-
-    async def _try(self, environment_id: str) -> None:
-        # "module:Id" imports the module, which only the operator may ask for.
-        if ":" in environment_id and environment_id != self._settings.environment:
-            raise UnknownEnvironmentError(
-                f"environment {environment_id!r} would import a module; set ENVIRONMENT to it where the server starts"
-            )
-        try:
-            made = await in_background(lambda: _maker(environment_id)())
-        # gymnasium raises its own errors, and constructors are other people's code that may raise anything.
-        except Exception as error:
-            raise UnknownEnvironmentError(
-                f"environment {environment_id!r} cannot be made here: {type(error).__name__}: {error}"
-            ) from error
-        made.close()
-        self._known.add(environment_id)
+        async with self._loading:
+            if self._questions is None:
+                try:
+                    self._questions = await self._resources.enter_async_context(gsm8k.open_questions())
+                except ConfigurationError as error:
+                    raise UnknownEnvironmentError(f"environment {GSM8K!r} cannot be made here: {error}") from error
+            return self._questions
 
 
 def _maker(environment_id: str) -> MakeEnvironment:

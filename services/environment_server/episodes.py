@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from services.core.logs import get_logger
-from services.core.tasks import in_background
 from services.environment_server.catalogue import Catalogue, Environment, UnknownEnvironmentError
 from services.environment_server.environments import ActionRefusedError, EnvironmentHungError, Transition
 from services.environment_server.runner import Runner
@@ -79,7 +79,6 @@ class EpisodeTable:
         self._beginning = 0
         self._ended: OrderedDict[str, StepResult] = OrderedDict()
         self._runner = Runner(settings.environment_step_seconds)
-        self._closing: set[asyncio.Future[None]] = set()
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     @property
@@ -122,15 +121,15 @@ class EpisodeTable:
     async def _begin(self, name: str, seeds: Sequence[int]) -> list[tuple[int, Environment, State]]:
         try:
             make = await self._catalogue.maker(name)
-        except UnknownEnvironmentError as error:
-            raise ProblemError(422, f"{error}; GET /environments lists what there is") from error
+        except UnknownEnvironmentError as unknown:
+            raise ProblemError(422, f"{unknown}; GET /environments lists others") from unknown
         made: dict[int, Environment] = {}
 
         def begin(seed: int) -> State | Awaitable[State]:
             made[seed] = make()
             return made[seed].reset(seed)
 
-        states = await self._runner.run([partial(begin, seed) for seed in seeds])
+        states: list[State | Exception] = await self._runner.run([partial(begin, seed) for seed in seeds])
         begun: list[tuple[int, Environment, State]] = []
         error: Exception | None = None
         for seed, state in zip(seeds, states, strict=True):
@@ -144,7 +143,7 @@ class EpisodeTable:
             self._release(environment)
         if isinstance(error, EnvironmentHungError):
             raise ProblemError(503, str(error), {"Retry-After": "5"}) from error
-        raise ProblemError(422, f"reset failed: {error!r}; GET /environments lists what else there is") from error
+        raise ProblemError(422, f"{name!r} cannot be begun: {error!r}; GET /environments lists others") from error
 
     def _add(self, environment_id: str, seed: int, environment: Environment, state: State) -> EpisodeStart:
         episode = Episode(secrets.token_hex(8), environment_id, environment, time.monotonic())
@@ -233,14 +232,7 @@ class EpisodeTable:
             self._release(episode.environment)
 
     def _release(self, environment: Environment) -> None:
-        closing = asyncio.ensure_future(in_background(environment.close))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closed)
-
-    def _closed(self, closing: asyncio.Future[None]) -> None:
-        self._closing.discard(closing)
-        if not closing.cancelled() and (error := closing.exception()) is not None:
-            log.warning("an environment failed to close", error=repr(error))
+        threading.Thread(target=_close, args=(environment,), name="close-environment", daemon=True).start()
 
     def close(self, episode_ids: Sequence[str]) -> int:
         """End episodes early and return how many there were. An episode that is being stepped ends after the step."""
@@ -249,8 +241,11 @@ class EpisodeTable:
             if episode.running is None:
                 self._drop(episode, "closed")
             else:
-                episode.running.add_done_callback(lambda _, i=episode.id: self.close([i]))
+                episode.running.add_done_callback(partial(self._close_stepped, episode.id))
         return len(found)
+
+    def _close_stepped(self, episode_id: str, _step: asyncio.Future[StepResult]) -> None:
+        self.close([episode_id])
 
     def drop_idle(self) -> int:
         """Drop the episodes that nobody stepped for IDLE_SECONDS and return how many there were."""
@@ -270,6 +265,14 @@ class EpisodeTable:
         self.counts[what] += 1
         _COUNTERS[what].inc()
         ACTIVE.set(len(self.active))
+
+
+def _close(environment: Environment) -> None:
+    try:
+        environment.close()
+    # Environments are other people's code and may raise anything; this episode is over in any case.
+    except Exception as error:  # noqa: BLE001
+        log.warning("an environment failed to close", error=repr(error))
 
 
 def _refused(episode_id: str, steps: int, detail: str) -> StepResult:

@@ -28,7 +28,6 @@ class GuessingGame(Conversation):
     async def reset(self, seed: int) -> State:
         """Draw the number."""
         self._secret = random.Random(seed).randint(1, LARGEST)
-        self._left = self._turns
         self._messages = [{"role": "user", "content": RULES.format(turns=self._turns)}]
         return list(self._messages)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from services.core.tasks import in_background
 from services.environment_server.environments import EnvironmentHungError
-
-T = TypeVar("T")
 
 
 class Runner:
@@ -25,7 +23,7 @@ class Runner:
         self.stuck = 0
         """Threads that were given up and have not come back since."""
 
-    async def run(self, jobs: Sequence[Callable[[], T | Awaitable[T]]]) -> list[T | Exception]:
+    async def run(self, jobs: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results of ``jobs`` in order, with the exception of a job that failed in its result's place.
 
         Results that are awaitable, such as those of coroutine functions, are awaited on the event loop, all at once.
@@ -38,7 +36,7 @@ class Runner:
             results[i] = result
         return results
 
-    async def _await(self, result: Awaitable[T]) -> T | Exception:
+    async def _await(self, result: Awaitable[Any]) -> Any:
         try:
             async with asyncio.timeout(self._seconds):
                 return await result

@@ -106,7 +106,12 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             await self._gather()
-            if batch := self._take():
+            batch: list[tuple[_Request, NDArray[np.float32]]] = []
+            while self._queue and len(batch) < self._batch_size:
+                request, state = self._queue.popleft()
+                if not request.done.done():
+                    batch.append((request, state))
+            if batch:
                 await self._decide(batch)
 
     async def _gather(self) -> None:
@@ -120,14 +125,6 @@ class Batcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._arrived.wait()
-
-    def _take(self) -> list[tuple[_Request, NDArray[np.float32]]]:
-        batch: list[tuple[_Request, NDArray[np.float32]]] = []
-        while self._queue and len(batch) < self._batch_size:
-            request, state = self._queue.popleft()
-            if not request.done.done():
-                batch.append((request, state))
-        return batch
 
     async def _decide(self, batch: Sequence[tuple[_Request, NDArray[np.float32]]]) -> None:
         self.computing_since = started = time.monotonic()

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
@@ -32,7 +32,6 @@ from services.protocol.evaluation import (
     ResetRequest,
     ServerMode,
     ServerState,
-    State,
     StepReply,
     StepRequest,
     StepResult,
@@ -61,7 +60,6 @@ class Link:
     def __init__(
         self, server: Server, url: str, settings: HeadSettings, policies: Mapping[str, Policy], registry: Registry
     ) -> None:
-        self.url = url
         self._server = server
         self._settings = settings
         self._policies = policies
@@ -76,18 +74,14 @@ class Link:
         )
         self._episodes: dict[str, RunningEpisode] = {}
         self._begun = 0
-        self._instance: str | None = None
 
     async def run(self) -> None:
         """Ask for the server's health, and play while the server is well, until cancelled."""
-        try:
-            async with self._http:
-                while True:
-                    if await self._is_well() and self._may_drive():
-                        await self._drive()
-                    await asyncio.sleep(PROBE_INTERVAL_SECONDS)
-        finally:
-            self._lose_all()
+        async with self._http:
+            while True:
+                if await self._is_well() and self._may_drive():
+                    await self._drive()
+                await asyncio.sleep(PROBE_INTERVAL_SECONDS)
 
     async def _is_well(self) -> bool:
         """Ask for the server's health and record it; return whether the server can be played on."""
@@ -102,25 +96,24 @@ class Link:
             # A server that starts does not tell its environment yet.
             is_starting = response.status_code == 503
             server.found = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
-            server.detail = None if is_starting else f"{self.url} is no environment server (/health)"
+            server.detail = None if is_starting else f"{self._http.base_url} is no environment server (/health)"
             return False
         server.found = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
         server.detail = None
         server.milliseconds = round(1000 * (time.monotonic() - started), 1)
         server.environment = health.environment
-        if self._instance not in (None, health.instance):
-            self._lose_all()
-        self._instance = health.instance
         self._registry.identify(server, health.instance)
         return server.found is ServerState.CONNECTED and not health.pushing
 
     def _may_drive(self) -> bool:
+        if self._server.is_heard or self._room() <= 0:
+            return False
         # One server at two addresses is driven at one of them.
         twin = self._registry.twin(self._server)
-        if twin is not None and twin.mode is ServerMode.DRIVEN:
-            self._server.detail = f"the same server as {twin.name}"
-            return False
-        return not self._server.is_heard and self._room() > 0
+        if twin is None or twin.mode is not ServerMode.DRIVEN:
+            return True
+        self._server.detail = f"the same server as {twin.name}"
+        return False
 
     def _room(self) -> int:
         """Return how many episodes may be begun now."""
@@ -139,7 +132,10 @@ class Link:
                     policy = await self._begin(self._room())
                 if policy is None or not self._episodes:
                     return
-                await self._advance(policy)
+                try:
+                    await self._advance(policy)
+                except OverloadedError as error:
+                    await asyncio.sleep(error.retry_after)
         except (DependencyLostError, RequestRefusedError) as error:
             server.found, server.detail = ServerState.UNREACHABLE, str(error)
             log.warning("a server is lost", server=server.name, error=str(error))
@@ -149,7 +145,8 @@ class Link:
             await self._give_up(self._episodes)
         finally:
             server.mode = ServerMode.IDLE
-            self._lose_all()
+            self._registry.lose(server, list(self._episodes))
+            self._episodes.clear()
 
     async def _begin(self, count: int) -> Policy | None:
         """Begin episodes and return the policy that plays them; None where no policy fits the environment."""
@@ -170,9 +167,14 @@ class Link:
         return candidates[misfits.index(None)]
 
     async def _advance(self, policy: Policy) -> None:
-        """Take one action in every episode."""
+        """Take one action in every episode.
+
+        Raises:
+            OverloadedError: the policy has no room; nothing was done.
+            Exception: see ``_drive``, which handles the others.
+        """
         episodes = list(self._episodes.values())
-        decisions = await self._decide(policy, [episode.state for episode in episodes])
+        decisions = await policy.act([episode.state for episode in episodes])
         self._registry.played(self._server, policy.name, [episode.position for episode in episodes], len(episodes))
         steps = [episode.step_with(action) for episode, (action, _) in zip(episodes, decisions, strict=True)]
         reply = await self._http.post_json("/step", StepRequest.model_construct(steps=steps), StepReply)
@@ -184,13 +186,6 @@ class Link:
             log.warning("episodes without end were given up", server=self._server.name, episodes=len(endless))
             self._server.detail = f"{len(endless)} episodes did not end within {MAX_STEPS} steps"
             await self._give_up(endless)
-
-    async def _decide(self, policy: Policy, states: list[State]) -> list[Decision]:
-        while True:
-            try:
-                return await policy.act(states)
-            except OverloadedError as error:
-                await asyncio.sleep(error.retry_after)
 
     def _take(self, episode: RunningEpisode, result: StepResult, policy: Policy) -> None:
         if result.status in (StepStatus.LOST, StepStatus.REFUSED):
@@ -214,10 +209,6 @@ class Link:
         self._registry.lose(self._server, ids)
         for episode in ids:
             self._episodes.pop(episode, None)
-
-    def _lose_all(self) -> None:
-        self._registry.lose(self._server, list(self._episodes))
-        self._episodes.clear()
 
 
 class Driver:

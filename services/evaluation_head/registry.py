@@ -41,8 +41,10 @@ SILENT_SECONDS = 15.0
 IDLE_SECONDS = 300.0
 """An episode that was not heard of for so long counts as lost, as its server drops it after the same time."""
 
-_SHOWN = ("name", "state", "mode", "source", "url", "instance", "environment", "policy")
-_SHOWN += ("requests", "states", "refused", "lost", "milliseconds", "detail")
+_SHOWN = (
+    *("name", "state", "mode", "source", "url", "instance", "environment", "policy"),
+    *("requests", "states", "refused", "lost", "milliseconds", "detail"),
+)
 
 
 @dataclass
@@ -155,8 +157,6 @@ class Registry:
 
         If that instance pushes under another name, the two records become one, under the discovered name.
         """
-        if server.instance not in (None, instance) and server.mode is not ServerMode.PUSHING:
-            self.lose(server)
         pushed = next((s for s in self.servers.values() if s.instance == instance and s.url is None), None)
         if pushed is not None:
             self._merge(pushed, server)

@@ -9,7 +9,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-WINDOW_SECONDS = 10.0
+import numpy as np
+
+WINDOW_SECONDS = 10
 HISTORY_SECONDS = 600
 KEPT_LATENCIES = 200
 """Latencies kept of each second: enough for percentiles of the window."""
@@ -52,7 +54,7 @@ class Meter:
     """Counts requests and states as they are answered."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque()
+        self._seconds: deque[_Second] = deque(maxlen=WINDOW_SECONDS + 1)
         self.requests = 0
         self.states = 0
         self.overloaded = 0
@@ -73,27 +75,23 @@ class Meter:
 
     def window(self) -> dict[str, Any]:
         """Return rates a second and latencies of the newest WINDOW_SECONDS."""
-        self._drop()
         now = time.monotonic()
-        span = min(WINDOW_SECONDS, max(1.0, now - self._seconds[0].at)) if self._seconds else WINDOW_SECONDS
-        latencies = sorted(ms for second in self._seconds for ms in second.milliseconds)
+        newest = [second for second in self._seconds if second.at >= now - WINDOW_SECONDS]
+        span = max(1.0, now - newest[0].at) if newest else WINDOW_SECONDS
+        latencies = [ms for second in newest for ms in second.milliseconds]
         return {
-            "requests_per_second": round(sum(s.requests for s in self._seconds) / span, 2),
-            "states_per_second": round(sum(s.states for s in self._seconds) / span, 2),
-            "latency_ms": {f"p{p}": _percentile(latencies, p) for p in (50, 95, 99)},
+            "requests_per_second": round(sum(second.requests for second in newest) / span, 2),
+            "states_per_second": round(sum(second.states for second in newest) / span, 2),
+            "latency_ms": {
+                f"p{p}": round(float(np.percentile(latencies, p)), 3) if latencies else None for p in (50, 95, 99)
+            },
         }
 
     def _now(self) -> _Second:
         at = int(time.monotonic())
         if not self._seconds or self._seconds[-1].at != at:
-            self._drop()
             self._seconds.append(_Second(at))
         return self._seconds[-1]
-
-    def _drop(self) -> None:
-        oldest = time.monotonic() - WINDOW_SECONDS
-        while self._seconds and self._seconds[0].at < oldest:
-            self._seconds.popleft()
 
 
 class History:
@@ -113,9 +111,3 @@ class History:
     def since(self, moment: float) -> list[dict[str, Any]]:
         """Return the points after a moment."""
         return [point for point in self._points if point["time"] > moment]
-
-
-def _percentile(ordered: list[float], percent: int) -> float | None:
-    if not ordered:
-        return None
-    return round(ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))], 3)

@@ -71,14 +71,11 @@ class TorchPolicy(Policy):
     def misfit(self, environment: EnvironmentInfo) -> str | None:
         """See Policy."""
         spec = self.loaded.spec
+        mine, other = f"policy {self.name!r}", environment.id
         if environment.state != spec.state:
-            return (
-                f"policy {self.name!r} takes {_words(spec.state)}, {environment.id} gives {_words(environment.state)}"
-            )
+            return f"{mine} takes {_words(spec.state)}, {other} gives {_words(environment.state)}"
         if environment.action != spec.action:
-            return (
-                f"policy {self.name!r} gives {_words(spec.action)}, {environment.id} takes {_words(environment.action)}"
-            )
+            return f"{mine} gives {_words(spec.action)}, {other} takes {_words(environment.action)}"
         return None
 
     @property
