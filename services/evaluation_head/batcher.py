@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch s
 Compute = Callable[[NDArray[np.float32]], Sequence[Decision | PolicyFailedError]]
 
 
-@dataclass(eq=False)
+@dataclass
 class _Request:
     """A request's states [count, *shape], and the decisions so far."""
 
@@ -47,6 +48,18 @@ class _Request:
         if not self.done.done():
             self.done.set_exception(error)
 
+    def take(self, decisions: Sequence[Decision | PolicyFailedError]) -> None:
+        for decision in decisions:
+            if isinstance(decision, PolicyFailedError):
+                self.fail(decision)
+                return
+            self.decisions.append(decision)
+        if len(self.decisions) == len(self.states) and not self.done.done():
+            self.done.set_result(self.decisions)
+
+
+_Part = tuple[_Request, NDArray[np.float32]]
+
 
 class Batcher:
     """The batches of one policy. An async context manager."""
@@ -55,21 +68,18 @@ class Batcher:
         self._compute = compute
         self._batch_size = batch_size
         self._timeout = timeout_seconds
-        self._queue: deque[tuple[_Request, NDArray[np.float32]]] = deque()
+        self._queue: deque[_Part] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"policy-{name}")
         self._running: asyncio.Task[None] | None = None
         self._batch, self._seconds, self._wait = BATCH.labels(name), COMPUTE.labels(name), WAIT.labels(name)
+        self.waiting = 0
+        """States that no batch has taken yet."""
         self.computing_since: float | None = None
         self.sizes: Counter[int] = Counter()
         """Batches by their number of states."""
         self.states = 0
         self.compute_seconds = 0.0
-
-    @property
-    def waiting(self) -> int:
-        """States that no batch has taken yet."""
-        return len(self._queue)
 
     async def __aenter__(self) -> Batcher:
         self._running = asyncio.create_task(self._run())
@@ -80,7 +90,7 @@ class Batcher:
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
-        for request, _state in self._queue:
+        for request, _ in self._queue:
             request.fail(PolicyFailedError("the head ends"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -95,7 +105,8 @@ class Batcher:
             rate = self.states / self.compute_seconds if self.compute_seconds else float(self._batch_size)
             raise OverloadedError(self.waiting, retry_after=min(30, 1 + int(self.waiting / rate)))
         request = _Request(states, asyncio.get_running_loop().create_future())
-        self._queue.extend((request, state) for state in states)
+        self._queue.append((request, states))
+        self.waiting += len(states)
         self._arrived.set()
         try:
             return await request.done
@@ -106,12 +117,7 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             await self._gather()
-            batch: list[tuple[_Request, NDArray[np.float32]]] = []
-            while self._queue and len(batch) < self._batch_size:
-                request, state = self._queue.popleft()
-                if not request.done.done():
-                    batch.append((request, state))
-            if batch:
+            if batch := self._take():
                 await self._decide(batch)
 
     async def _gather(self) -> None:
@@ -126,33 +132,42 @@ class Batcher:
                 async with asyncio.timeout(left):
                     await self._arrived.wait()
 
-    async def _decide(self, batch: Sequence[tuple[_Request, NDArray[np.float32]]]) -> None:
+    def _take(self) -> list[_Part]:
+        """Return the next batch: requests with those of their states that are in it."""
+        batch: list[_Part] = []
+        room = self._batch_size
+        while self._queue and room:
+            request, states = self._queue.popleft()
+            if len(states) > room:
+                self._queue.appendleft((request, states[room:]))
+                states = states[:room]
+            self.waiting -= len(states)
+            if not request.done.done():
+                batch.append((request, states))
+                room -= len(states)
+        return batch
+
+    async def _decide(self, batch: Sequence[_Part]) -> None:
         self.computing_since = started = time.monotonic()
-        requests = dict.fromkeys(request for request, _ in batch)
-        for request in requests:
+        for request, _ in batch:
             self._wait.observe(started - request.arrived)
-        states = np.array([state for _, state in batch])
+        states = np.concatenate([part for _, part in batch])
         try:
             decisions = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, states)
         # A policy is anybody's module and may raise anything. Its clients are told, and the next batch goes on.
         except Exception as error:  # noqa: BLE001
-            log.warning("a batch failed", states=len(batch), error=repr(error))
-            for request in requests:
+            log.warning("a batch failed", states=len(states), error=repr(error))
+            for request, _ in batch:
                 request.fail(PolicyFailedError(f"the policy raised {type(error).__name__}: {error}"))
             return
         finally:
             self.computing_since = None
         seconds = time.monotonic() - started
-        self.sizes[len(batch)] += 1
-        self.states += len(batch)
+        self.sizes[len(states)] += 1
+        self.states += len(states)
         self.compute_seconds += seconds
-        self._batch.observe(len(batch))
+        self._batch.observe(len(states))
         self._seconds.observe(seconds)
-        for (request, _), decision in zip(batch, decisions, strict=True):
-            if isinstance(decision, PolicyFailedError):
-                request.fail(decision)
-            else:
-                request.decisions.append(decision)
-        for request in requests:
-            if len(request.decisions) == len(request.states) and not request.done.done():
-                request.done.set_result(request.decisions)
+        left = iter(decisions)
+        for request, part in batch:
+            request.take(list(itertools.islice(left, len(part))))
