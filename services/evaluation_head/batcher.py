@@ -90,7 +90,7 @@ class Batcher:
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
-        for request, _ in self._queue:
+        for request, _states in self._queue:
             request.fail(PolicyFailedError("the head ends"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
