@@ -183,7 +183,16 @@ class Evaluation:
     async def _scored(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples, those scored that were not."""
         waiting = [sample for sample in samples if sample.result is None]
-        items = [RewardItem.of(sample, sample) for sample in waiting]
+        items = [
+            RewardItem(
+                prompt=sample.prompt,
+                response=sample.completion,
+                ground_truth=sample.ground_truth,
+                completion_tokens=sample.completion_tokens,
+                finish_reason=sample.finish_reason,
+            )
+            for sample in waiting
+        ]
         try:
             results = iter(await self._score(items) if items else [])
         except ScoringLostError:

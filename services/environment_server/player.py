@@ -16,8 +16,14 @@ from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import HttpClient, RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.episode import RunningEpisode
-from services.protocol.evaluation import Action, EvaluateReply, EvaluateRequest, FinishedEpisode, StepStatus
+from services.protocol.evaluation import (
+    Action,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishedEpisode,
+    OngoingEpisode,
+    StepStatus,
+)
 
 log = get_logger(__name__)
 
@@ -66,7 +72,7 @@ class Player:
                 task.cancel()
 
     async def _play(self, size: int) -> None:
-        episodes: list[RunningEpisode] = []
+        episodes: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
         while True:
             episodes += await self._begin(size - len(episodes))
@@ -75,7 +81,7 @@ class Player:
             actions = await self._ask(episodes, reports)
             episodes, reports = await self._advance(episodes, actions)
 
-    async def _begin(self, count: int) -> list[RunningEpisode]:
+    async def _begin(self, count: int) -> list[OngoingEpisode]:
         total = self._settings.environment_push_total
         count = count if total is None else min(count, total - self._begun)
         if count <= 0:
@@ -89,9 +95,9 @@ class Player:
                 self._report(f"no episode can be begun: {error.detail}")
                 await asyncio.sleep(PAUSE_SECONDS)
             else:
-                return [RunningEpisode(start.episode, start.seed, start.state) for start in reply.episodes]
+                return [OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes]
 
-    async def _ask(self, episodes: Sequence[RunningEpisode], reports: list[FinishedEpisode]) -> list[Action]:
+    async def _ask(self, episodes: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> list[Action]:
         """Return the head's actions, however long it takes to get them."""
         request = EvaluateRequest.model_construct(
             policy=self._settings.environment_push_policy,
@@ -104,7 +110,7 @@ class Player:
         )
         while True:
             try:
-                actions = (await self._head.post_json("/evaluate", request, EvaluateReply)).actions
+                actions = (await self._head.call("POST", "/evaluate", EvaluateReply, request)).actions
                 if len(actions) != len(episodes):
                     raise DependencyLostError(f"the head gave {len(actions)} actions for {len(episodes)} states")
             except (DependencyLostError, RequestRefusedError) as error:
@@ -119,10 +125,10 @@ class Player:
                 return actions
 
     async def _advance(
-        self, episodes: Sequence[RunningEpisode], actions: Sequence[Action]
-    ) -> tuple[list[RunningEpisode], list[FinishedEpisode]]:
+        self, episodes: Sequence[OngoingEpisode], actions: Sequence[Action]
+    ) -> tuple[list[OngoingEpisode], list[FinishedEpisode]]:
         """Take the actions; return the episodes that go on, and reports of those that ended."""
-        going: list[RunningEpisode] = []
+        going: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
         steps = [episode.step_with(action) for episode, action in zip(episodes, actions, strict=True)]
         for episode, result in zip(episodes, await self._table.step(steps), strict=True):

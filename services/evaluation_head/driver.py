@@ -22,12 +22,12 @@ from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
 from services.http.problems import ProblemError
-from services.protocol.episode import RunningEpisode
 from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,
     DiscoveredServer,
     EnvironmentServerHealth,
+    OngoingEpisode,
     ResetReply,
     ResetRequest,
     ServerMode,
@@ -72,7 +72,7 @@ class Link:
             deadline=REQUEST_SECONDS,
             max_connections=8,
         )
-        self._episodes: dict[str, RunningEpisode] = {}
+        self._episodes: dict[str, OngoingEpisode] = {}
         self._begun = 0
 
     async def run(self) -> None:
@@ -87,7 +87,7 @@ class Link:
         """Ask for the server's health and record it; return whether the server can be played on."""
         server, started = self._server, time.monotonic()
         try:
-            response = await self._http.ask_once("/health", PROBE_SECONDS)
+            response = await self._http.send_once("GET", "/health", seconds=PROBE_SECONDS)
             health = EnvironmentServerHealth.model_validate_json(response.content)
         except DependencyLostError as error:
             server.found, server.detail, server.milliseconds = ServerState.UNREACHABLE, str(error), None
@@ -96,7 +96,7 @@ class Link:
             # A server that starts does not tell its environment yet.
             is_starting = response.status_code == 503
             server.found = ServerState.STARTING if is_starting else ServerState.UNREACHABLE
-            server.detail = None if is_starting else f"{self._http.base_url} is no environment server (/health)"
+            server.detail = None if is_starting else f"{self._http.url} is no environment server (/health)"
             return False
         server.found = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
         server.detail = None
@@ -151,8 +151,8 @@ class Link:
     async def _begin(self, count: int) -> Policy | None:
         """Begin episodes and return the policy that plays them; None where no policy fits the environment."""
         request = ResetRequest(episodes=count, seed=self._begun % 2**31, request_id=uuid.uuid4().hex)
-        reply = await self._http.post_json("/reset", request, ResetReply)
-        begun = {start.episode: RunningEpisode(start.episode, start.seed, start.state) for start in reply.episodes}
+        reply = await self._http.call("POST", "/reset", ResetReply, request)
+        begun = {start.episode: OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes}
         if len(reply.episodes) != count or len(begun.keys() - self._episodes.keys()) != count:
             raise ProtocolError(f"{count} episodes were asked for, /reset gave others")
         wanted = self._settings.head_drive_policy
@@ -177,7 +177,7 @@ class Link:
         decisions = await policy.act([episode.state for episode in episodes])
         self._registry.played(self._server, policy.name, [episode.position for episode in episodes], len(episodes))
         steps = [episode.step_with(action) for episode, (action, _) in zip(episodes, decisions, strict=True)]
-        reply = await self._http.post_json("/step", StepRequest.model_construct(steps=steps), StepReply)
+        reply = await self._http.call("POST", "/step", StepReply, StepRequest.model_construct(steps=steps))
         if [result.episode for result in reply.results] != [episode.episode for episode in episodes]:
             raise ProtocolError("/step answered for other episodes than it was asked for")
         for episode, result in zip(episodes, reply.results, strict=True):
@@ -187,7 +187,7 @@ class Link:
             self._server.detail = f"{len(endless)} episodes did not end within {MAX_STEPS} steps"
             await self._give_up(endless)
 
-    def _take(self, episode: RunningEpisode, result: StepResult, policy: Policy) -> None:
+    def _take(self, episode: OngoingEpisode, result: StepResult, policy: Policy) -> None:
         if result.status in (StepStatus.LOST, StepStatus.REFUSED):
             self._server.detail = f"an episode was given up: {result.detail}"
             self._registry.lose(self._server, [episode.episode])
@@ -205,7 +205,7 @@ class Link:
         """End episodes early, here and, if the server is still there, on the server."""
         ids = list(episodes)
         with contextlib.suppress(DependencyLostError, RequestRefusedError):
-            await self._http.post_json("/close", CloseRequest(episodes=ids), CloseReply, deadline=PROBE_SECONDS)
+            await self._http.call("POST", "/close", CloseReply, CloseRequest(episodes=ids), deadline=PROBE_SECONDS)
         self._registry.lose(self._server, ids)
         for episode in ids:
             self._episodes.pop(episode, None)

@@ -81,7 +81,7 @@ class LanguagePolicy(Policy):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.__aexit__(None, None, None)
+        await self._http.__aexit__()
 
     async def act(self, states: Sequence[State]) -> list[Decision]:
         """See Policy."""
@@ -109,7 +109,7 @@ class LanguagePolicy(Policy):
         """See Policy."""
         return {
             "version": self._version,
-            "url": self._http.base_url,
+            "url": self._http.url,
             "waiting": self._waiting,
             "states": self._states,
             "truncated": self._truncated,
@@ -118,7 +118,7 @@ class LanguagePolicy(Policy):
     async def refresh(self) -> None:
         """See Policy."""
         try:
-            reply = await self._http.ask_once("/model_info", VERSION_SECONDS)
+            reply = await self._http.send_once("GET", "/model_info", seconds=VERSION_SECONDS)
             version = str(_ModelInfo.model_validate_json(reply.content).weight_version)
         except (DependencyLostError, ValidationError) as error:
             self.trouble = f"the rollout server does not tell its weights: {error}"[:300]
@@ -136,7 +136,7 @@ class LanguagePolicy(Policy):
         async with self._places:
             version = self._version
             try:
-                reply = await self._http.post_json("/v1/chat/completions", payload, _ChatReply)
+                reply = await self._http.call("POST", "/v1/chat/completions", _ChatReply, payload)
             except RequestRefusedError as error:
                 raise StatesRefusedError(f"the rollout server refuses the conversation: {error.detail}") from error
             except DependencyLostError as error:

@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from services.clients.rollout_admin import PROBE_SECONDS, RouterControl, WorkerControl
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
+from services.http.client import PROBE_SECONDS
 from services.rollout_server.engines import (
     Binds,
     Command,
@@ -59,7 +60,7 @@ class Launcher:
         self.rank = endpoints.node_rank()
         self.engine_port = engine_port
         binds = self.binds = Binds.of(settings, host=host, port=port, engine_port=engine_port)
-        router = endpoints.router()
+        router = endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER)
         if self.rank == 0:
             router = endpoints.reached_at(binds.door or binds.router, router)
         elif port is not None:
@@ -115,7 +116,7 @@ class Launcher:
         log.info("the router starts once a rollout worker answers", workers=" ".join(urls), seconds=seconds)
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(WorkerControl(url, self.settings.token, timeout=PROBE_SECONDS))
+                await stack.enter_async_context(WorkerAdmin(url, self.settings.token, timeout=PROBE_SECONDS))
                 for url in urls
             ]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):
@@ -129,7 +130,7 @@ class Launcher:
     async def _watch_router(self) -> None:
         """Kills a router that runs and does not answer."""
         answered, start = time.monotonic(), 0
-        async with RouterControl(self.router_endpoint, self.settings.token) as router:
+        async with RouterAdmin(self.router_endpoint, self.settings.token) as router:
             while True:
                 is_healthy = await router.is_healthy()
                 if is_healthy:
@@ -166,7 +167,7 @@ def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    provenance.leave_record(settings, Task.ROLLOUT_SERVER)
+    provenance.write_record(settings, Task.ROLLOUT_SERVER)
     asyncio.run(Launcher(settings, make_engine_command, **vars(given)).run())
 
 
