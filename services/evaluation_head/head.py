@@ -1,4 +1,4 @@
-"""The head as a whole: policies, registry, discovery, driver, statistics, and the way of a request through them."""
+"""The head: policies, registry, discovery, driver and statistics, and how a request passes through them."""
 
 from __future__ import annotations
 

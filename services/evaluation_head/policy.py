@@ -22,7 +22,7 @@ class StatesRefusedError(ProblemError):
 
 
 class OverloadedError(ProblemError):
-    """Too many states wait already; ``retry_after`` is in seconds."""
+    """A policy for which too many states wait; ``retry_after`` is in seconds."""
 
     def __init__(self, waiting: int, retry_after: int) -> None:
         detail = f"{waiting} states wait already, allowed are {MAX_WAITING}; ask again after Retry-After"
@@ -31,7 +31,7 @@ class OverloadedError(ProblemError):
 
 
 class PolicyFailedError(ProblemError):
-    """The policy gave no action: it raised, could not be reached, or its output is not an action."""
+    """A policy that gave no action: it raised, could not be reached, or its output is not an action."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(500, detail)
@@ -59,7 +59,7 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
 
     @property
     def is_hung(self) -> bool:
-        """Whether the policy computes for so long that only a restart of the head helps."""
+        """True when the policy has computed for so long that only a restart of the head helps."""
         return False
 
     @abstractmethod

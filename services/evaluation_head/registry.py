@@ -1,4 +1,4 @@
-"""The registry of servers and their episodes, which counts nothing twice.
+"""A registry of servers and their episodes that counts each episode once.
 
 A server is registered under its name. A server with an instance key, or one that is discovered and shows the key's
 fingerprint at /health, owns its name: another server with that name is refused until the owner is silent. An episode
@@ -80,7 +80,7 @@ class Server:
 
     @property
     def is_heard(self) -> bool:
-        """Whether the server pushes and is not silent."""
+        """True for a server that pushes and is not silent."""
         return self.mode is ServerMode.PUSHING and self.age <= SILENT_SECONDS
 
     @property

@@ -1,4 +1,4 @@
-"""What an environment server answers: episodes over HTTP, repeated, wrong, hanging and lost."""
+"""The environment server's routes: episodes over HTTP, with steps that repeat, do not fit, hang or fail."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: An
         assert (await client.get("/stats")).json()["active"] == 54
 
 
-async def test_a_reset_says_what_states_and_actions_are(serving: Any, app: Any) -> None:
+async def test_a_reset_describes_states_and_actions(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
         info = (await client.post("/reset", json={"environment": "Pendulum-v1"})).json()["environment"]
         assert info["state"] == {"kind": "numbers", "shape": [3]}
@@ -142,7 +142,7 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
         assert (stats["active"], stats["episodes"]["lost"]) == (2, 1)
 
 
-async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: Any, app: Any) -> None:
+async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
@@ -176,7 +176,7 @@ async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving:
         ("../../etc/passwd", "etc/passwd"),
     ],
 )
-async def test_an_environment_that_cannot_be_had_is_refused_with_the_reason(
+async def test_an_unavailable_environment_is_refused_with_the_reason(
     serving: Any, app: Any, name: str, says: str
 ) -> None:
     async with serving(app(environment=f"{ODD}Plain-v0")) as client:
@@ -187,13 +187,13 @@ async def test_an_environment_that_cannot_be_had_is_refused_with_the_reason(
         assert "CartPole-v1" in (await client.get("/environments")).json()["environments"]
 
 
-async def test_a_server_whose_own_environment_cannot_be_had_does_not_start(serving: Any, app: Any) -> None:
+async def test_a_server_whose_own_environment_is_unavailable_does_not_start(serving: Any, app: Any) -> None:
     with pytest.raises(ConfigurationError, match="ENVIRONMENT is 'NoSuchGame-v0'"):
         async with serving(app(environment="NoSuchGame-v0")):
             pass
 
 
-async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes, "MAX_EPISODES", 4)
     async with serving(app()) as client:
         await begin(client, episodes=3)
@@ -237,7 +237,7 @@ async def test_nan_is_no_action(serving: Any, app: Any) -> None:
         assert response.status_code == 400
 
 
-async def test_health_tells_the_head_who_this_is_but_not_its_key(serving: Any, app: Any) -> None:
+async def test_health_identifies_the_server_without_its_key(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
         first = (await client.get("/health")).json()
         assert (first["name"], first["environment"], first["pushing"]) == ("test-server", "CartPole-v1", False)

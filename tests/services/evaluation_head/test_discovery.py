@@ -1,4 +1,4 @@
-"""Discovery: addresses, and SkyPilot's clusters and services through a fake SDK; what vanishes and what fails."""
+"""Discovery of given addresses, and of SkyPilot's clusters and services through a fake SDK."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(serving: Any, hea
         assert (await client.get("/discovered")).json()["servers"] == list(found.values())
 
 
-async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
+async def test_vanished_servers_are_dropped_and_new_ones_connected(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
     async with serving(head(sources, INTERVAL_SECONDS=0.05)) as client:
@@ -93,7 +93,7 @@ async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
         (ValueError("odd"), "ValueError: odd"),
     ],
 )
-async def test_a_source_that_fails_keeps_what_it_gave_and_says_why(
+async def test_a_failing_source_keeps_its_servers_and_says_why(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception, says: str
 ) -> None:
     async with serving(head(sources)) as client:
@@ -111,7 +111,7 @@ async def test_a_source_that_fails_keeps_what_it_gave_and_says_why(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("No live services."), ClusterNotUpError("no controller")])
-async def test_that_there_are_no_services_is_no_error(
+async def test_having_no_services_is_no_error(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception
 ) -> None:
     sky.serve_error = error
@@ -129,7 +129,7 @@ async def test_services_that_cannot_be_asked_for_are_an_error(
         assert "cannot be reached" in (await discover(client))["errors"]["services"]
 
 
-async def test_an_api_server_that_hangs_holds_up_nothing(
+async def test_a_hanging_api_server_does_not_block_the_head(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
     sky.answers.clear()
@@ -141,7 +141,7 @@ async def test_an_api_server_that_hangs_holds_up_nothing(
         sky.answers.set()
 
 
-async def test_those_who_ask_at_once_share_one_look(serving: Any, head: Any, sky: FakeSkyPilot, sources: Any) -> None:
+async def test_concurrent_requests_share_one_look(serving: Any, head: Any, sky: FakeSkyPilot, sources: Any) -> None:
     async with serving(head(sources)) as client:
         await discover(client)
         sky.passes, sky.seconds = 0, 0.02
@@ -149,7 +149,7 @@ async def test_those_who_ask_at_once_share_one_look(serving: Any, head: Any, sky
         assert sky.passes == 1
 
 
-async def test_without_skypilot_the_reason_is_told(serving: Any, head: Any) -> None:
+async def test_a_missing_skypilot_is_reported(serving: Any, head: Any) -> None:
     async with serving(head(skypilot_api_server_endpoint="http://127.0.0.1:9")) as client:
         reply = await discover(client)
         assert (reply["enabled"], reply["prefix"]) == (True, "game-server")
@@ -179,7 +179,7 @@ def test_addresses_are_checked(head: Any, text: str) -> None:
         head(game_server_addresses=text)
 
 
-def test_the_real_sdk_has_what_is_used_of_it() -> None:
+def test_the_real_sdk_has_the_functions_and_fields_in_use() -> None:
     sdk = skypilot_facts()["sdk"]
     parameters = sdk["parameters"]
     assert "all_users" in parameters["status"]
