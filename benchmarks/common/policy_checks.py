@@ -85,7 +85,7 @@ def _load(policy: Path, device: str) -> checkpoint.Loaded:
 
 def _first_states(options: argparse.Namespace, loaded: checkpoint.Loaded) -> list[Any]:
     try:
-        environment = GymnasiumEnvironment.make(options.environment)
+        environment = GymnasiumEnvironment(options.environment)
     # gymnasium raises its own errors, and whatever the environment's package does.
     except Exception as error:
         raise ConfigurationError(f"--environment {options.environment!r}: {error}") from error

@@ -109,7 +109,7 @@ def _main(work: Work, pipe: Connection) -> None:
     try:
         from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 
-        environment = GymnasiumEnvironment.make(work.environment)
+        environment = GymnasiumEnvironment(work.environment)
         player: Decide = LocalPolicy(work) if work.head is None else Head(work)
         pipe.send("ready")
         pipe.recv()
