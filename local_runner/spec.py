@@ -132,6 +132,11 @@ def env_file(path: Path) -> dict[str, str]:
     return result
 
 
+def env_files(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the variables of several files of ``NAME=VALUE`` lines; a later file wins."""
+    return {name: value for path in paths for name, value in env_file(path).items()}
+
+
 def counts(pairs: Sequence[str]) -> dict[str, int]:
     """``TASK=COUNT`` pairs of a command line as a dictionary.
 

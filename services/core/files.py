@@ -1,4 +1,4 @@
-"""A full disk: telling it from a broken one, and saying how much is free."""
+"""Files: atomic replacement, and full disks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from pathlib import Path
 
 # A write that stopped half-way leaves less than it wanted, and others may have freed a little since.
 FULL_BELOW_BYTES = 64 * 2**20
+
+
+def atomic_write(path: Path, content: bytes | str) -> None:
+    """Write a file that readers see whole: the old content or the new, never a part.
+
+    The content goes to ``.{name}.partial`` in the same directory, which must exist, and is renamed into place. A failed
+    write leaves the old file and no partial one. Nothing is synced to the disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def is_full(directory: Path) -> bool:

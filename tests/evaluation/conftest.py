@@ -29,7 +29,6 @@ ARITHMETIC = {
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "exact_match",
     "MAX_NEW_TOKENS": "4",
-    "EVAL_RESAMPLES": "200",
     "ENGINE_DTYPE": "float32",
 }
 

@@ -55,7 +55,7 @@ def test_directories_of_one_name_are_told_apart_by_those_above(model):
 
 def test_names_on_the_hub_are_taken_as_they_are():
     [checkpoint] = resolve(["Qwen/Qwen2.5-0.5B-Instruct"], None)
-    assert (checkpoint.model, checkpoint.directory, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None, None)
+    assert (checkpoint.model, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None)
     assert checkpoint.fingerprint() == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_model_is_refused_with_what_it_is(tmp_path, model):
     (tmp_path / "runs/one/metrics.jsonl").write_text("")
     (tmp_path / "empty").mkdir()
     for given, said in [
-        (checkpoint, "what training resumes from"),
+        (checkpoint, "a checkpoint for resuming training"),
         (tmp_path / "runs/one", "give it as --run"),
         (tmp_path / "empty", r"has no config\.json"),
         (tmp_path / "none", "is not a directory"),

@@ -98,18 +98,11 @@ async def make_server():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(servers, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "PROMPT_SECONDS", IDLE_SECONDS)
 
 
-def pool_of(*urls, places=4, lost_seconds=30.0, **options):
-    return ServerPool(
-        urls,
-        token=None,
-        vocab_size=17,
-        places=places,
-        prompt_seconds=IDLE_SECONDS,
-        lost_seconds=lost_seconds,
-        **options,
-    )
+def pool_of(*urls, places=4, **options):
+    return ServerPool(urls, token=None, vocab_size=17, places=places, **options)
 
 
 async def work(server):
@@ -174,9 +167,10 @@ async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
             assert set(await asyncio.gather(*everything)) == {second.url}
 
 
-async def test_without_any_server_work_fails_after_its_patience(make_server):
+async def test_without_any_server_work_fails_after_its_patience(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "LOST_SECONDS", 0.3)
     server = await make_server()
-    async with pool_of(server.url, lost_seconds=0.3) as pool:
+    async with pool_of(server.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
         await server.kill()
         with pytest.raises(DependencyLostError, match=server.url):
@@ -267,7 +261,7 @@ async def test_a_refused_token_is_an_error_of_configuration(make_server):
     ],
 )
 def test_addresses(given, url):
-    assert parse_url(given) == url
+    assert parse_url(given).url == url
 
 
 @pytest.mark.parametrize("given", ["", "http://", "ftp://host", "http://host:port", "host:99999"])
