@@ -39,7 +39,7 @@ LONGEST_BACKOFF_SECONDS = 30.0
 
 
 # Begins the line in a log at which a start or restart begins.
-LIFE_MARK = "=== "
+START_MARK = "=== "
 
 
 class State(StrEnum):
@@ -278,7 +278,7 @@ def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
     except OSError as error:
         return open(os.devnull, "wb"), error
     try:
-        log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
+        log.write(f"{START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
     except OSError as error:
         return log, error
     return log, None

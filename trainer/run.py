@@ -18,6 +18,7 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
 from services.core.logs import get_logger
 from services.protocol import DataStats
+from services.run_page.rewards import first_and_last
 from trainer.checkpoints.admission import has_succeeded, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.resume import count_parameters, resume, start_source
@@ -30,7 +31,7 @@ from trainer.model.policy import Description, Policy, load_policy, save_pretrain
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.publishing import make_publisher
 from trainer.publishing.disk import published_dtype
-from trainer.reporting.run_files import RunFiles, first_and_last
+from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
 

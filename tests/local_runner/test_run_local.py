@@ -337,7 +337,7 @@ def test_a_run_whose_logs_and_record_cannot_be_written_goes_on_and_ends_as_it_wo
     assert ended.exit_code == code, ended.output
     assert (tmp_path / "ran").exists()
     assert len(re.findall(f"its logs cannot be written: .*{reason}", ended.output)) == 1, ended.output
-    assert "what the run took cannot be written down" in ended.output
+    assert "the run's record cannot be written" in ended.output
 
 
 def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path):

@@ -15,8 +15,8 @@ from local_runner.progress import Pace, Step
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State
 from local_runner.view import View, describe
+from services.run_page.rewards import first_and_last
 from tests.local_runner.test_environment import run_of
-from trainer.reporting.run_files import first_and_last
 
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
@@ -78,7 +78,7 @@ def test_a_pace_is_told_between_the_second_and_the_last_step():
     pace = Pace()
     told = []
     for number in (1, 2, 3):
-        pace.seen(Step(number, 0.0, None))
+        pace.add(Step(number, 0.0, None))
         told.append(pace.seconds_left(3))
     assert told[0] is None
     assert told[1] is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,6 @@ from trainer.reporting import metrics as exported_metrics
 from trainer.rollouts.groups import reward_counts
 
 log = get_logger(__name__)
-
-AVERAGED_STEPS = 3
-"""Most steps at the start and at the end over which the summary averages rewards."""
 
 
 class RunFiles:
@@ -119,19 +115,6 @@ class RunFiles:
             log.warning("TensorBoard's events are not whole", reason=str(error))
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the mean rewards of the first and of the last steps, and how many steps each is of: no step is in both.
-
-    A single step has a first mean only; without steps there is none.
-    """
-    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
-    return {
-        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
-        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
-        "reward_steps": min(steps, len(rewards)),
-    }
 
 
 def draw_reward_curve(run_dir: Path) -> None:
