@@ -43,7 +43,7 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """A transport over a client that all episodes share; closing the transport leaves that client open."""
 
     def __init__(
-        self, shared: httpx.AsyncClient, forced: dict[str, Any], max_tokens: int, recording: Recording
+        self, shared: httpx.AsyncClient, forced: dict[str, float], max_tokens: int, recording: Recording
     ) -> None:
         """Make a transport.
 

@@ -16,6 +16,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
 from evaluation.metrics import Answer, Estimate, Metrics, PromptAnswers, accuracy, by_category, lengths
 from evaluation.samples import Key, Kind, Sample
+from evaluation.settings import EvaluationSettings
 from services.core.files import atomic_write
 from services.protocol import FinishReason, Prompt
 
@@ -65,11 +66,10 @@ def results_of(
     checkpoint: Checkpoint,
     prompts: Sequence[Prompt],
     samples: Mapping[Key, Sample],
-    ks: Sequence[int],
-    samples_per_prompt: int,
+    settings: EvaluationSettings,
     *,
-    seed: int,
     left_out: Mapping[str, int],
+    identity: dict[str, Any],
     **facts: Any,
 ) -> Results:
     """Return the numbers of the samples in a store.
@@ -78,16 +78,16 @@ def results_of(
         checkpoint: the model.
         prompts: the prompts that count; a store may have samples of more.
         samples: the store's samples.
-        ks: each k of pass@k and maj@k.
-        samples_per_prompt: the sampled completions that count; a store may have more.
-        seed: seed of the bootstrap.
+        settings: say which metrics; a store may have more samples of a prompt than they ask for.
         left_out: samples that could not be obtained, by reason.
+        identity: everything that the samples depend on.
         **facts: the other fields of ``Results``.
     """
-    counts = {Kind.GREEDY: 1, Kind.SAMPLED: samples_per_prompt}
+    n, ks, seed = settings.eval_samples, settings.ks, settings.seed
+    counts = {Kind.GREEDY: 1, Kind.SAMPLED: n}
     drawn = {
-        kind: {p.id: [s for i in range(n) if (s := samples.get((p.id, kind, i))) is not None] for p in prompts}
-        for kind, n in counts.items()
+        kind: {p.id: [s for i in range(count) if (s := samples.get((p.id, kind, i))) is not None] for p in prompts}
+        for kind, count in counts.items()
     }
     answers = [
         PromptAnswers(
@@ -104,9 +104,12 @@ def results_of(
         step=checkpoint.step,
         fingerprint=checkpoint.fingerprint(),
         prompts=len(prompts),
-        samples_per_prompt=samples_per_prompt,
-        metrics=accuracy(answers, samples_per_prompt, ks, seed=seed),
-        categories=by_category(answers, samples_per_prompt, ks, seed=seed),
+        split=settings.eval_split,
+        workflow=settings.workflow.value,
+        samples_per_prompt=n,
+        settings=identity,
+        metrics=accuracy(answers, n, ks, seed=seed),
+        categories=by_category(answers, n, ks, seed=seed),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),

@@ -24,7 +24,7 @@ from evaluation.schedulers import Say, Servers
 from evaluation.servers import Discover, ServerPool
 from evaluation.settings import SchedulerName
 from evaluation.view import View
-from evaluation.workflows import AgentWorkflow, Sampling, Score, SingleTurn, Workflow
+from evaluation.workflows import AgentWorkflow, Score, SingleTurn, Workflow
 from services.clients.reward import RewardClient
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
@@ -129,12 +129,14 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *
             say(f"{directory} has {store.resumed} samples already")
         async with (
             _servers(plan, checkpoint, directory, say) as started,
-            _pool(plan, checkpoint, started) as pool,
+            ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,
             RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
         ):
             await run_until_first_ends(pool.wait_ready(start_seconds), started.watch())
             scorer: Score = partial(score, rewards)
-            workflow = _workflow(plan, checkpoint, scorer)
+            workflow: Workflow = SingleTurn(settings)
+            if plan.agent is not None:
+                workflow = AgentWorkflow(plan.agent, settings, scorer, checkpoint.model)
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store)
             with View(console, checkpoint.name, pool, live=live) as view:
                 await run_until_first_ends(evaluation.run(view.show), started.watch())
@@ -145,16 +147,12 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *
                 checkpoint,
                 found.prompts,
                 store.samples,
-                settings.ks,
-                settings.eval_samples,
-                seed=settings.seed,
+                settings,
                 left_out={**progress.left_out, **({"prompt too long": found.too_long} if found.too_long else {})},
                 dataset=plan.dataset,
-                split=settings.eval_split,
-                workflow=settings.workflow.value,
                 throughput=report.throughput(progress),
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
-                settings=identity,
+                identity=identity,
             )
 
 
@@ -172,30 +170,3 @@ def _discovery(where: str | None) -> Discover | None:
     if where is None:
         return None
     return schedulers.local_run(Path(where)) if Path(where).is_dir() else skypilot.discovery(where)
-
-
-def _pool(plan: Plan, checkpoint: Checkpoint, started: Servers) -> ServerPool:
-    settings = plan.settings
-    return ServerPool(
-        started.urls,
-        token=settings.token,
-        vocab_size=vocabulary_size(checkpoint.model, "--model"),
-        places=settings.eval_concurrency,
-        discover=started.discover,
-        seed_each_completion=settings.engine_deterministic,
-    )
-
-
-def _workflow(plan: Plan, checkpoint: Checkpoint, scorer: Score) -> Workflow:
-    settings = plan.settings
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
-    if plan.agent is None:
-        return SingleTurn(sampling)
-    return AgentWorkflow(
-        plan.agent,
-        sampling,
-        scorer,
-        model=checkpoint.model,
-        token=settings.token,
-        seconds=servers.PROMPT_SECONDS,
-    )

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from evaluation.settings import EvaluationSettings
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -96,23 +97,18 @@ class ServerPool:
     def __init__(
         self,
         urls: Sequence[str],
-        *,
-        token: str | None,
+        settings: EvaluationSettings,
         vocab_size: int,
-        places: int,
         discover: Discover | None = None,
-        seed_each_completion: bool = False,
     ) -> None:
         """Make a pool.
 
         Args:
             urls: servers known from the start.
-            token: sent as ``Authorization: Bearer``.
+            settings: token, work at one server at once, and whether engines are deterministic.
             vocab_size: token ids of prompts must be below.
-            places: pieces of work at one server at once.
             discover: returns the URLs of more servers, and is asked now and then; a dead server that it no longer names
                 is dropped.
-            seed_each_completion: as for ``RolloutClient``.
         """
         self.servers: dict[str, Server] = {}
         self.deaths = 0
@@ -120,11 +116,9 @@ class ServerPool:
         self.moved = 0
         """How often work was begun anew on another server."""
         self._given = urls
-        self._token = token
+        self._settings = settings
         self._vocab_size = vocab_size
-        self._places = places
         self._discover = discover
-        self._seed_each_completion = seed_each_completion
         self._evicted: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._alive_at = time.monotonic()
@@ -194,7 +188,8 @@ class ServerPool:
     async def _place(self) -> AsyncIterator[Server]:
         """Wait for a free place, and yield the least busy server."""
         async with self._changed:
-            while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < self._places]):
+            places = self._settings.eval_concurrency
+            while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < places]):
                 if self._watch.done():
                     await self._watch
                 if not self.alive and time.monotonic() - self._alive_at > LOST_SECONDS:
@@ -207,20 +202,20 @@ class ServerPool:
                 self._changed.notify()
 
     async def _add(self, url: str) -> None:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        settings, token = self._settings, self._settings.token
         rollouts = RolloutClient(
             parse_url(url),
-            self._token,
+            token,
             vocab_size=self._vocab_size,
-            max_concurrency=self._places,
+            max_concurrency=settings.eval_concurrency,
             deadline_seconds=PROMPT_SECONDS,
-            seed_each_completion=self._seed_each_completion,
+            seed_each_completion=settings.engine_deterministic,
         )
         http = httpx.AsyncClient(
             base_url=url,
-            headers=headers,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
             timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=self._places + 8, keepalive_expiry=5.0),
+            limits=httpx.Limits(max_connections=settings.eval_concurrency + 8, keepalive_expiry=5.0),
             trust_env=False,
         )
         self.servers[url] = Server(

@@ -12,13 +12,15 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
+from evaluation import servers
 from evaluation.recording import Recording, RecordingTransport
 from evaluation.samples import Kind, Sample
 from evaluation.servers import Server
+from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
@@ -41,31 +43,10 @@ class AgentFailedError(Exception):
     """An agent raised an error, which the message names."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of an evaluation; its greedy completions use the length limit only."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-
-    def params(self, kind: Kind) -> SamplingParams:
-        """Return the parameters for /generate."""
-        if kind is Kind.GREEDY:
-            return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0)
-        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p)
-
-    def openai(self, kind: Kind, seed: int) -> dict[str, Any]:
-        """Return the parameters for /v1/chat/completions."""
-        if kind is Kind.GREEDY:
-            return {"temperature": 0.0}
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": seed}
-
-    def seed_of(self, prompt: Prompt, kind: Kind, index: int) -> int:
-        """Return a 31-bit seed, the same on every machine and in a resumed evaluation."""
-        text = f"{self.seed}/{kind.value}/{prompt.id}/{index}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
+    """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
+    text = f"{seed}/{kind.value}/{prompt.id}/{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 class Workflow(Protocol):
@@ -84,18 +65,18 @@ class SingleTurn:
 
     one_by_one = False
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, settings: EvaluationSettings) -> None:
+        self._settings = settings
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return the completions that the server gave."""
+        settings = self._settings
+        params = SamplingParams(settings.max_new_tokens, settings.temperature, settings.top_p)
+        if kind is Kind.GREEDY:
+            params = SamplingParams(settings.max_new_tokens, temperature=0.0)
+        seed = seed_of(settings.seed, prompt, kind, indices[0])
         started = time.monotonic()
-        completions = await server.rollouts.generate(
-            prompt.prompt_ids,
-            self._sampling.params(kind),
-            n=len(indices),
-            seed=self._sampling.seed_of(prompt, kind, indices[0]),
-        )
+        completions = await server.rollouts.generate(prompt.prompt_ids, params, n=len(indices), seed=seed)
         seconds = time.monotonic() - started
         return [
             Sample.of(
@@ -149,25 +130,23 @@ class AgentWorkflow:
 
     one_by_one = True
 
-    def __init__(
-        self, agent: Agent, sampling: Sampling, score: Score, *, model: str, token: str | None, seconds: float
-    ) -> None:
-        """Make a workflow in which an episode may take ``seconds``; ``token`` is the agent's API key."""
+    def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
         self._agent = agent
-        self._sampling = sampling
+        self._settings = settings
         self._score = score
         self._model = model
-        self._api_key = token or NO_KEY
-        self._seconds = seconds
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Play one episode for each index, one after the other."""
         return [await self._episode(server, prompt, kind, index) for index in indices]
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
-        recording = Recording()
-        forced = self._sampling.openai(kind, self._sampling.seed_of(prompt, kind, index))
-        transport = RecordingTransport(server.http, forced, self._sampling.max_new_tokens, recording)
+        settings, recording = self._settings, Recording()
+        forced: dict[str, float] = {"temperature": 0.0}
+        if kind is Kind.SAMPLED:
+            seed = seed_of(settings.seed, prompt, kind, index)
+            forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
+        transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
         example = Example(
             id=prompt.id,
             prompt=prompt.prompt,
@@ -206,10 +185,11 @@ class AgentWorkflow:
             AgentFailedError: the agent failed, or took too long.
         """
         try:
-            async with asyncio.timeout(self._seconds):
-                reward = await self._agent(example, base_url=base_url, api_key=self._api_key, http_client=http_client)
+            async with asyncio.timeout(servers.PROMPT_SECONDS):
+                key = self._settings.token or NO_KEY
+                reward = await self._agent(example, base_url=base_url, api_key=key, http_client=http_client)
         except TimeoutError as error:
-            raise AgentFailedError(f"the agent took more than {self._seconds:g} s") from error
+            raise AgentFailedError(f"the agent took more than {servers.PROMPT_SECONDS:g} s") from error
         except (DependencyLostError, ScoringLostError):
             raise
         # An agent's library may raise anything, and one failed episode must not end the others.

@@ -19,8 +19,8 @@ from services.core.errors import ConfigurationError
 
 POLL_SECONDS = 0.2
 TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)')
-"""The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines, which have local time, do
-not match."""
+"""The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines have local time
+and do not match."""
 LEVELS = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 

@@ -85,7 +85,7 @@ def main(
     def work() -> int:
         dataset_variable = {} if dataset is None else {"DATASET": dataset}
         variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
-        overrides = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
+        overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
         overrides |= {"eval_agent": _agent(workflow, agent), "eval_concurrency": concurrency}
         plan = Plan.make(

@@ -12,7 +12,8 @@ import pytest
 
 from evaluation.samples import Kind
 from evaluation.servers import Server
-from evaluation.workflows import AgentWorkflow, Sampling
+from evaluation.settings import EvaluationSettings
+from evaluation.workflows import AgentWorkflow
 from services.embedded_engine.http.app import create_app
 from services.protocol import Prompt, RewardResult
 from services.reward_server.answers import Verdict, judge
@@ -43,8 +44,7 @@ async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleTyp
     ):
         async with asyncio.timeout(LIMIT_SECONDS):
             await app.state.lifecycle.wait_ready()
-        sampling = Sampling(max_new_tokens=24, temperature=1.0, top_p=1.0, seed=0)
-        workflow = AgentWorkflow(math_agent.solve, sampling, score, model=model, token=None, seconds=IDLE_SECONDS)
+        workflow = AgentWorkflow(math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model)
         server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]

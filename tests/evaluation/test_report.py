@@ -16,6 +16,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, SampleStore
+from evaluation.settings import EvaluationSettings
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
@@ -57,10 +58,8 @@ async def test_answers_over_a_limit_are_wrong_and_what_the_service_failed_at_is_
         # All samples are there already, so neither workflow nor servers have anything to do.
         evaluation = Evaluation(PROMPTS, 0, cast(Any, None), cast(Any, None), score, store)
         await evaluation.run()
-        facts: dict[str, Any] = {"dataset": "d", "split": "test", "workflow": "w"}
-        results = report.results_of(
-            Checkpoint("m", "org/m"), PROMPTS, store.samples, [], 0, seed=0, left_out={}, **facts
-        )
+        model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
+        results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
     assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
     accuracy = results.metrics[GREEDY]

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Response
 
 from evaluation import servers
 from evaluation.servers import ServerPool, parse_url
+from evaluation.settings import EvaluationSettings
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.waiting import IDLE_SECONDS
 
@@ -101,8 +102,8 @@ def quick(monkeypatch):
     monkeypatch.setattr(servers, "PROMPT_SECONDS", IDLE_SECONDS)
 
 
-def pool_of(*urls, places=4, **options):
-    return ServerPool(urls, token=None, vocab_size=17, places=places, **options)
+def pool_of(*urls, places=4, discover=None, **settings):
+    return ServerPool(urls, EvaluationSettings(eval_concurrency=places, **settings), 17, discover)
 
 
 async def work(server):
@@ -272,5 +273,5 @@ def test_what_is_no_address_is_refused(given):
 
 async def test_where_engines_are_deterministic_each_sample_is_asked_for_by_itself(make_server):
     server = await make_server()
-    async with pool_of(server.url, seed_each_completion=True) as pool:
+    async with pool_of(server.url, engine_deterministic=True) as pool:
         assert pool.servers[server.url].rollouts.seed_each_completion

@@ -11,16 +11,19 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI, Request, Response
+from pydantic import SecretStr
 
+from evaluation import servers
 from evaluation.samples import Kind
 from evaluation.servers import Server
-from evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError, load_agent
+from evaluation.settings import EvaluationSettings
+from evaluation.workflows import AgentFailedError, AgentWorkflow, ScoringLostError, load_agent, seed_of
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, judge
 
 PROMPT = Prompt(id="p/1", prompt="What is 6 times 7?", ground_truth="42", category="products")
-SAMPLING = Sampling(max_new_tokens=50, temperature=0.7, top_p=0.9, seed=3)
+SETTINGS = EvaluationSettings(max_new_tokens=50, temperature=0.7, top_p=0.9, seed=3, jobgroup_token=SecretStr("t"))
 
 
 class Model:
@@ -71,9 +74,7 @@ async def play() -> AsyncIterator[Any]:
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
         clients.append(http)
-        workflow = AgentWorkflow(
-            agent, SAMPLING, options.get("score", score), model="m", token="t", seconds=options.get("seconds", 20)
-        )
+        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m")
         server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
@@ -130,8 +131,8 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
     assert (first["temperature"], first["max_tokens"], second["max_tokens"]) == (0.0, 50, 7)
     assert "max_completion_tokens" not in first
     assert (third["temperature"], third["top_p"]) == (0.7, 0.9)
-    assert third["seed"] == SAMPLING.seed_of(PROMPT, Kind.SAMPLED, 4)
-    assert SAMPLING.seed_of(PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
+    assert third["seed"] == seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 4)
+    assert seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
     assert sampled.kind is Kind.SAMPLED
 
 
@@ -181,12 +182,14 @@ def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch
         load_agent("agent_of_a_test:solve")
 
 
-async def test_an_agent_that_does_not_end_is_ended(play):
+async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):
+    monkeypatch.setattr(servers, "PROMPT_SECONDS", 0.05)
+
     async def agent(example, **_):
         await asyncio.sleep(60)
 
     with pytest.raises(AgentFailedError, match=r"more than 0\.05 s"):
-        await play(agent, Model(), seconds=0.05)
+        await play(agent, Model())
 
 
 @pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])
