@@ -84,18 +84,12 @@ def results_of(
         **facts: the other fields of ``Results``.
     """
     n, ks, seed = settings.eval_samples, settings.ks, settings.seed
-    counts = {Kind.GREEDY: 1, Kind.SAMPLED: n}
-    drawn = {
-        kind: {p.id: [s for i in range(count) if (s := samples.get((p.id, kind, i))) is not None] for p in prompts}
-        for kind, count in counts.items()
-    }
+    drawn = {kind: _drawn(prompts, samples, kind, count) for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, n))}
     answers = [
-        PromptAnswers(
-            next(iter(_answers(drawn[Kind.GREEDY][p.id])), None), _answers(drawn[Kind.SAMPLED][p.id]), p.category
-        )
-        for p in prompts
+        PromptAnswers(next(iter(_answers(greedy)), None), _answers(sampled), prompt.category)
+        for prompt, greedy, sampled in zip(prompts, drawn[Kind.GREEDY], drawn[Kind.SAMPLED], strict=True)
     ]
-    by_kind = {kind.value: [s for own in by_prompt.values() for s in own] for kind, by_prompt in drawn.items()}
+    by_kind = {kind.value: [s for own in by_prompt for s in own] for kind, by_prompt in drawn.items()}
     everything = [sample for found in by_kind.values() for sample in found]
     unscored = sum(sample.is_correct is None for sample in everything)
     return Results(
@@ -116,6 +110,13 @@ def results_of(
         **_statistics({kind: found for kind, found in by_kind.items() if found}),
         **facts,
     )
+
+
+def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind, count: int) -> list[list[Sample]]:
+    """Return the first ``count`` samples of each prompt, as far as the store has them."""
+    return [
+        [s for index in range(count) if (s := samples.get((prompt.id, kind, index))) is not None] for prompt in prompts
+    ]
 
 
 def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ def main(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
 ) -> None:
-    """Lists runs with their sizes, and removes those that it is told to."""
+    """List runs with their sizes, and remove some."""
 
     def work() -> None:
         console = Console()

@@ -80,7 +80,7 @@ def main(
     live: Live = None,
     print_results: PrintResults = False,
 ) -> None:
-    """Evaluates checkpoints over many inference servers. Writes results.json and samples.jsonl."""
+    """Evaluate checkpoints over many inference servers. Writes results.json and samples.jsonl."""
 
     def work() -> int:
         dataset_variable = {} if dataset is None else {"DATASET": dataset}

@@ -27,7 +27,7 @@ def main(
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many of the last lines.")] = None,
     run: Annotated[str | None, typer.Option(hidden=True)] = None,  # the former way, until the next version
 ) -> None:
-    """Shows the logs of a run's components, in the order of time."""
+    """Show the logs of a run's components, in the order of time."""
 
     def work() -> None:
         run_dir, tasks = logs.choose_run(names or [], run)

@@ -84,7 +84,7 @@ def prepare(directory: Path) -> bool:
 def main(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")] = Path(".cache/models/smollm2-135m"),
 ) -> None:
-    """Writes the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
+    """Write the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
     try:
         converted = prepare(directory)
     except ConfigurationError as error:

@@ -53,7 +53,7 @@ def main(
     dry_run: DryRun = False,
     own_hosts: OwnHosts = None,
 ) -> None:
-    """Runs the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
+    """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
         from_files = spec.env_files(env_file or [])

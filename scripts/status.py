@@ -22,7 +22,7 @@ def main(
         str | None, typer.Option(envvar="JOBGROUP_TOKEN", show_envvar=True, help="Of a job group that has one.")
     ] = None,
 ) -> None:
-    """Says where a run stands, and how its components are."""
+    """Show the state of a run and of its components."""
     sys.exit(exit_code_of(lambda: asyncio.run(status.show(Console(), find_run(run), token))))
 
 

@@ -165,7 +165,7 @@ def main(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")],
     seed: Annotated[int, typer.Option(help="Seed of weights and warm-up.")] = 0,
 ) -> None:
-    """Writes a warmed-up Qwen2 of about 0.4M parameters and its tokenizer, in a few seconds."""
+    """Write a warmed-up Qwen2 of about 0.4M parameters and its tokenizer, in a few seconds."""
     accuracy = make(directory, seed=seed)
     print(f"{directory}: sampled accuracy {accuracy:.2f} on one-digit sums and differences")
 

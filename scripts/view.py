@@ -49,7 +49,7 @@ def main(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8005,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serves the run page over runs until Ctrl-C."""
+    """Serve the run page over runs until Ctrl-C."""
 
     def work() -> None:
         settings = Settings.load()

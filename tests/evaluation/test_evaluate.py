@@ -21,7 +21,7 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 
 def servers_of(output):
-    """The processes of servers that an evaluation started."""
+    """Return the processes of servers that an evaluation started."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -196,7 +196,7 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def refusals(tiny_model, tmp_path_factory):
-    """What the command says to each of REFUSED."""
+    """The command's answers to REFUSED."""
     cases = []
     for arguments, _, _ in REFUSED:
         given = arguments if "--model" in arguments else ["--model", str(tiny_model), *arguments]

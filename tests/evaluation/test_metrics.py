@@ -63,7 +63,7 @@ def test_pass_at_k_refuses_what_it_cannot_estimate(n, correct, k):
 
 
 def chance_of_a_right_majority(subset):
-    """By drawing: every answer with the most votes is equally likely to be taken."""
+    """Return the chance when one of the answers with the most votes is drawn."""
     votes = Counter(one.answer for one in subset if one.answer is not None)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())] if votes else []
     return winners.count(TRUTH) / len(winners) if winners else 0.0
@@ -101,7 +101,7 @@ def test_different_answers_do_not(one, other):
 
 
 def binomial_quantile(n, p, q):
-    """The smallest count whose cumulative probability reaches q."""
+    """Return the smallest count whose cumulative probability reaches q."""
     total = 0.0
     for count in range(n + 1):
         total += math.comb(n, count) * p**count * (1 - p) ** (n - count)

@@ -61,7 +61,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 
 
 async def score(items: Any) -> list[RewardResult]:
-    """The reward-server's own judgement of plain numbers."""
+    """Judge plain numbers as the reward-server does."""
     judged = [judge(item.response, item.ground_truth) for item in items]
     return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
 

@@ -1,4 +1,4 @@
-"""What the local runner reads from a job group's YAML, and what it refuses."""
+"""Job groups that the local runner reads from YAML or refuses."""
 
 import pytest
 

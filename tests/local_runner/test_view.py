@@ -109,7 +109,7 @@ LAUNCH = Launch(
 
 
 def ended(directory: Path) -> str:
-    """What the end of a run in ``directory`` prints."""
+    """Return the printed end of a run in ``directory``."""
     run = run_of(TaskSpec("ppo-trainer", ""))
     run = Run(run.group, run.run_id, directory, run.addresses)
     (run.run_dir / "model").mkdir(parents=True)

@@ -60,7 +60,7 @@ def test_columns_of_a_step_reach_their_metrics(metrics):
 
 
 def selectors(node, inside=None):
-    """The names that an expression selects, each with the function that it is the direct argument of."""
+    """Yield the names that an expression selects, each with the function whose direct argument it is."""
     if isinstance(node, promql_parser.VectorSelector):
         yield node.name, inside
     elif isinstance(node, promql_parser.MatrixSelector):
