@@ -183,7 +183,17 @@ class Evaluation:
 
     async def _store_scored(self, samples: Sequence[Sample]) -> list[Sample]:
         """Score the samples that have no result, store all of them, and return them."""
-        items = [RewardItem.of(sample, sample) for sample in samples if sample.result is None]
+        items = [
+            RewardItem(
+                prompt=sample.prompt,
+                response=sample.completion,
+                ground_truth=sample.ground_truth,
+                completion_tokens=sample.completion_tokens,
+                finish_reason=sample.finish_reason,
+            )
+            for sample in samples
+            if sample.result is None
+        ]
         try:
             results = iter(await self._score(items) if items else [])
         except ScoringLostError:

@@ -20,7 +20,7 @@ from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.reward import RewardClient
-from services.clients.rollout_admin import RouterControl
+from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
@@ -118,11 +118,11 @@ async def running(
     if not given and discover is None:
         if not in_job_group():
             raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
-        given = [endpoints.router().url]
+        given = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
     if reward_url is not None:
         yield Servers(given, parse_url(reward_url), discover)
     elif in_job_group():
-        yield Servers(given, endpoints.reward_server(), discover)
+        yield Servers(given, endpoints.endpoint(Task.REWARD_SERVER), discover)
     else:
         async with local(None, 0, output, variables, say) as servers:
             yield Servers(given, servers.reward, discover, servers.watch)
@@ -161,7 +161,7 @@ async def _wait_ready(reward: Endpoint, router: Endpoint | None) -> None:
         await client.wait_healthy(LOCAL_START_SECONDS)
     if router is None:
         return
-    async with RouterControl(router, token) as control:
+    async with RouterAdmin(router, token) as control:
         try:
             async with asyncio.timeout(LOCAL_START_SECONDS):
                 # The router has no route that waits for a worker.

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping
 
 from services.clients.base import ServiceClient
-from services.core import endpoints
+from services.core.endpoints import Task
 from services.protocol import (
     Cursor,
     CursorRequest,
@@ -22,8 +22,7 @@ from services.protocol import (
 class DataClient(ServiceClient):
     """The data-server: prompts with their ground truths."""
 
-    service = endpoints.Task.DATA_SERVER
-    port = endpoints.DATA_PORT
+    task = Task.DATA_SERVER
 
     async def prompts(
         self,
@@ -34,16 +33,16 @@ class DataClient(ServiceClient):
         *,
         shard: tuple[int, int] = (0, 1),
     ) -> PromptBatch:
-        """The next ``batch_size`` prompts and the cursor after them.
+        """Return the next ``batch_size`` prompts and the cursor after them.
 
-        With a ``cursor`` the answer depends on it alone (and on ``shard``: index and count); without one, the server
-        moves its own cursor of ``consumer`` on.
+        With a ``cursor``, the reply depends on the cursor and on ``shard`` (index and count) alone. Without one, the
+        server advances its own cursor of ``consumer``.
         """
         if cursor is not None:
             request = PromptsRequest(
                 batch_size=batch_size, split=Split(split), cursor=cursor, shard_index=shard[0], shard_count=shard[1]
             )
-            return await self.http.post_json("/prompts", request, PromptBatch)
+            return await self.call("POST", "/prompts", PromptBatch, request)
         params = {
             "batch_size": batch_size,
             "split": Split(split).value,
@@ -53,23 +52,22 @@ class DataClient(ServiceClient):
             "shard_index": shard[0],
             "shard_count": shard[1],
         }
-        return await self.http.get_json("/prompts", PromptBatch, params=params)
+        return await self.call("GET", "/prompts", PromptBatch, params=params)
 
     async def cursor(self, consumer: str) -> Cursor:
-        """Where the server's own cursor of ``consumer`` stands in the training split."""
-        return await self.http.get_json("/cursor", Cursor, params={"consumer": consumer, "split": Split.TRAIN.value})
+        """Return the server's own cursor of ``consumer`` in the training split."""
+        params = {"consumer": consumer, "split": Split.TRAIN.value}
+        return await self.call("GET", "/cursor", Cursor, params=params)
 
     async def set_cursor(self, consumer: str, cursor: Cursor) -> Cursor:
-        """Sets where the server's own cursor of ``consumer`` stands in the training split."""
-        request = CursorRequest(consumer=consumer, cursor=cursor)
-        response = await self.http.request("PUT", "/cursor", payload=request)
-        return Cursor.model_validate_json(response.content)
+        """Set the server's own cursor of ``consumer`` in the training split."""
+        return await self.call("PUT", "/cursor", Cursor, CursorRequest(consumer=consumer, cursor=cursor))
 
     async def record_success_rates(self, success_rates: Mapping[str, float]) -> SuccessRatesReply:
-        """Tells the curriculum the share of right completions by prompt id."""
+        """Report the share of right completions by prompt id to the curriculum."""
         request = SuccessRatesRequest(success_rates=dict(success_rates))
-        return await self.http.post_json("/success_rates", request, SuccessRatesReply)
+        return await self.call("POST", "/success_rates", SuccessRatesReply, request)
 
     async def stats(self) -> DataStats:
-        """What the server holds."""
-        return await self.http.get_json("/stats", DataStats)
+        """Return the server's statistics."""
+        return await self.call("GET", "/stats", DataStats)

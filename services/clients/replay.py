@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 
 from services.clients.base import ServiceClient
-from services.core import endpoints
+from services.core.endpoints import Task
 from services.protocol import (
     AcknowledgeReply,
     AcknowledgeRequest,
@@ -26,21 +26,20 @@ from services.protocol import (
 )
 
 GROUPS_A_REQUEST = 32
-"""Bounds the size of a body, and how long one request holds up the others."""
+"""Bounds the size of a body, and the time for which one request delays the others."""
 
 
 class ReplayClient(ServiceClient):
-    """The replay-buffer: the store of groups, and the queue of fresh ones."""
+    """The replay-buffer: the store of groups, and the queue of fresh groups."""
 
-    service = endpoints.Task.REPLAY_BUFFER
-    port = endpoints.REPLAY_PORT
+    task = Task.REPLAY_BUFFER
 
     async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
-        """Stores groups; those whose id is known already are left as they are."""
+        """Store groups; a group whose id is known already stays as it is."""
         return await self._add("/groups", groups, priorities)
 
     async def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
-        """Puts fresh groups into the queue; those whose id is known already are left as they are."""
+        """Append fresh groups to the queue; a group whose id is known already stays as it is."""
         return await self._add("/queue", groups, priorities)
 
     async def _add(self, path: str, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
@@ -52,50 +51,50 @@ class ReplayClient(ServiceClient):
             request = AddGroupsRequest.model_construct(
                 groups=list(groups[part]), priorities=None if priorities is None else list(priorities[part])
             )
-            reply = await self.http.post_json(path, request, AddGroupsReply)
+            reply = await self.call("POST", path, AddGroupsReply, request)
             added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
         return AddGroupsReply(added=added, duplicates=duplicates, size=size)
 
     async def sample(self, request: SampleGroupsRequest) -> list[SampledGroup]:
-        """Groups drawn without replacement; fewer than asked for when fewer qualify."""
-        return (await self.http.post_json("/groups/sample", request, SampleGroupsReply)).groups
+        """Draw groups without replacement; return fewer than asked for when fewer qualify."""
+        return (await self.call("POST", "/groups/sample", SampleGroupsReply, request)).groups
 
     async def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
-        """Sets the priorities of groups by id."""
+        """Set the priorities of groups by id."""
         request = UpdatePrioritiesRequest(priorities=dict(priorities))
-        return await self.http.post_json("/groups/priorities", request, UpdatePrioritiesReply)
+        return await self.call("POST", "/groups/priorities", UpdatePrioritiesReply, request)
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Takes fresh groups off the front of the queue until they are acknowledged, released, or the lease ends."""
+        """Take fresh groups from the front of the queue, until they are acknowledged or the lease expires."""
         if request.request_id is None:
             # A repeated request gets the same lease, not a second one.
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
         wait = request.wait_seconds
-        return await self.http.post_json(
+        return await self.call(
+            "POST",
             "/queue/lease",
-            request,
             LeaseReply,
-            attempt_seconds=self.http.timeout + wait,
-            deadline=self.http.deadline + wait,
+            request,
+            attempt_seconds=self.timeout + wait,
+            deadline=self.deadline + wait,
         )
 
     async def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
-        """Says that a lease's groups were trained on."""
-        return await self.http.post_json("/queue/acknowledge", request, AcknowledgeReply)
+        """Report that a lease's groups were trained on."""
+        return await self.call("POST", "/queue/acknowledge", AcknowledgeReply, request)
 
     async def save_snapshot(self, label: str) -> SnapshotReply:
-        """Remembers store and queue as they are now under ``label``, replacing a snapshot of that label."""
-        return await self.http.post_json("/snapshots", SnapshotRequest(label=label), SnapshotReply)
+        """Save store and queue as they are now under ``label``; replace a snapshot of that label."""
+        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label))
 
     async def restore_snapshot(self, label: str) -> SnapshotReply:
-        """Takes store and queue back to exactly what they were; RequestRefusedError (404) for an unknown label."""
-        return await self.http.post_json("/snapshots/restore", SnapshotRequest(label=label), SnapshotReply)
+        """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""
+        return await self.call("POST", "/snapshots/restore", SnapshotReply, SnapshotRequest(label=label))
 
     async def drop_snapshot(self, label: str) -> SnapshotReply:
-        """Forgets a snapshot; one that does not exist holds 0 groups."""
-        response = await self.http.request("DELETE", f"/snapshots/{label}")
-        return SnapshotReply.model_validate_json(response.content)
+        """Delete a snapshot; a snapshot that does not exist holds 0 groups."""
+        return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply)
 
     async def stats(self) -> ReplayStats:
-        """What the buffer holds."""
-        return await self.http.get_json("/stats", ReplayStats)
+        """Return the buffer's statistics."""
+        return await self.call("GET", "/stats", ReplayStats)

@@ -1,8 +1,8 @@
-"""Generates completions through the router: token ids in, completions with their log-probabilities out.
+"""The client of the rollout workers: token ids in, completions with their log-probabilities out, through the router.
 
-One request a prompt with ``n``, so that the worker computes the prompt once; where engines are deterministic, one a
-completion. What comes back short or aborted is asked for again; an id outside the vocabulary is refused here, since it
-would take a worker down.
+The client sends one request a prompt with ``n``, so that the worker computes the prompt once; with deterministic
+engines, one request a completion. It asks again for completions that are missing or aborted. It refuses token ids
+outside the vocabulary, because they would crash a worker.
 """
 
 from __future__ import annotations
@@ -11,20 +11,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 from prometheus_client import Counter, Gauge
 from pydantic import ValidationError
 
-from services.core import endpoints
+from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
-from services.core.logs import get_logger
 from services.http.client import HttpClient
 from services.protocol import Completion, FinishReason, VersionSpan
-
-log = get_logger(__name__)
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
@@ -35,12 +31,12 @@ TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
 
 MAX_ROUNDS = 4
-"""How often a prompt's missing completions are asked for before the group stays short."""
+"""Rounds of requests for a prompt's completions; a group may stay short after the last."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. ``top_k`` of -1 and ``top_p`` of 1 cut nothing; a temperature of 0 is greedy."""
+    """Parameters of sampling. ``top_k`` -1 and ``top_p`` 1 cut nothing; temperature 0 is greedy."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -49,12 +45,12 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
 
 
-class RolloutClient:
-    """Completions from the rollout workers behind a router. An async context manager, used within one event loop."""
+class RolloutClient(HttpClient):
+    """The rollout workers behind a router. An async context manager, used within one event loop."""
 
     def __init__(
         self,
-        endpoint: endpoints.Endpoint | None = None,
+        address: Endpoint | None = None,
         token: str | None = None,
         *,
         vocab_size: int,
@@ -62,86 +58,72 @@ class RolloutClient:
         deadline_seconds: float = 600.0,
         seed_each_completion: bool = False,
     ) -> None:
-        """Makes a client.
+        """Make a client.
 
         Args:
-            endpoint: the router's, or one worker's; by default the job group's router.
+            address: the router's, or one worker's; by default the job group's router.
             token: sent as ``Authorization: Bearer``.
-            vocab_size: ids of prompts must be below.
+            vocab_size: the prompts' token ids must be below this.
             max_concurrency: prompts in flight; further calls wait.
-            deadline_seconds: for one call of ``generate``, all tries included, from when it is in flight.
-            seed_each_completion: ask for each completion by itself. With ENGINE_DETERMINISTIC, SGLang gives all
-                completions of a request its seed, and so the same tokens.
+            deadline_seconds: for one call of ``generate`` with all its tries, counted from when it is in flight.
+            seed_each_completion: send one request a completion. With ENGINE_DETERMINISTIC, SGLang gives all
+                completions of a request the same seed, and so the same tokens.
         """
-        address = endpoint or endpoints.router()
-        self.vocab_size = vocab_size
-        self.deadline_seconds = deadline_seconds
-        self.seed_each_completion = seed_each_completion
-        self._places = asyncio.Semaphore(max_concurrency)
-        self._http = HttpClient(
-            address.url,
+        super().__init__(
+            (address or endpoint(Task.ROLLOUT_SERVER)).url,
             token=token,
-            service="rollout-server",
+            service=Task.ROLLOUT_SERVER.value,
             timeout=deadline_seconds,
             deadline=deadline_seconds,
-            # The places bound them, and a request that waited for a connection would lose of its deadline.
+            # ``max_concurrency`` bounds the requests; waiting for a connection would use up a request's deadline.
             max_connections=None,
         )
-
-    async def __aenter__(self) -> Self:
-        await self._http.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._http.__aexit__(kind, error, trace)
+        self._vocab_size = vocab_size
+        self._seed_each_completion = seed_each_completion
+        self._places = asyncio.Semaphore(max_concurrency)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None = None
     ) -> list[Completion]:
-        """``n`` completions of a prompt, or those that could be had.
+        """Return ``n`` completions of a prompt, or as many as could be generated.
 
-        Completions that were aborted or lost are asked for again, up to MAX_ROUNDS times within the deadline; whole
-        ones are kept. With a ``seed``, the i-th request of the call has seed + i, so that a repeated call draws the
-        same.
+        Completions that were aborted or lost are asked for again, up to MAX_ROUNDS times within the deadline.
 
         Args:
             prompt_ids: token ids of the whole prompt.
             params: how to sample.
-            n: completions.
-            seed: of the sampling; by default the worker's own.
+            n: number of completions.
+            seed: of the call's first request; the i-th further request has seed + i. None: the worker's own.
 
         Returns:
-            At most ``n`` completions, none of them aborted. Fewer are counted in ``rollout_missing_total``.
+            At most ``n`` completions, none of them aborted. Missing ones are counted in ``rollout_missing_total``.
 
         Raises:
-            ValueError: an id is not below ``vocab_size``, or there is none.
-            RequestRefusedError: the engine refuses the request, such as a prompt that is too long.
-            DependencyLostError: not one completion could be had within deadline and tries.
+            ValueError: ``prompt_ids`` is empty, or an id is not below ``vocab_size``.
+            RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
+            DependencyLostError: no completion could be generated within deadline and tries.
         """
-        self._check(prompt_ids)
+        self._check_prompt(prompt_ids)
         done: list[Completion] = []
         lost: DependencyLostError | None = None
         sent = 0
         async with self._places:
-            # A prompt that waited for its place has all of its time left.
-            end = time.monotonic() + self.deadline_seconds
-            for attempt in range(MAX_ROUNDS):
-                left = end - time.monotonic()
-                missing = n - len(done)
-                if left <= 0 or missing <= 0:
+            # The deadline starts here, so that waiting for a place uses up none of it.
+            end = time.monotonic() + self.deadline
+            for number in range(1, MAX_ROUNDS + 1):
+                missing, left = n - len(done), end - time.monotonic()
+                if missing <= 0 or left <= 0:
                     break
-                counts = [1] * missing if self.seed_each_completion else [missing]
-                seeds = [None if seed is None else seed + sent + i for i in range(len(counts))]
-                sent += len(counts)
-                received, failed = await self._ask(prompt_ids, params, counts, seeds, left)
-                done += [c for c in received if c.finish_reason is not FinishReason.ABORT]
-                if failed:
-                    # The router has tried other workers already; by now it may know better which are left.
-                    lost = failed[0]
-                elif attempt + 1 < MAX_ROUNDS:
-                    aborted = sum(c.finish_reason is FinishReason.ABORT for c in received)
+                first_seed = None if seed is None else seed + sent
+                received, error = await self._ask(prompt_ids, params, missing, first_seed, left)
+                sent += missing if self._seed_each_completion else 1
+                whole = [c for c in received if c.finish_reason is not FinishReason.ABORT]
+                done += whole
+                if error is not None:
+                    # The router has tried other workers already; by the next round it may have dropped a dead worker.
+                    lost = error
+                elif number < MAX_ROUNDS:
+                    aborted = len(received) - len(whole)
                     RESUBMITTED.labels("aborted").inc(aborted)
                     RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
         MISSING.inc(max(n - len(done), 0))
@@ -150,29 +132,22 @@ class RolloutClient:
         return done[:n]
 
     async def _ask(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        counts: Sequence[int],
-        seeds: Sequence[int | None],
-        deadline: float,
-    ) -> tuple[list[Completion], list[DependencyLostError]]:
-        """Sends a request for each of ``counts`` at once; what came of them, and what those that were lost met."""
+        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, first_seed: int | None, deadline: float
+    ) -> tuple[list[Completion], DependencyLostError | None]:
+        """Send the requests for ``n`` completions; return the completions and the first error, if any was lost."""
+        sizes = [1] * n if self._seed_each_completion else [n]
+        replies = await asyncio.gather(
+            *(
+                self._send(prompt_ids, params, size, None if first_seed is None else first_seed + i, deadline)
+                for i, size in enumerate(sizes)
+            )
+        )
+        completions = [completion for received, _ in replies for completion in received]
+        return completions, next((error for _, error in replies if error is not None), None)
 
-        async def one(n: int, seed: int | None) -> list[Completion] | DependencyLostError:
-            try:
-                return await self._request(prompt_ids, params, n, seed, deadline)
-            except DependencyLostError as error:
-                LOST.inc()
-                return error
-
-        answers = await asyncio.gather(*map(one, counts, seeds))
-        failed = [answer for answer in answers if isinstance(answer, DependencyLostError)]
-        return [c for answer in answers if not isinstance(answer, DependencyLostError) for c in answer], failed
-
-    async def _request(
+    async def _send(
         self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None, deadline: float
-    ) -> list[Completion]:
+    ) -> tuple[list[Completion], DependencyLostError | None]:
         sampling: dict[str, Any] = {**asdict(params), "n": n, "stop_token_ids": list(params.stop_token_ids)}
         if seed is not None:
             sampling["sampling_seed"] = seed % 2**31
@@ -184,31 +159,35 @@ class RolloutClient:
             "return_text_in_logprobs": False,
         }
         REQUESTS.inc()
-        with IN_FLIGHT.track_inprogress():
-            response = await self._http.request("POST", "/generate", payload=payload, deadline=deadline)
-        completions = self._read(response)
+        try:
+            with IN_FLIGHT.track_inprogress():
+                completions = _read(await self.request("POST", "/generate", payload, deadline=deadline))
+        except DependencyLostError as error:
+            LOST.inc()
+            return [], error
         for completion in completions:
             COMPLETIONS.labels(completion.finish_reason.value).inc()
             TOKENS.inc(len(completion.completion_ids))
-        return completions
+        return completions, None
 
-    def _read(self, response: httpx.Response) -> list[Completion]:
-        try:
-            body = response.json()
-            return [_completion(record) for record in (body if isinstance(body, list) else [body])]
-        except (KeyError, TypeError, ValueError, ValidationError) as error:
-            raise DependencyLostError(f"{response.url} answered what is not a completion: {error}") from error
-
-    def _check(self, prompt_ids: Sequence[int]) -> None:
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             raise ValueError("a prompt has at least one token")
-        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.vocab_size:
-            wrong = next(token for token in prompt_ids if not 0 <= token < self.vocab_size)
-            raise ValueError(f"prompt token {wrong} is not below the vocabulary size {self.vocab_size}")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
+
+
+def _read(response: httpx.Response) -> list[Completion]:
+    """Return the completions of a reply to SGLang's /generate, which is one record or a list of records."""
+    try:
+        body = response.json()
+        return [_completion(record) for record in (body if isinstance(body, list) else [body])]
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise DependencyLostError(f"{response.url} answered with something else than completions: {error}") from error
 
 
 def _completion(record: dict[str, Any]) -> Completion:
-    """A completion from one record of SGLang's /generate reply."""
     meta = record["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = [pair[1] for pair in pairs]

@@ -1,13 +1,12 @@
-"""Decides what a model is computed on and in: the same rule for the embedded engine and the trainer.
+"""The rule by which embedded engine and trainer choose the type of numbers that a model is computed in.
 
-The caller passes what it found of the hardware, so that this module needs no torch and every case can be tested on any
-machine.
+The caller describes its hardware, so that this module needs no torch and every case can be tested on any machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -27,27 +26,23 @@ class ComputeType(StrEnum):
 
 @dataclass(frozen=True)
 class Compute:
-    """The hardware and the type of numbers that a model is computed with. The fields make one line of the log."""
+    """The hardware and the type of numbers that a model is computed with; logged as one line."""
 
     device: str
     compute_type: ComputeType
-    """Never ``auto``. Its value is the name of the dtype in torch."""
+    """Never ``auto``; its value is the name of a torch dtype."""
     threads: int
     reason: str
 
-    def fields(self) -> dict[str, Any]:
-        """Return the fields of the log line."""
-        return asdict(self)
-
 
 def decide(setting: str, wanted: ComputeType, *, device: str, multiplies_bfloat16: bool, threads: int) -> Compute:
-    """Return what to compute with.
+    """Return the hardware and the type of numbers to compute with.
 
     Args:
-        setting: name of the variable that says what is wanted, for the reason.
-        wanted: that variable's value.
+        setting: name of the setting, for ``reason``.
+        wanted: value of the setting.
         device: ``cuda`` or ``cpu``.
-        multiplies_bfloat16: whether the processors have instructions for bfloat16; see the function of that name.
+        multiplies_bfloat16: whether the processor has bfloat16 instructions; see the function of that name.
         threads: processor threads that compute.
     """
     if wanted is not ComputeType.AUTO:

@@ -1,10 +1,10 @@
-"""Who listens where: the one place that knows task names, ports and addresses.
+"""Task names, ports and addresses: where each component listens, and where the others reach it.
 
-Under SkyPilot the node r of a task is reachable as ``{task}-{r}.{group}``, on its usual port, from every node of the
-job group. The local runner gives every node an address of its own instead and says so in ``JOBGROUP_ENDPOINTS``, a JSON
-object from ``{task}-{rank}:{port}`` to ``host:port``. Everything that connects or binds asks here, so nothing else
-differs between a laptop and a cluster. Names are not resolved here: each new connection resolves them anew, since the
-address of a node changes when it is recovered.
+Under SkyPilot, every node of the job group reaches node r of a task as ``{task}-{r}.{group}``, on the task's usual
+port. The local runner gives every node its own address instead and lists them in ``JOBGROUP_ENDPOINTS``, a JSON object
+from ``{task}-{rank}:{port}`` to ``host:port``. Every component asks this module before it connects or listens, so that
+nothing else differs between a laptop and a cluster. The module resolves no names: each new connection resolves them
+anew, because a recovered node has a new address.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DATA_PORT = 8000
 ROUTER_PORT = 30000
 ENGINE_PORT = 30001
 ROUTER_METRICS_PORT = 29000
-# Where the router listens, to its own node alone, when JOBGROUP_TOKEN puts a door on its port.
 ROUTER_INNER_PORT = 30002
+"""The router's port on its own node, when JOBGROUP_TOKEN is set and the authenticating proxy has ROUTER_PORT."""
 REWARD_PORT = 8002
 REPLAY_PORT = 8003
 STATUS_PORT = 8004
@@ -45,7 +45,6 @@ WEIGHTS_BROADCAST_PORT = 29600
 EVALUATION_HEAD_PORT = 8080
 ENVIRONMENT_PORT = 8081
 
-# What the local runner has to find an address for, task by task.
 PORTS: dict[Task, tuple[int, ...]] = {
     Task.DATA_SERVER: (DATA_PORT,),
     Task.ROLLOUT_SERVER: (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT),
@@ -56,10 +55,11 @@ PORTS: dict[Task, tuple[int, ...]] = {
     Task.EVALUATION_HEAD: (EVALUATION_HEAD_PORT,),
     Task.ENVIRONMENT_SERVER: (ENVIRONMENT_PORT,),
 }
+"""The ports of each task, its main port first."""
 
 ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
 NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
-"""SkyPilot sets it on every node of every task."""
+"""Set by SkyPilot on every node of every task."""
 EVERYWHERE = "0.0.0.0"
 
 
@@ -77,14 +77,15 @@ class Endpoint:
         return f"http://{host}:{self.port}"
 
 
-def endpoint(task: Task, port: int, rank: int = 0) -> Endpoint:
-    """Where to reach ``port`` of node ``rank`` of ``task`` from any node of the job group.
+def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
+    """Return where every node of the job group reaches ``port`` (default: the main one) of node ``rank`` of ``task``.
 
-    Outside a job group (no SKYPILOT_JOBGROUP_NAME) it is this machine.
+    Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is this machine.
 
     Raises:
         ConfigurationError: JOBGROUP_ENDPOINTS is malformed or lacks the node.
     """
+    port = PORTS[task][0] if port is None else port
     mapped = _mapped(task, port, rank)
     if mapped is not None:
         return mapped
@@ -92,11 +93,13 @@ def endpoint(task: Task, port: int, rank: int = 0) -> Endpoint:
     return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
 
 
-def bind_address(task: Task, port: int, rank: int | None = None) -> Endpoint:
-    """Return where node ``rank`` of ``task`` (default: this node) listens on ``port``, unless it is given a ``--host``.
+def bind_address(task: Task, port: int | None = None, rank: int | None = None) -> Endpoint:
+    """Return where node ``rank`` of ``task`` (default: this node) listens for ``port`` (default: the main one).
 
-    On a node of SkyPilot's that is every interface, since the other nodes must reach it; elsewhere this machine alone.
+    A node under SkyPilot listens on every interface, because the other nodes must reach it; elsewhere a component
+    listens on 127.0.0.1 alone.
     """
+    port = PORTS[task][0] if port is None else port
     mapped = _mapped(task, port, node_rank() if rank is None else rank)
     if mapped is not None:
         return mapped
@@ -104,57 +107,36 @@ def bind_address(task: Task, port: int, rank: int | None = None) -> Endpoint:
 
 
 def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
-    """Return where others reach what listens on ``bind``: at the host of ``usual`` where that is every interface."""
+    """Return where others reach a listener on ``bind``: if it is every interface, at the host of ``usual``."""
     return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
 
 
 def node_rank() -> int:
-    """This node's rank within its task."""
+    """Return this node's rank within its task."""
     return _integer(NODE_RANK_VARIABLE, 0)
 
 
 def num_nodes() -> int:
-    """How many nodes this node's task has."""
+    """Return the number of nodes of this node's task."""
     return _integer("SKYPILOT_NUM_NODES", 1)
 
 
 def node_addresses() -> list[str]:
-    """The addresses of the nodes of this node's own task, by rank."""
+    """Return the addresses of the nodes of this node's task, by rank."""
     return os.environ.get("SKYPILOT_NODE_IPS", "127.0.0.1").split()
 
 
-def data_server() -> Endpoint:
-    """The data-server."""
-    return endpoint(Task.DATA_SERVER, DATA_PORT)
-
-
-def router() -> Endpoint:
-    """The router in front of the rollout workers."""
-    return endpoint(Task.ROLLOUT_SERVER, ROUTER_PORT)
-
-
-def reward_server() -> Endpoint:
-    """The reward-server."""
-    return endpoint(Task.REWARD_SERVER, REWARD_PORT)
-
-
-def replay_buffer() -> Endpoint:
-    """The replay-buffer."""
-    return endpoint(Task.REPLAY_BUFFER, REPLAY_PORT)
-
-
 def mapped_addresses() -> dict[str, str]:
-    """What JOBGROUP_ENDPOINTS says: ``host:port`` by ``{task}-{rank}:{port}``; empty outside a local run."""
+    """Return the content of JOBGROUP_ENDPOINTS: ``host:port`` by ``{task}-{rank}:{port}``; empty if it is not set."""
     text = os.environ.get(ENDPOINTS_VARIABLE)
     return dict(_parse_mapping(text)) if text else {}
 
 
 def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
-    text = os.environ.get(ENDPOINTS_VARIABLE)
-    if not text:
+    if not (mapping := mapped_addresses()):
         return None
     key = f"{task.value}-{rank}:{port}"
-    address = _parse_mapping(text).get(key)
+    address = mapping.get(key)
     if address is None:
         raise ConfigurationError(
             f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"

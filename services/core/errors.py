@@ -7,24 +7,24 @@ import os
 from collections.abc import Callable
 
 EXIT_FAILED = 1
-"""An error that nobody foresaw, or what a component needs never came up. Not listed, so restarts are bounded by
-``max_restarts_on_errors``."""
+"""An unexpected error, or a dependency that never came up. Not listed in ``recover_on_exit_codes``, so
+``max_restarts_on_errors`` bounds the restarts."""
 
 EXIT_RECOVERABLE = 33
-"""A dependency that was there is lost; a restart may cure it. Listed in ``recover_on_exit_codes`` of every task, so
-restarts are not bounded: an error that comes back each time must not end with it."""
+"""A dependency was lost that had answered before; a restart may help. Listed in ``recover_on_exit_codes`` of every
+task, so restarts are unbounded: an error that a restart cannot cure must not use this code."""
 
 EXIT_PEER_LOST = 34
-"""Another rank of the trainer went away; it has the reason, which may come back each time, so this code is not listed
-either. SkyPilot recovers from the loss of a node whatever the codes are."""
+"""Another rank of the trainer went away. That rank knows the reason, and the reason may recur, so this code is not
+listed either. SkyPilot recovers a lost node whatever the exit codes are."""
 
 EXIT_CONFIGURATION = 78
-"""A setting, dataset or model cannot be had, or an engine never came up in several starts; a restart would fail alike.
-sysexits.h calls it EX_CONFIG."""
+"""A setting is wrong, a dataset or model cannot be loaded, or an engine never came up in several starts. A restart
+would fail again. sysexits.h calls this code EX_CONFIG."""
 
 
 class ConfigurationError(Exception):
-    """A setting, dataset or model that cannot be had. The message says what, where and what to do."""
+    """A wrong setting, or a dataset or model that cannot be loaded. The message says what, where and what to do."""
 
 
 class DependencyLostError(Exception):
@@ -32,11 +32,11 @@ class DependencyLostError(Exception):
 
 
 class NeverReadyError(Exception):
-    """What a component needs was not there when it started, and did not come up within the deadline of the start."""
+    """A dependency was missing when a component started, and did not come up within the deadline of the start."""
 
 
 def exit_code_of(main: Callable[[], None]) -> int:
-    """Runs ``main`` and returns the exit code that SkyPilot's ``job_recovery`` reads; one line on stderr says why."""
+    """Run ``main`` and return the exit code for SkyPilot's ``job_recovery``; write an error's line to stderr."""
     try:
         main()
     except ConfigurationError as error:
@@ -52,7 +52,7 @@ def exit_code_of(main: Callable[[], None]) -> int:
 
 
 def say_error(error: Exception) -> None:
-    """Write an error's line to stderr, if that can be written: a log on a full disk must not change the exit code."""
-    # Past the buffer of sys.stderr: Python ends with 120 when the log's disk is full and something is left in it.
+    """Write an error's line to stderr; a log on a full disk must not change the exit code."""
+    # Not through sys.stderr: when the log's disk is full and its buffer is not empty, Python exits with 120.
     with contextlib.suppress(OSError):
         os.write(2, f"error: {error}\n".encode("utf-8", "backslashreplace"))

@@ -1,6 +1,6 @@
-"""Which extra of pyproject.toml each program needs, and what to run where a package of it is missing.
+"""The extras of pyproject.toml that each program needs, and the command that installs them.
 
-Imports the standard library only, since anything else may be what is missing.
+This module imports the standard library only, because any other package may be missing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import TracebackType
 from services.core.errors import EXIT_CONFIGURATION
 
 OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
-"""The project's own packages, which no extra brings."""
+"""The project's own packages, which no extra installs."""
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "services.data_server": ("data",),
@@ -37,25 +37,25 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts": ("demo", "test"),
     "benchmarks": ("demo", "test"),
 }
-"""Extras by program, as in ``python -m services.data_server``; of several that match, the longest name counts."""
+"""Extras by program (``python -m services.data_server``) or package; the longest matching name counts."""
 
 
 def extras_of(program: str) -> tuple[str, ...]:
-    """Return the extras that ``program``, a module's name, needs; none for what is not a program of the project."""
+    """Return the extras that the module ``program`` needs; none for a program of another project."""
     parts = program.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     return next((EXTRAS[name] for name in names if name in EXTRAS), ())
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras into this environment, to be run in the project's directory."""
+    """Return the command that installs extras into this environment from the project's directory."""
     python = Path(sys.executable)
     shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 
 def explain_missing_packages() -> None:
-    """Let a program that lacks a package end with one line and EXIT_CONFIGURATION instead of a traceback."""
+    """Install an exception hook: a missing package ends the program with one line and EXIT_CONFIGURATION."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -66,7 +66,7 @@ def explain_missing_packages() -> None:
             previous(kind, error, trace)
             return
         sys.stderr.write(f"error: {program} needs {missing}, which is not installed; run: {install_command(*extras)}\n")
-        # Python takes the exit code of a hook that ends so.
+        # Python exits with the code of a SystemExit that a hook raises.
         raise SystemExit(EXIT_CONFIGURATION)
 
     sys.excepthook = hook

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-# A write that stopped half-way leaves less than it wanted, and others may have freed a little since.
 FULL_BELOW_BYTES = 64 * 2**20
+"""A disk counts as full below this: a failed write may leave some space, and others may have freed some since."""
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
@@ -28,11 +28,11 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def is_full(directory: Path) -> bool:
-    """Return whether so little is free on the disk of ``directory`` that a write may have failed for lack of space."""
+    """Return whether a write to the disk of ``directory`` may have failed for lack of space."""
     return shutil.disk_usage(directory).free < FULL_BELOW_BYTES
 
 
 def free_space(directory: Path) -> str:
-    """Return how much is free on the disk of ``directory``, in words."""
+    """Return a phrase that says how much of the disk of ``directory`` is free."""
     usage = shutil.disk_usage(directory)
     return f"{usage.free / 2**20:.1f} MiB of {usage.total / 2**20:.0f} MiB are free in {directory}"

@@ -1,7 +1,7 @@
-"""One log format for every component: time, level, component, event and its fields, one line each, on stderr.
+"""The log format of every component: one line an event on stderr, with time, level, component, event and fields.
 
-``LOG_FORMAT=json`` gives one JSON object a line instead, for collectors that parse. Records of the standard library's
-logging (uvicorn, transformers, ...) come out in the same format.
+``LOG_FORMAT=json`` writes one JSON object a line instead, for log collectors. Records of the standard library's logging
+(uvicorn, transformers, ...) have the same format.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from services.core.errors import ConfigurationError
 
 LOG_FORMAT_VARIABLE = "LOG_FORMAT"
 
-# These tell of each request or connection, which is the metrics' business.
-_TALKATIVE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
+# They log every request or connection, which the metrics count already.
+_VERBOSE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
 
 
 def configure(component: str, level: str = "info") -> None:
-    """Sets up logging for this process; every line then bears ``component``, such as ``data-server``.
+    """Set up this process's logging; every line names ``component``, such as ``data-server``.
 
     Raises:
         ConfigurationError: LOG_FORMAT is neither ``text`` nor ``json``.
@@ -67,12 +67,12 @@ def configure(component: str, level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)
-    for name in _TALKATIVE:
+    for name in _VERBOSE:
         logging.getLogger(name).setLevel(max(number, logging.WARNING))
 
 
 def get_logger(name: str | None = None) -> structlog.stdlib.BoundLogger:
-    """The logger of a module: ``log = get_logger(__name__)``, then ``log.info("step done", step=3)``."""
+    """Return a module's logger: ``log = get_logger(__name__)``, then ``log.info("step done", step=3)``."""
     logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
     return logger
 
@@ -82,7 +82,7 @@ def _json_line(_logger: Any, _method: str, event: structlog.typing.EventDict) ->
 
 
 def _text_line(_logger: Any, _method: str, event: structlog.typing.EventDict) -> str:
-    """``2026-01-31T12:00:00.123456Z info data-server: loaded rows=7473``, with a traceback below where there is one."""
+    """Return ``2026-01-31T12:00:00.123456Z info data-server: loaded rows=7473``, with any traceback below."""
     time = event.pop("timestamp", "")
     level = event.pop("level", "info")
     component = event.pop("component", "")

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps after it was freed."""
+"""Control over the freed memory that the C library (glibc) keeps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KEPT_BYTES = 2**31 - 1
 
 
 def keep() -> None:
-    """Has the C library (glibc) keep what is freed until ``release``, but for blocks of more than KEPT_BLOCK_BYTES.
+    """Make the C library (glibc) keep freed memory until ``release``, except blocks larger than KEPT_BLOCK_BYTES.
 
-    All threads share it. To be called before there are other threads: those that have a heap of their own keep it.
+    Call this before starting threads: all threads then share one heap, while a running thread keeps its own.
 
-    By default it gives large blocks back at once, and the system clears each page of the next one: in training on a CPU
-    that took a quarter of the processor's time. Blocks of the size of an embedding would leave too large holes.
+    By default glibc returns large blocks at once, and the system clears each page of the next block, which took a
+    quarter of the processor's time in training on a CPU. Larger blocks, such as an embedding, would leave large holes.
     """
     library = _c_library()
     if hasattr(library, "mallopt"):
@@ -30,10 +30,10 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Gives free memory back to the system, where the C library can (glibc).
+    """Return free memory to the system, where the C library can (glibc).
 
-    Tensors of very different sizes leave holes in the heap, which glibc keeps for ever: a gigabyte for a model of half
-    a gigabyte. Worth the milliseconds after a phase that others, who have the machine next, follow.
+    Tensors of very different sizes leave holes in the heap, which glibc never returns by itself: a gigabyte for a model
+    of half a gigabyte. This takes milliseconds, so call it after a phase whose successor needs the memory.
     """
     library = _c_library()
     if hasattr(library, "malloc_trim"):
@@ -42,5 +42,5 @@ def release() -> None:
 
 @cache
 def _c_library() -> Any:
-    """The C library, whose functions are attributes where it has them: macOS and musl have none of these."""
+    """Return the C library with its functions as attributes; macOS and musl lack the functions used here."""
     return ctypes.CDLL(None)

@@ -1,8 +1,8 @@
 """The base of every settings class: typed, read from environment variables, and strict.
 
-Each service and the trainer has one subclass. A field's description is its documentation: docs/configuration.md is
-generated from them. ``sky jobs launch jobgroup.yaml --env NAME=VALUE`` gives every task the same variables, so a class
-ignores the names of the others; a value that is not allowed stops the program.
+Each service and the trainer has one subclass. The fields' descriptions are their documentation, from which
+docs/configuration.md is generated. ``sky jobs launch jobgroup.yaml --env NAME=VALUE`` gives every task the same
+variables, so a class ignores variables of the other classes. A value that is not allowed stops the program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.core.retired import RETIRED
 
 
 class Settings(BaseSettings):
-    """What every component reads."""
+    """The settings of every component."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False)
 
@@ -46,14 +46,14 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **overrides: Any) -> Self:
-        """Reads the environment; ``overrides`` (of command-line flags, None for "not given") win over it.
+        """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed, or a variable is retired; the message has name, value and what
-                is allowed.
+            ConfigurationError: a value is not allowed, or a variable is retired. The message has the name, the value
+                and the allowed values.
         """
         if retired := [
-            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if name in os.environ
+            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if os.environ.get(name)
         ]:
             raise ConfigurationError("; ".join(retired))
         try:
@@ -69,7 +69,7 @@ class Settings(BaseSettings):
 
     @property
     def policy_dir(self) -> Path:
-        """Where policy versions are published: one directory a version, renamed into place."""
+        """The directory of published policy versions, each a directory that is renamed into place."""
         return self.run_dir / "policy"
 
     @property
@@ -79,16 +79,16 @@ class Settings(BaseSettings):
 
 
 def default_run_id() -> str:
-    """The managed job's name and number, which are the same in all its tasks and after a recovery; else ``local``."""
+    """Return the managed job's name and number, equal in all its tasks and after recoveries; elsewhere ``local``."""
     found = parse_task_id()
     group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
     return f"{group}-{found['job']}" if found else group
 
 
 def parse_task_id() -> dict[str, str] | None:
-    """Return number (``job``) and controller's start (``time``) of the managed job; None without SkyPilot.
+    """Return the managed job's number (``job``) and its controller's start (``time``); None without SkyPilot.
 
-    The time is another once the jobs controller has been restarted, and a new controller counts jobs from 1 again.
+    A restarted jobs controller has another start and counts jobs from 1 again.
     """
     # sky-managed-<time>_<group>_<task>_<job>-<task number>
     match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
 async def run_until_first_ends(*parts: Awaitable[None]) -> None:
-    """Runs all of them until one ends; then cancels the others, waits for them, and raises the first error of any.
+    """Run all awaitables until one ends, then cancel the others, wait for them, and raise the first error of any.
 
-    Unlike asyncio.TaskGroup it ends with the first that ends, and its error is not wrapped in a group.
+    Unlike asyncio.TaskGroup, this does not wait for all of them, and it raises an error as it is, without a group.
     """
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
@@ -29,27 +29,22 @@ async def run_until_first_ends(*parts: Awaitable[None]) -> None:
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Runs blocking ``work`` in a thread that does not keep the process alive, so that a signal ends a long load."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
+    """Run blocking ``work`` in a daemon thread and return its result.
 
-    def finish(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]  # work's own result, None included
+    Python waits for the threads of asyncio.to_thread when it exits. It does not wait for a daemon thread, so a signal
+    can end a long load.
+    """
+    done: Future[T] = Future()
 
     def run_work() -> None:
-        result, failure = None, None
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             result = work()
-        # Carried over to whoever awaits.
-        except BaseException as error:  # noqa: BLE001
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(finish, result, failure)
+        except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
+            done.set_exception(error)
+        else:
+            done.set_result(result)
 
     threading.Thread(target=run_work, name="in-background", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(done)

@@ -1,4 +1,4 @@
-"""How many tokens a model knows, for programs that compute nothing with it."""
+"""A model's vocabulary size, for programs that do not load the model."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from services.core.errors import ConfigurationError
 
 
 def vocabulary_size(model: str, named_by: str) -> int:
-    """Reads it from the model's config.json; importing transformers would take seconds.
+    """Return the vocabulary size from a model's config.json, without the seconds that importing transformers takes.
 
     Args:
         model: a Hugging Face name or a directory.
         named_by: the setting or option that names the model, for the error.
 
     Raises:
-        ConfigurationError: the file cannot be had, or does not say.
+        ConfigurationError: the file cannot be read, or has no vocabulary size.
     """
     directory = Path(model).expanduser()
     try:
         path = directory if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
         config: dict[str, Any] = json.loads((path / "config.json").read_text())
-        # Models of several modalities describe each by itself.
+        # Multimodal models have a configuration for each modality.
         return int((config | (config.get("text_config") or {}))["vocab_size"])
     except KeyError:
         reason = "its config.json has no vocab_size"

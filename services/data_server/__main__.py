@@ -11,8 +11,4 @@ from services.data_server.settings import DataSettings
 from services.http.server import run_service
 
 if __name__ == "__main__":
-    sys.exit(
-        run_service(
-            partial(create_app, own_process=True), endpoints.Task.DATA_SERVER, endpoints.DATA_PORT, DataSettings
-        )
-    )
+    sys.exit(run_service(partial(create_app, own_process=True), endpoints.Task.DATA_SERVER, DataSettings))

@@ -17,7 +17,7 @@ def main() -> None:
     """Reads the command line and the environment, and serves until a signal."""
     parser = argparse.ArgumentParser(prog="python -m services.embedded_engine")
     parser.add_argument("--host", help="address to listen on")
-    parser.add_argument("--port", type=int, help="port to listen on, default 30001 (also ENGINE_LISTEN_PORT)")
+    parser.add_argument("--port", type=int, help="port to listen on, default 30001")
     arguments = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(SERVICE, settings.log_level)

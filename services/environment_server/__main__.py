@@ -14,7 +14,6 @@ if __name__ == "__main__":
         run_service(
             create_app,
             endpoints.Task.ENVIRONMENT_SERVER,
-            endpoints.ENVIRONMENT_PORT,
             EnvironmentSettings,
             {"environment": "environment"},
         )

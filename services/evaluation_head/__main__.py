@@ -16,7 +16,6 @@ if __name__ == "__main__":
         run_service(
             create_app,
             endpoints.Task.EVALUATION_HEAD,
-            endpoints.EVALUATION_HEAD_PORT,
             HeadSettings,
             {
                 "policies": "head_policies",

@@ -1,24 +1,18 @@
-"""What every request passes before it reaches a route: measurement, readiness, the token, and limits on its body."""
+"""The middleware of all services."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import re
 import time
 from collections.abc import Callable, Collection
-from itertools import accumulate
-from typing import Any
 
-import orjson
-from fastapi import Request
 from fastapi.responses import Response
-from fastapi.routing import APIRoute
 from prometheus_client import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.core.logs import get_logger
-from services.http.problems import ProblemError, printable, problem_response
+from services.http.problems import printable, problem_response
 
 log = get_logger(__name__)
 
@@ -34,65 +28,14 @@ BODY = Counter("http_request_body_bytes", "Bytes of request bodies read.", ["ser
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_SECONDS = 60.0
-# Our deepest record has about ten levels; orjson itself refuses to write more than 254.
-MAX_DEPTH = 64
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-# Answered before the service is ready; only /health, and pages that contain no data, are answered without the token.
-_ALWAYS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
-# Possessive, so linear on any input; an unterminated string swallows the rest.
-_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_ALWAYS_ANSWERED = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+"""Paths that are answered before the service is ready. Only /health and pages without data need no token."""
 
 
-def json_depth(body: bytes) -> int:
-    """How deeply the arrays and objects of a JSON text are nested; 0 for a bare value. Linear in its length."""
-    brackets = _STRINGS.sub(b"", body).translate(None, _NOT_BRACKETS)
-    return max(accumulate(map(_STEP.__getitem__, brackets)), default=0)
-
-
-class JsonRequest(Request):
-    """A request whose body is parsed by orjson, which refuses NaN, infinities, lone surrogates and invalid UTF-8."""
-
-    async def json(self) -> Any:
-        """The parsed body.
-
-        Raises:
-            ProblemError: it is nested more than MAX_DEPTH deep.
-            orjson.JSONDecodeError: it is not JSON.
-        """
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            if (depth := json_depth(body)) > MAX_DEPTH:
-                raise ProblemError(400, f"the body is nested {depth} levels deep; allowed are {MAX_DEPTH}")
-            self._json = orjson.loads(body)
-        return self._json
-
-
-class JsonRoute(APIRoute):
-    """A route that reads its body as JsonRequest does."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        """The handler that FastAPI calls."""
-        handle = super().get_route_handler()
-
-        async def handler(request: Request) -> Response:
-            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
-                raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
-            response: Response = await handle(JsonRequest(request.scope, request.receive))
-            return response
-
-        return handler
-
-
-def _is_json(content_type: str) -> bool:
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
-
-
-class Gate:
-    """ASGI middleware around a whole service."""
+class ServiceMiddleware:
+    """ASGI middleware around a whole service: metrics, the token, readiness, and limits to the body of a request."""
 
     def __init__(
         self,
@@ -103,21 +46,19 @@ class Gate:
         is_ready: Callable[[], bool],
         public: Collection[str] = (),
         max_body_bytes: int = MAX_BODY_BYTES,
-        max_body_seconds: float = MAX_BODY_SECONDS,
     ) -> None:
         self._app = app
         self._without_token = frozenset({"/health", *public})
-        self._always = _ALWAYS | self._without_token
+        self._always_answered = _ALWAYS_ANSWERED | self._without_token
         self._service = service
         self._expected = f"Bearer {token}".encode() if token else None
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
-        self._max_body_seconds = max_body_seconds
         self._in_flight = IN_FLIGHT.labels(service)
         self._body_bytes = BODY.labels(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or passes anything but HTTP on."""
+        """Answer one HTTP request; pass other connections (WebSocket, lifespan) through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -133,12 +74,12 @@ class Gate:
         self._in_flight.inc()
         try:
             await self._answer(scope, receive, count_and_send)
-        # Whatever a route let through is a bug of ours: it is told to the client as a 500 and logged with its trace.
+        # An error that a route lets through is a bug of ours: log its traceback, and answer 500.
         except Exception as error:
             log.exception("request failed", method=scope["method"], path=printable(scope["path"]), error=repr(error))
             if status:
                 raise
-            refusal = problem_response(500, f"{type(error).__name__} in {self._service}; its log has the trace")
+            refusal = problem_response(500, f"{type(error).__name__} in {self._service}; its log has the traceback")
             await refusal(scope, receive, count_and_send)
         finally:
             self._in_flight.dec()
@@ -171,7 +112,7 @@ class Gate:
             if not hmac.compare_digest(given, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"
                 return problem_response(401, detail, headers={"WWW-Authenticate": "Bearer"})
-        if path not in self._always and not self._is_ready():
+        if path not in self._always_answered and not self._is_ready():
             detail = f"{self._service} is starting or stopping; wait until GET /health answers 200"
             return problem_response(503, detail, headers={"Retry-After": "1"})
         length = headers.get(b"content-length", b"0")
@@ -185,11 +126,11 @@ class Gate:
         return problem_response(413, detail, headers={"Connection": "close"})
 
     async def _read(self, receive: Receive) -> bytes | Response | None:
-        """The whole body, a refusal, or None when the client left."""
+        """Return the whole body, a refusal, or None when the client left."""
         chunks: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(self._max_body_seconds):
+            async with asyncio.timeout(MAX_BODY_SECONDS):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -202,12 +143,12 @@ class Gate:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
-            detail = f"the body did not arrive within {self._max_body_seconds:g} s"
+            detail = f"the body did not arrive within {MAX_BODY_SECONDS:g} s"
             return problem_response(408, detail, headers={"Connection": "close"})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives a body which was read already, then what comes after it (the disconnect)."""
+    """Return a ``receive`` that gives a body that was read already, and then the messages after it (a disconnect)."""
     given = False
 
     async def replay() -> Message:

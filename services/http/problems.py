@@ -1,4 +1,4 @@
-"""RFC 9457 problem documents: how every service says that it refuses a request, and why."""
+"""RFC 9457 problem documents: the form in which every service refuses a request and says why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 PROBLEM_MEDIA_TYPE = "application/problem+json"
 _REF = {"$ref": "#/components/schemas/Problem"}
 
-# What every operation may answer besides its own replies; an app puts it into its OpenAPI page.
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {
         "description": "The request is refused and changed nothing.",
@@ -23,12 +22,13 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
     },
     "5XX": {"description": "The service cannot answer now.", "content": {PROBLEM_MEDIA_TYPE: {"schema": _REF}}},
 }
+"""The refusals of every operation, for the OpenAPI page."""
 
 _MAX_ERRORS = 20
 
 
 class ProblemError(HTTPException):
-    """Raised by a route to refuse a request: ``detail`` says what is wrong, where, and what to do."""
+    """An error by which a route refuses a request; ``detail`` says what is wrong, where, and what to do."""
 
     def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None, **members: Any) -> None:
         super().__init__(status, detail, dict(headers) if headers else None)
@@ -38,9 +38,9 @@ class ProblemError(HTTPException):
 def problem_response(
     status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Response:
-    """A problem document as a response; ``members`` are extension members beside RFC 9457's own."""
+    """Return a problem document as a response; ``members`` are extension members beside RFC 9457's own."""
     if instance is not None and instance.startswith("/v1/"):
-        members["error"] = {"message": detail}  # where OpenAI's clients look for it
+        members["error"] = {"message": detail}  # OpenAI's clients read this member
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -53,7 +53,7 @@ def problem_response(
 
 
 def install(app: FastAPI) -> None:
-    """Makes every refusal of ``app`` a problem document."""
+    """Make every refusal of ``app`` a problem document."""
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
 
@@ -79,7 +79,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     if malformed is not None:
         reason = malformed.get("ctx", {}).get("error", "not JSON")
         return problem_response(400, f"the body is not valid JSON: {reason}", instance=printable(request.url.path))
-    # The input itself is not echoed: it may be large, secret, or not printable.
+    # The input itself is left out: it may be large, secret, or not printable.
     told = [
         {"where": ".".join(printable(str(part)) for part in e["loc"]), "what": printable(e["msg"]), "type": e["type"]}
         for e in errors[:_MAX_ERRORS]
@@ -90,6 +90,6 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 def printable(text: str) -> str:
-    """``text`` without what JSON or a terminal cannot hold, cut to a length fit for a message."""
+    """Return ``text`` without lone surrogates, cut to a length fit for a message."""
     clean = text.encode("utf-8", "replace").decode()
     return clean if len(clean) <= 500 else clean[:500] + "..."

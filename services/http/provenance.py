@@ -1,7 +1,7 @@
-"""A component's record of what it runs with: its settings, the code's commit and the versions of the packages.
+"""A component's record of its provenance: its settings, the code's commit and the versions of packages.
 
-The trainer puts the records of all components into config.json. A service answers GET /settings with its own; a
-component without routes of this project (the rollout node's launcher, a collector) leaves it in the run directory.
+The trainer collects the records of all components in config.json. A service returns its record at GET /settings; a
+component without this route (the rollout node's launcher, a collector) writes it into the run directory.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import orjson
-
 from services.core.endpoints import Task, node_rank
+from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.core.settings import Settings
 from services.protocol import ComponentRecord
@@ -23,13 +22,13 @@ from services.protocol import ComponentRecord
 log = get_logger(__name__)
 
 PACKAGES = ("skypilot-grpo", "torch", "transformers", "sglang", "sglang-router", "math-verify", "datasets")
-"""Packages that decide about numbers and rewards; recorded where a component has them installed."""
+"""Packages that affect numbers and rewards; recorded where they are installed."""
 
 GIT_SECONDS = 10.0
 
 
 def describe(settings: Settings) -> ComponentRecord:
-    """Return the record of this process, which runs with ``settings``. Secrets are asterisks in it."""
+    """Return the record of this process and its ``settings``, with asterisks for secrets."""
     defaults = {
         name: field.get_default(call_default_factory=True) for name, field in type(settings).model_fields.items()
     }
@@ -41,31 +40,29 @@ def describe(settings: Settings) -> ComponentRecord:
     )
 
 
-def leave_record(settings: Settings, task: Task) -> None:
-    """Write this component's record into the run directory, from the task's first node: the others run with the same.
+def write_record(settings: Settings, task: Task) -> None:
+    """Write this component's record into the run directory, on the task's first node only: the other nodes' are equal.
 
     Outside a job group there is no run, and nothing is written.
     """
     if "SKYPILOT_JOBGROUP_NAME" not in os.environ or node_rank() > 0:
         return
-    path = _left_record(settings.run_dir, task)
+    path = _record_path(settings.run_dir, task)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_bytes(orjson.dumps(describe(settings).model_dump(), option=orjson.OPT_INDENT_2))
-        temporary.rename(path)
+        atomic_write(path, describe(settings).model_dump_json(indent=2))
     except OSError as error:
-        # What needs the volume says so itself, with a deadline; config.json is not worth ending a component.
-        log.warning("settings not left for config.json", path=str(path), reason=str(error))
+        # Not worth ending a component: a component that needs the volume fails by itself.
+        log.warning("settings not written for config.json", path=str(path), reason=str(error))
 
 
-def read_left_record(run_dir: Path, task: Task) -> ComponentRecord | None:
-    """Return the record that ``task`` left in the run directory; None while there is none."""
-    path = _left_record(run_dir, task)
+def read_record(run_dir: Path, task: Task) -> ComponentRecord | None:
+    """Return the record that ``task`` wrote into the run directory; None while there is none."""
+    path = _record_path(run_dir, task)
     return ComponentRecord.model_validate_json(path.read_bytes()) if path.exists() else None
 
 
-def _left_record(run_dir: Path, task: Task) -> Path:
+def _record_path(run_dir: Path, task: Task) -> Path:
     return run_dir / "components" / f"{task.value}.json"
 
 
@@ -81,7 +78,7 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def _commit() -> str | None:
-    """Return the commit of the checkout that this code is in, with ``-dirty`` where tracked files differ from it."""
+    """Return the commit of this code's checkout, with ``-dirty`` if tracked files differ from it."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None

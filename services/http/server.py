@@ -1,4 +1,4 @@
-"""The life of a service's process: it listens, serves until a signal, drains, and exits with 0."""
+"""The process of a service: it listens, serves until a signal, drains, and exits with 0."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fastapi import FastAPI
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, exit_code_of
 from services.core.settings import Settings
-from services.http.app import Lifecycle
 from services.http.connections import server_config
+from services.http.lifecycle import Lifecycle
 
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 log = logs.get_logger(__name__)
 
 DRAIN_SECONDS = 5
-"""Longest time that a request may still take after SIGTERM; callers allow a service 10 s to end."""
+"""Longest time that a request in flight may take after SIGTERM; callers allow a service 10 s to end."""
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn, but a signal drains the service and the process then exits with 0 instead of dying of the signal."""
+    """Uvicorn's server, except that the process drains and exits with 0 at a signal instead of dying of it."""
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handles the signals while the server runs."""
+        """Handle the signals while the server runs."""
         handled = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in handled}
         try:
@@ -52,16 +52,16 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Begin to drain the service."""
         asyncio.get_event_loop().call_soon_threadsafe(self._lifecycle.draining.set)
         super().handle_exit(sig, frame)
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Serves ``app`` on a listening socket until SIGTERM or SIGINT, or until its lifecycle fails.
+    """Serve ``app`` on a listening socket until SIGTERM or SIGINT, or until its lifecycle fails.
 
     Raises:
-        Exception: what the lifecycle failed with.
+        Exception: the error that the lifecycle failed with.
     """
     lifecycle: Lifecycle = app.state.lifecycle
     config = server_config(app, lifespan="on", timeout_graceful_shutdown=DRAIN_SECONDS, timeout_keep_alive=30)
@@ -71,10 +71,10 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket.
+    """Return a listening TCP socket.
 
     Raises:
-        ConfigurationError: the address cannot be had.
+        ConfigurationError: the address is taken, or is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -88,34 +88,29 @@ def listen(host: str, port: int) -> socket.socket:
 def run_service(
     app_factory: Callable[[SettingsT], FastAPI],
     task: endpoints.Task,
-    port: int,
     settings_class: type[SettingsT],
     flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
-    """The ``main`` of a service: reads the command line and the environment, serves, and returns the exit code.
+    """Read a service's command line and settings, serve, and return the exit code.
 
-    The address is that of ``--host`` and ``--port``, else of the settings ``<task>_listen_host`` and
-    ``<task>_listen_port`` (DATA_SERVER_LISTEN_PORT, ...), else of the job group (endpoints.bind_address). ``flags``
-    are further ones: ``{"batch-size": "evaluation_batch_size"}`` lets ``--batch-size`` win over that setting.
+    The service listens at ``--host`` and ``--port``, by default at its address in the job group
+    (endpoints.bind_address). ``flags`` adds flags for settings: ``{"batch-size": "head_batch_size"}`` lets
+    ``--batch-size`` win over HEAD_BATCH_SIZE.
     """
-    # Not <TASK>_PORT: Kubernetes sets a variable of that form, "tcp://...", for every service of that name.
-    prefix = task.value.replace("-", "_") + "_listen"
     parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}")
-    parser.add_argument("--host", help=f"address to listen on (also {prefix.upper()}_HOST)")
-    parser.add_argument("--port", type=int, help=f"port to listen on, default {port} (also {prefix.upper()}_PORT)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help=f"default {endpoints.PORTS[task][0]}; 0: any free port")
     for flag, name in flags.items():
         description = settings_class.model_fields[name].description
         parser.add_argument(f"--{flag}", dest=name, help=f"{description} (also {name.upper()})".replace("%", "%%"))
     arguments = parser.parse_args()
 
     def main() -> None:
-        given = {name: getattr(arguments, name) for name in flags.values()}
-        settings = settings_class.load(**{f"{prefix}_host": arguments.host, f"{prefix}_port": arguments.port, **given})
+        settings = settings_class.load(**{name: getattr(arguments, name) for name in flags.values()})
         logs.configure(task.value, settings.log_level)
-        default = endpoints.bind_address(task, port)
-        given_host, given_port = getattr(settings, f"{prefix}_host"), getattr(settings, f"{prefix}_port")
-        host = given_host or default.host
-        listener = listen(host, default.port if given_port is None else given_port)
+        default = endpoints.bind_address(task)
+        host = arguments.host or default.host
+        listener = listen(host, default.port if arguments.port is None else arguments.port)
         app = app_factory(settings)
         log.info("listening", host=host, port=listener.getsockname()[1])
         serve(app, listener)

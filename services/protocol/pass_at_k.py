@@ -1,4 +1,4 @@
-"""The rule for a right answer, pass@k and standard errors, for evaluation in training and in scripts.evaluate."""
+"""Estimates of accuracy for evaluation, in training and in scripts.evaluate: right answers, pass@k, standard errors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import comb, sqrt
 from services.protocol import RewardResult, RewardStatus
 
 CORRECT = 1.0 - 1e-9
-"""A reward of at least this is a right answer."""
+"""The lowest reward of a right answer."""
 
 OVER_LIMIT = frozenset({RewardStatus.TIMEOUT, RewardStatus.MEMORY})
-"""The answer itself took more time or memory than the verifier allows."""
+"""Statuses of answers that exceed the verifier's time or memory limit."""
 
 
 def is_correct(result: RewardResult) -> bool | None:
-    """Return whether the answer is right, or None where it was not judged because the reward service failed.
+    """Return whether the answer is right, or None if it was not judged because the reward service failed.
 
-    An answer that exceeds the verifier's limits is wrong: if it were left out, a model would gain accuracy by writing
-    answers that nobody can check.
+    An answer that exceeds the verifier's limits is wrong: if it were excluded, a model could raise its accuracy by
+    writing answers that cannot be verified.
     """
     if result.reward is not None:
         return result.reward >= CORRECT
@@ -39,7 +39,13 @@ def standard_error(scores: Sequence[float]) -> float:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate that one of k samples is right, from n samples (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    """Return the unbiased estimate, from n samples, of the probability that at least one of k samples is right.
+
+    Chen et al. 2021, arXiv:2107.03374, eq. 1.
+
+    Raises:
+        ValueError: not 1 <= k <= n, or not 0 <= correct <= n.
+    """
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {correct} right of {n} samples; needed is 1 <= k <= n")
     return 1.0 - comb(n - correct, k) / comb(n, k)

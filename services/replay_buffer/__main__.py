@@ -10,4 +10,4 @@ from services.replay_buffer.app import create_app
 from services.replay_buffer.settings import ReplaySettings
 
 if __name__ == "__main__":
-    sys.exit(run_service(create_app, endpoints.Task.REPLAY_BUFFER, endpoints.REPLAY_PORT, ReplaySettings))
+    sys.exit(run_service(create_app, endpoints.Task.REPLAY_BUFFER, ReplaySettings))

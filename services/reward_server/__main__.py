@@ -10,4 +10,4 @@ from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
 
 if __name__ == "__main__":
-    sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, endpoints.REWARD_PORT, RewardSettings))
+    sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, RewardSettings))

@@ -30,13 +30,6 @@ class WeightedFunction:
 class RewardSettings(Settings):
     """What the reward-server reads from its environment."""
 
-    reward_server_listen_host: str | None = Field(
-        default=None, description="Address that the reward-server listens on."
-    )
-    reward_server_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the reward-server listens on; default 8002."
-    )
-
     reward_fn: str = Field(
         default="math",
         description="What makes up the reward: names with weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "

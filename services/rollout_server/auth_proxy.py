@@ -23,8 +23,8 @@ from starlette.types import ASGIApp
 
 from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
-from services.http import middleware
 from services.http.connections import server_config
+from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import listen
 from services.rollout_server.settings import RolloutSettings
@@ -75,7 +75,7 @@ def create_app(router_url: str, token: str) -> ASGIApp:
 
     app = Starlette(lifespan=lifespan)
     app.add_route("/{path:path}", pass_on, methods=list(METHODS))
-    return middleware.Gate(app, service=SERVICE, token=token, is_ready=lambda: True)
+    return ServiceMiddleware(app, service=SERVICE, token=token, is_ready=lambda: True)
 
 
 def _raw_target(request: Request) -> bytes:

@@ -161,10 +161,19 @@ class Binds:
     """In front of the router; None without a token."""
 
     @classmethod
-    def of(cls, settings: RolloutSettings) -> Binds:
-        """This node's. With a token the router hears its own node alone: it does not ask for it on all its routes, and
-        never on its metrics' port."""
-        host = settings.rollout_server_listen_host
+    def of(
+        cls,
+        settings: RolloutSettings,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        engine_port: int | None = None,
+    ) -> Binds:
+        """Return this node's addresses: those of the job group, but for what is given.
+
+        With a token the router hears its own node alone: it does not ask for it on all its routes, and never on its
+        metrics' port.
+        """
 
         def outward(port: int, given_port: int | None = None) -> Endpoint:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
@@ -174,8 +183,8 @@ class Binds:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
             return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
 
-        engine = outward(endpoints.ENGINE_PORT, settings.engine_listen_port)
-        front = outward(endpoints.ROUTER_PORT, settings.rollout_server_listen_port)
+        engine = outward(endpoints.ENGINE_PORT, engine_port)
+        front = outward(endpoints.ROUTER_PORT, port)
         if settings.token:
             return cls(engine, here(endpoints.ROUTER_INNER_PORT), here(endpoints.ROUTER_METRICS_PORT), front)
         return cls(engine, front, outward(endpoints.ROUTER_METRICS_PORT), None)

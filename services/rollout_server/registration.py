@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from services.clients.rollout_admin import RouterControl, WorkerControl, WorkerRefusedError
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
@@ -63,8 +63,8 @@ class WorkerKeeper:
         """
         async with (
             # It may load a version for as long as its first weights.
-            WorkerControl(self.url, self.settings.token, timeout=self.settings.engine_start_seconds) as worker,
-            RouterControl(self._router_endpoint, self.settings.token) as router,
+            WorkerAdmin(self.url, self.settings.token, timeout=self.settings.engine_start_seconds) as worker,
+            RouterAdmin(self._router_endpoint, self.settings.token) as router,
         ):
             start = 0
             while True:
@@ -83,7 +83,7 @@ class WorkerKeeper:
         if not self._was_registered:
             return
         end = time.monotonic() + self.settings.rollout_lost_seconds
-        async with RouterControl(self._router_endpoint, self.settings.token) as router:
+        async with RouterAdmin(self._router_endpoint, self.settings.token) as router:
             while not await router.is_healthy():
                 if time.monotonic() > end:
                     raise DependencyLostError(
@@ -94,7 +94,7 @@ class WorkerKeeper:
 
     async def withdraw_at_once(self) -> None:
         """Takes the worker out of the routing if the router answers now: at this node's start and end."""
-        async with RouterControl(self._router_endpoint, self.settings.token) as router:
+        async with RouterAdmin(self._router_endpoint, self.settings.token) as router:
             try:
                 async with asyncio.timeout(AT_ONCE_SECONDS):
                     if await router.is_healthy():
@@ -102,7 +102,7 @@ class WorkerKeeper:
             except (DependencyLostError, TimeoutError) as error:
                 log.warning("worker not withdrawn", reason=str(error) or "timed out")
 
-    async def _wait_until_up(self, worker: WorkerControl, start: int) -> bool:
+    async def _wait_until_up(self, worker: WorkerAdmin, start: int) -> bool:
         """True when the engine answers; False when it ended before, or was killed since it took too long."""
         end = time.monotonic() + self.settings.engine_start_seconds
         log.info("waiting for the engine", url=self.url, seconds=self.settings.engine_start_seconds)
@@ -117,7 +117,7 @@ class WorkerKeeper:
             await asyncio.sleep(POLL_SECONDS / 5)
         return False
 
-    async def _watch(self, worker: WorkerControl, start: int) -> None:
+    async def _watch(self, worker: WorkerAdmin, start: int) -> None:
         """Kills an engine that runs and does not answer; returns when it has ended."""
         answered = time.monotonic()
         while self._runs(start):
@@ -129,7 +129,7 @@ class WorkerKeeper:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _keep(self, worker: WorkerControl, router: RouterControl, start: int) -> None:
+    async def _keep(self, worker: WorkerAdmin, router: RouterAdmin, start: int) -> None:
         """Looks after a worker that is up, until its engine ends.
 
         Raises:
@@ -174,7 +174,7 @@ class WorkerKeeper:
     def _is_too_stale(self, since: float | None) -> bool:
         return since is not None and time.monotonic() - since > self.settings.engine_stale_seconds
 
-    async def _stale_since(self, worker: WorkerControl, since: float | None) -> float | None:
+    async def _stale_since(self, worker: WorkerAdmin, since: float | None) -> float | None:
         """Since when the registered worker serves an older version than the newest; None when it does not."""
         newest = await self._newest()
         if newest is None:
@@ -184,7 +184,7 @@ class WorkerKeeper:
             return None
         return time.monotonic() if since is None else since
 
-    async def _join(self, worker: WorkerControl, router: RouterControl) -> None:
+    async def _join(self, worker: WorkerAdmin, router: RouterAdmin) -> None:
         """Brings the worker to the newest version and registers it.
 
         Published meanwhile, a version may have been sent to the workers registered before this one: after registering,
@@ -201,7 +201,7 @@ class WorkerKeeper:
                 return
         raise WorkerRefusedError(f"{self.url}: versions are published faster than it can load them")
 
-    async def _catch_up(self, worker: WorkerControl) -> int:
+    async def _catch_up(self, worker: WorkerAdmin) -> int:
         """Loads the newest published version, whatever the worker says that it serves; returns the version.
 
         A worker whose update failed half-way may have weights of two versions, so its word is not enough.
@@ -251,7 +251,7 @@ class WorkerKeeper:
                 async with asyncio.timeout(VOLUME_SECONDS):
                     await in_background(partial(self.store.release, hold))
 
-    async def _close_update(self, worker: WorkerControl) -> None:
+    async def _close_update(self, worker: WorkerAdmin) -> None:
         """Ends the broadcast that a trainer began and did not end: SGLang refuses the next one meanwhile."""
         try:
             await worker.end_update()
@@ -277,7 +277,7 @@ class WorkerKeeper:
                 f"{self.store.policy_dir}; is SHARED_DIR the same volume on this node as on the trainer's?"
             )
 
-    async def _register(self, router: RouterControl) -> None:
+    async def _register(self, router: RouterAdmin) -> None:
         """Registers the worker and waits until the router, which looks at it first, sends it requests."""
         end = time.monotonic() + REGISTER_SECONDS
         told = -FORGOTTEN_SECONDS
@@ -290,7 +290,7 @@ class WorkerKeeper:
                 told = time.monotonic()
             await asyncio.sleep(POLL_SECONDS / 10)
 
-    async def _add(self, router: RouterControl) -> None:
+    async def _add(self, router: RouterAdmin) -> None:
         try:
             await router.add(self.url)
         except RequestRefusedError as error:

@@ -40,17 +40,6 @@ class RolloutSettings(Settings):
         default=EngineKind.AUTO,
         description="`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU.",
     )
-    rollout_server_listen_host: str | None = Field(
-        default=None,
-        description="Address that router and engine listen on. As with every service, the default is every interface "
-        "on a node of SkyPilot's, and elsewhere this machine alone (127.0.0.1).",
-    )
-    rollout_server_listen_port: int | None = Field(
-        default=None, ge=1, le=65_535, description="Port that the router listens on; default 30000."
-    )
-    engine_listen_port: int | None = Field(
-        default=None, ge=1, le=65_535, description="Port that a node's engine listens on; default 30001."
-    )
 
     engine_dtype: ComputeType = Field(
         default=ComputeType.AUTO,

@@ -19,7 +19,7 @@ from services.protocol import Prompt, RewardResult
 from services.reward_server.answers import Verdict, judge
 from services.rollout_server.settings import RolloutSettings
 from tests.evaluation.tool_model import questions
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+from tests.waiting import IDLE_SECONDS, wait_ready
 
 
 async def score(items: Any) -> list[RewardResult]:
@@ -42,8 +42,7 @@ async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleTyp
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=IDLE_SECONDS) as http,
     ):
-        async with asyncio.timeout(LIMIT_SECONDS):
-            await app.state.lifecycle.wait_ready()
+        await wait_ready(app)
         workflow = AgentWorkflow(math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model)
         server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))

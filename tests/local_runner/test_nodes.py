@@ -81,6 +81,9 @@ def test_components_find_each_other_by_it(monkeypatch):
         monkeypatch.setenv("JOBGROUP_ENDPOINTS", addresses.variable)
         monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
         assert json.loads(addresses.variable) == addresses.endpoints
-        assert endpoints.router().url == f"http://{addresses.find('rollout-server', 0, 30000)}"
+        assert (
+            endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER).url
+            == f"http://{addresses.find('rollout-server', 0, 30000)}"
+        )
         bound = endpoints.bind_address(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT)
         assert f"{bound.host}:{bound.port}" == addresses.find("rollout-server", 1, 30001)

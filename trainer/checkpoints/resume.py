@@ -1,4 +1,4 @@
-"""Takes a run back to its newest checkpoint: the trainer's state, the published versions and the replay buffer."""
+"""Resumes a run from its newest checkpoint: the trainer's state and the published versions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from trainer.checkpoints.admission import check_same, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.fingerprint import Fingerprint, tokenizer_digest
 from trainer.config import Mode, TrainerSettings
-from trainer.loop import GRACE_SECONDS
-from trainer.main_rank import Conductor
 from trainer.model.learner import Learner
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
-from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 
@@ -101,29 +98,6 @@ def _next_version(settings: TrainerSettings, version: int) -> int:
     # Groups of the abandoned steps may still be in the queue: no version is used twice.
     newest = store.newest()
     return version if newest is None else max(version, newest.version + 1)
-
-
-def start_source(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Take the replay buffer back to the checkpoint and start the source of groups."""
-    if settings.mode is Mode.SYNC:
-        _restore_replay(settings, thread, conductor, state)
-    thread.call(conductor.start_source(state.cursor), GRACE_SECONDS)
-
-
-def _restore_replay(settings: TrainerSettings, thread: ServiceThread, conductor: Conductor, state: RunState) -> None:
-    """Give the replay buffer the contents that the state's training has seen, and no others.
-
-    Without a checkpoint those are the contents at the first start: what an earlier life added since, which was killed
-    before its first checkpoint, would be newer than the policy.
-    """
-    deadline = settings.service_deadline_seconds + GRACE_SECONDS
-    start = f"{settings.run_id}-start"
-    if thread.call(conductor.restore_replay(state.replay_snapshot or start), deadline):
-        return
-    if state.replay_snapshot is None:
-        thread.call(conductor.save_replay(start), deadline)
-    else:
-        log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
 
 
 def count_parameters(policy: Policy) -> int:

@@ -159,7 +159,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     """
     chosen = choose_compute(settings, ranks)
     if trainable:
-        log.info("computing", **chosen.fields())
+        log.info("computing", **vars(chosen))
     model = _load_model(settings, materialise=ranks.is_main)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from services.core.endpoints import Task
 from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol import ComponentRecord, Group
+from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
-from trainer.rollouts.groups import reward_counts
+from trainer.reporting.step_metrics import reward_counts
 
 log = get_logger(__name__)
 
@@ -85,6 +87,15 @@ class RunFiles:
         if self._wandb is not None:
             self._wandb.log(metrics, step=step)
 
+    def keep_batch(self, step: int, groups: Sequence[TrainingGroup]) -> Path:
+        """Write the groups of an update that was not finite to a file, and return its path."""
+        path = self.directory / f"diverged-step-{step:06d}.json"
+        try:
+            path.write_bytes(orjson.dumps([asdict(group) for group in groups]))
+        except OSError as error:
+            log.error("the last batch is not written", path=str(path), reason=str(error))
+        return path
+
     def record_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Appends a few greedy completions of held-out prompts, the same prompts after each evaluation."""
         _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
@@ -101,7 +112,7 @@ class RunFiles:
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)
-        found = {task: provenance.read_left_record(self.directory, task) for task in left}
+        found = {task: provenance.read_record(self.directory, task) for task in left}
         records = self._components | {task: record for task, record in found.items() if record is not None}
         components = {task.value: record.model_dump() for task, record in records.items()}
         _write(self.directory / "config.json", {"components": components})

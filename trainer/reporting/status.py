@@ -82,7 +82,7 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
 async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
     """Serves until cancelled."""
     address = bind_address(Task.TRAINER, STATUS_PORT)
-    listener = listen(settings.trainer_listen_host or address.host, settings.trainer_listen_port or address.port)
+    listener = listen(address.host, address.port)
     server = uvicorn.Server(server_config(create_status_app(settings, status), lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

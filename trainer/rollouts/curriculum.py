@@ -1,4 +1,4 @@
-"""Tells the data-server which prompts the policy gets right, where CURRICULUM orders its epochs by that."""
+"""Success rates of prompts for the data-server, which orders its epochs by them where CURRICULUM says so."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from services.protocol.pass_at_k import CORRECT
 log = get_logger(__name__)
 
 RECORD_SECONDS = 10.0
-"""The order of prompts is not worth a longer wait."""
+"""The longest wait for the data-server: the order of prompts is not worth more."""
 
 
 class SuccessRates:
-    """Sends the success rates of a batch of groups in one request. One that fails costs these rates, not the run."""
+    """A sender of success rates, one batch of prompts a request. A failed request costs only these rates."""
 
     def __init__(self, data: DataClient, batch_size: int) -> None:
         self.data = data
         self.batch_size = batch_size
         self._rates: dict[str, float] = {}
         self._are_wanted: bool | None = None
-        """Whether the data-server has a curriculum; None before it was asked."""
+        """True if the data-server has a curriculum; None before it was asked."""
 
     async def record(self, groups: Sequence[Group]) -> None:
-        """Takes up scored groups, and sends what there is once it is of as many prompts as a batch has."""
+        """Collect the rates of scored groups, and send them as soon as they cover one batch of prompts."""
         if self._are_wanted is False:
             return
         self._rates |= {g.prompt_id: rate for g in groups if (rate := success_rate(g)) is not None}
@@ -49,6 +49,6 @@ class SuccessRates:
 
 
 def success_rate(group: Group) -> float | None:
-    """The share of right completions among a group's scored ones; None if there are none."""
+    """Return the share of right completions among a group's scored ones; None if none was scored."""
     rewards = [reward for reward in group.rewards if not math.isnan(reward)]
     return statistics.fmean(reward >= CORRECT for reward in rewards) if rewards else None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.clients.data import DataClient
-from services.clients.reward import RewardClient
-from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout import SamplingParams
+from services.core.logs import get_logger
 from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, RewardResult, Split
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
+from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
-from trainer.rollouts.generation import PromptGenerator
-from trainer.rollouts.groups import derive_seed
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.seeds import derive_seed
+
+log = get_logger(__name__)
 
 PROMPTS_A_REQUEST = 256
 KEPT_SAMPLES = 8
@@ -22,21 +26,19 @@ KEPT_SAMPLES = 8
 
 
 class Evaluator:
-    """Evaluates what the rollout workers serve on the first EVAL_PROMPTS held-out prompts."""
+    """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
 
-    def __init__(
-        self, settings: TrainerSettings, data: DataClient, rollouts: RolloutClient, rewards: RewardClient
-    ) -> None:
+    def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
         self.settings = settings
-        self.data = data
-        self.generator = PromptGenerator(rollouts)
-        self.rewards = rewards
+        self.data = clients.data
+        self.maker = GroupMaker(settings, clients.rollouts, clients.rewards)
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
     async def evaluate(self) -> dict[str, float]:
-        """Measure ``accuracy`` (greedy pass@1) with its standard error, and how it was measured; with EVAL_SAMPLES k
-        also ``avg_at_k`` and ``pass_at_k``.
+        """Measure ``accuracy`` (greedy pass@1), its standard error and the counts behind it.
+
+        With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
 
         An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
         without a completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).
@@ -45,6 +47,7 @@ class Evaluator:
             DependencyLostError: a service was lost, or no prompt got a completion.
             ConfigurationError: the rollout workers refuse every prompt.
         """
+        started = time.perf_counter()
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         results = [result for of_prompt in await self._judged(prompts, greedy, 1) for result in of_prompt]
@@ -59,7 +62,7 @@ class Evaluator:
             )
             samples = await self._judged(prompts, sampling, k)
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
-        return metrics
+        return metrics | {"seconds_evaluate": time.perf_counter() - started}
 
     async def _prompts(self) -> list[Prompt]:
         prompts: list[Prompt] = []
@@ -78,14 +81,14 @@ class Evaluator:
         """Generate ``n`` completions of each prompt; return the results of those that are right or wrong."""
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         completions = await asyncio.gather(
-            *(self.generator.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+            *(self.maker.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
         )
         if prompts and not any(completions):
-            raise self.generator.all_failed()
+            raise self.maker.all_failed()
         owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
         items = [RewardItem.of(prompts[i], completion) for i, completion in owners]
         judged: list[list[RewardResult]] = [[] for _ in prompts]
-        results = await self.rewards.score(items)
+        results = await self.maker.rewards.score(items)
         for (i, _), result in zip(owners, results, strict=True):
             if is_correct(result) is not None:
                 judged[i].append(result)
@@ -142,3 +145,23 @@ def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[st
     }
     means = {name: statistics.fmean(scores) for name, scores in by_prompt.items()}
     return means | {f"{name}_stderr": standard_error(scores) for name, scores in by_prompt.items()}
+
+
+def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
+    """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step."""
+    accuracy = metrics.get("accuracy")
+    state.last_accuracy, state.evaluated_step = accuracy, state.step
+    state.last_accuracy_stderr = metrics.get("accuracy_stderr")
+    if state.step == 0:
+        state.accuracy_before, state.accuracy_before_stderr = accuracy, state.last_accuracy_stderr
+    if accuracy is not None and accuracy > (state.best_accuracy or 0.0):
+        state.best_accuracy, state.best_step = accuracy, state.step or None
+        log.info("best so far", step=state.step, accuracy=describe_accuracy(metrics))
+    if reached_target(settings, state):
+        log.info("TARGET_ACCURACY reached", target=settings.target_accuracy, best=state.best_accuracy)
+
+
+def reached_target(settings: TrainerSettings, state: RunState) -> bool:
+    """Return whether an evaluation's greedy pass@1, a point estimate, was at least TARGET_ACCURACY."""
+    target = settings.target_accuracy
+    return target is not None and (state.best_accuracy or 0.0) >= target

@@ -1,5 +1,4 @@
-"""Step 7: whole groups from the replay buffer, each with its own advantages and its stored behaviour
-log-probabilities."""
+"""Step 7: the draw of whole groups from the replay buffer, and their new priorities."""
 
 from __future__ import annotations
 
@@ -8,15 +7,15 @@ from collections.abc import Sequence
 from services.clients.replay import ReplayClient
 from services.protocol import Group, SampledGroup, SampleGroupsRequest
 from trainer.config import TrainerSettings
-from trainer.rollouts.groups import derive_seed
+from trainer.rollouts.seeds import derive_seed
 
 
 async def sample_groups(
     settings: TrainerSettings, replay: ReplayClient, step: int, policy_version: int, fresh: Sequence[Group]
 ) -> list[SampledGroup]:
-    """Up to REPLAY_GROUPS groups every REPLAY_EVERY steps, none in ``fresh`` and none staler than REPLAY_MAX_STALENESS.
+    """Return REPLAY_GROUPS groups every REPLAY_EVERY steps, none in ``fresh`` or staler than REPLAY_MAX_STALENESS.
 
-    Seeded by the step, so that a resumed run samples the same.
+    The draw is seeded by the step, so that a resumed run samples the same groups.
     """
     if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
         return []
@@ -33,10 +32,14 @@ async def sample_groups(
     )
 
 
-def updated_priorities(groups: Sequence[Group], signal: dict[str, float]) -> dict[str, float]:
-    """New priorities by group id: the mean over tokens of |importance weight * advantage| that the trainer saw.
+def updated_priorities(replayed: Sequence[SampledGroup], signal: dict[str, float]) -> dict[str, float]:
+    """Return new priorities by group id: the mean over tokens of |importance weight * advantage| in the update.
 
-    A group that the current policy would hardly produce any more, or whose completions are all alike, sinks.
+    A group sinks when the current policy would hardly produce it any more, or when its completions are all alike.
+
+    Args:
+        replayed: the groups of the update.
+        signal: the sum over tokens by group id; see UpdateResult.
     """
-    tokens = {g.group_id: sum(len(e.completion_ids) for e in g.experiences) for g in groups}
-    return {g.group_id: signal.get(g.group_id, 0.0) / max(tokens[g.group_id], 1) for g in groups}
+    tokens = {s.group.group_id: sum(len(e.completion_ids) for e in s.group.experiences) for s in replayed}
+    return {group_id: signal.get(group_id, 0.0) / max(count, 1) for group_id, count in tokens.items()}

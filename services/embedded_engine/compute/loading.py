@@ -73,7 +73,7 @@ def load(settings: RolloutSettings) -> Loaded:
     if settings.engine_threads is not None:
         torch.set_num_threads(settings.engine_threads)
     chosen = choose_compute(settings)
-    log.info("computing", **chosen.fields())
+    log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
     directory = find_model(settings.model_name)
     max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)

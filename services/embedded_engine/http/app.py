@@ -18,7 +18,8 @@ from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.http import openai_routes, sglang_wire, weight_routes
 from services.embedded_engine.http.served import Served, served_by, wait_for
-from services.http.app import JsonResponse, Lifecycle, Stats, create_service_app, version
+from services.http.app import JsonResponse, Stats, create_service_app, version
+from services.http.lifecycle import Lifecycle
 from services.http.problems import ProblemError
 from services.rollout_server.settings import RolloutSettings
 
@@ -26,8 +27,8 @@ log = get_logger(__name__)
 
 SERVICE = "rollout-engine"
 FIRST_VERSION = "0"
-# Of the five seconds that the scaffold gives requests in flight at the end: after these they come back aborted.
 DRAIN_SECONDS = 3.0
+"""Requests in flight are aborted this long after SIGTERM, before the server ends them (services.http.server)."""
 
 
 def create_app(settings: RolloutSettings) -> FastAPI:

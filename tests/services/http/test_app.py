@@ -17,10 +17,10 @@ from pydantic import SecretStr
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.http.app import create_service_app
-from services.http.middleware import MAX_DEPTH, json_depth
+from services.http.json_body import MAX_DEPTH, json_depth
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
 from services.protocol import ComponentRecord, RewardItem, RewardResult
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_until
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_ready, wait_until
 
 JSON = {"Content-Type": "application/json"}
 
@@ -78,7 +78,7 @@ async def test_health_is_503_and_routes_refuse_until_the_service_has_loaded() ->
         is_problem(refused, 503)
         assert refused.headers["retry-after"]
         loaded.set()
-        await app.state.lifecycle.wait_ready()
+        await wait_ready(app)
         healthy = await client.get("/health")
         assert (healthy.status_code, healthy.json()["status"]) == (200, "healthy")
         assert (await client.get("/stats")).status_code == 200
@@ -95,7 +95,7 @@ async def test_what_a_load_fails_with_reaches_whoever_waits() -> None:
     app = make_app(lifespan=failing)
     async with app.router.lifespan_context(app):
         with pytest.raises(ConfigurationError, match="no such dataset"):
-            await app.state.lifecycle.wait_ready()
+            await wait_ready(app)
 
 
 async def test_every_refusal_is_a_problem_document(serving: Any) -> None:
@@ -224,8 +224,6 @@ from services.core.tasks import in_background
 from services.http.server import run_service
 
 class SlowSettings(Settings):
-    reward_server_listen_host: str | None = None
-    reward_server_listen_port: int | None = None
     load_seconds: float = 0
     failure: str = ""
 
@@ -252,7 +250,7 @@ def create_app(settings):
 
     return app
 
-sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, 8002, SlowSettings))
+sys.exit(run_service(create_app, endpoints.Task.REWARD_SERVER, SlowSettings))
 """
 
 

@@ -88,7 +88,7 @@ async def test_what_may_pass_is_tried_again_and_counted(
     # Where an answer comes, it may take its time.
     seconds = 0.5 if isinstance(trouble, float) else IDLE_SECONDS
     async with listening(Script([trouble, trouble, GOOD])) as script, client(script, timeout=seconds) as http:
-        assert (await http.post_json("/ask", {"a": 1}, Answer)).answer == 42
+        assert (await http.call("POST", "/ask", Answer, {"a": 1})).answer == 42
     assert len(script.requests) == 3
     assert retries() == 2
 
@@ -97,7 +97,7 @@ async def test_a_refusal_is_final_and_says_what_the_service_said(retries: Retrie
     problem = '{"title": "no", "status": 422, "detail": "body.x: too small"}'
     async with listening(Script([(422, "", problem)])) as script, client(script) as http:
         with pytest.raises(RequestRefusedError, match=r"oracle refused .*/ask: 422 body.x: too small") as refusal:
-            await http.post_json("/ask", {}, Answer)
+            await http.call("POST", "/ask", Answer, {})
     assert refusal.value.status == 422
     assert len(script.requests) == 1
     assert retries() == 0
@@ -106,7 +106,7 @@ async def test_a_refusal_is_final_and_says_what_the_service_said(retries: Retrie
 async def test_a_service_that_fails_is_a_lost_dependency(retries: Retries) -> None:
     async with listening(Script([(500, "", '{"detail": "KeyError in oracle"}')])) as script, client(script) as http:
         with pytest.raises(DependencyLostError, match="500 KeyError in oracle"):
-            await http.get_json("/ask", Answer)
+            await http.call("GET", "/ask", Answer)
     assert retries() == 0
 
 
@@ -116,7 +116,7 @@ async def test_the_deadline_bounds_all_attempts_and_the_error_names_service_addr
         with pytest.raises(
             DependencyLostError, match=rf"oracle did not answer GET http://127.0.0.1:{script.port}/ask .*503 loading"
         ):
-            await http.get_json("/ask", Answer, deadline=0.5)
+            await http.call("GET", "/ask", Answer, deadline=0.5)
         assert time.monotonic() - started < http.deadline / 2
     assert 2 <= len(script.requests) <= 12
 
@@ -126,13 +126,13 @@ async def test_nobody_listening_is_a_lost_dependency() -> None:
         pass
     async with client(script) as http:
         with pytest.raises(DependencyLostError, match="ConnectError"):
-            await http.get_json("/ask", Answer, deadline=0.5)
+            await http.call("GET", "/ask", Answer, deadline=0.5)
 
 
 async def test_a_service_may_take_as_long_to_come_back_as_the_deadline_says() -> None:
     trouble: list[tuple[int, str, str] | float | None] = [(503, "Retry-After: 0\r\n", "")] * 40
     async with listening(Script([*trouble, GOOD])) as script, client(script) as http:
-        assert (await http.get_json("/ask", Answer, deadline=600)).answer == 42
+        assert (await http.call("GET", "/ask", Answer, deadline=600)).answer == 42
     assert len(script.requests) == 41
 
 
@@ -148,7 +148,7 @@ async def test_a_silent_connection_is_given_up() -> None:
 async def test_another_program_at_the_address_is_recognised() -> None:
     async with listening(Script([(200, "", '{"hello": 1}')])) as script, client(script) as http:
         with pytest.raises(DependencyLostError, match=r"something else than a Answer \(answer: Field required\)"):
-            await http.get_json("/ask", Answer)
+            await http.call("GET", "/ask", Answer)
 
 
 async def test_a_service_that_restarts_is_found_again_by_the_same_client(retries: Retries) -> None:
@@ -156,11 +156,11 @@ async def test_a_service_that_restarts_is_found_again_by_the_same_client(retries
     async with AsyncExitStack() as stack:
         async with listening(first):
             http = await stack.enter_async_context(client(first))
-            assert (await http.get_json("/ask", Answer)).answer == 42
+            assert (await http.call("GET", "/ask", Answer)).answer == 42
         # The pooled connection is still open, to a server that answers no more.
         first.replies = [None]
         await stack.enter_async_context(listening(second, first.port))
-        assert (await http.get_json("/ask", Answer)).answer == 43
+        assert (await http.call("GET", "/ask", Answer)).answer == 43
     assert retries() == 1
 
 
@@ -176,7 +176,7 @@ async def test_each_connection_resolves_the_name_anew(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(loop, "getaddrinfo", resolve)
         async with HttpClient(f"http://oracle-0.group:{script.port}", service="oracle") as http:
-            assert (await http.get_json("/ask", Answer)).answer == 42
+            assert (await http.call("GET", "/ask", Answer)).answer == 42
     assert resolved == ["oracle-0.group", "oracle-0.group"]
 
 
@@ -185,7 +185,7 @@ async def test_the_token_is_sent() -> None:
         listening(Script([GOOD])) as script,
         HttpClient(f"http://127.0.0.1:{script.port}", token="abc", service="oracle") as http,
     ):
-        await http.get_json("/ask", Answer)
+        await http.call("GET", "/ask", Answer)
     assert b"authorization: bearer abc" in script.requests[0].lower()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.clients.rollout_admin import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.rollout_server import supervisor
 from services.rollout_server.engines import Command
@@ -115,7 +115,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
 async def leave_in_mid_update(nodes: FakeNodes) -> None:
     """What SIGKILL of a trainer leaves."""
-    async with WorkerControl(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
+    async with WorkerAdmin(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
         await worker.pause("in_place")
         await worker.begin_update()
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterControl
+from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.protocol import Completion
@@ -205,7 +205,7 @@ def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, train
     trainer.use("disk", min_workers=2)
 
     async def remove() -> None:
-        async with RouterControl(two.router, TOKEN) as router:
+        async with RouterAdmin(two.router, TOKEN) as router:
             await router.remove(two.worker(1).url)
 
     asyncio.run(remove())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.clients.rollout_admin import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from tests.fake_service import FakeService, fake_service
@@ -24,7 +24,7 @@ def load_slowly(_request: dict[str, Any]) -> dict[str, Any]:
     return {"success": True}
 
 
-async def load(worker: WorkerControl, _index: int) -> None:
+async def load(worker: WorkerAdmin, _index: int) -> None:
     await worker.update_from_disk("v000001", 1)
 
 

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from services.protocol import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from trainer.algorithm.advantages import has_signal, training_group
 from trainer.config import TrainerSettings
-from trainer.rollouts.groups import derive_seed, group_metrics, initial_priority, reward_counts
+from trainer.reporting.step_metrics import group_metrics, reward_counts
+from trainer.rollouts.groups import initial_priority
+from trainer.rollouts.seeds import derive_seed
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10, advantage_eps=0.0)
 

@@ -1,13 +1,14 @@
-"""Where a step's groups come from, against services that answer as each test says."""
+"""Groups of a step, of a collector and of an evaluation, made by services that answer as each test says."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from prometheus_client import REGISTRY
@@ -19,13 +20,18 @@ from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol import Cursor
 from tests.fake_service import FakeService, Route, fake_service
+from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
 from trainer.config import TrainerSettings
+from trainer.loop import TrainingLoop
+from trainer.main_rank import MainRank
+from trainer.model.learner import UpdateResult
 from trainer.rollouts import curriculum
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
-from trainer.rollouts.generation import LEAST_FAILURES
-from trainer.rollouts.groups import GroupMaker
-from trainer.rollouts.sources import AsynchronousSource, SynchronousSource
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.service_thread import ServiceThread
 
 VOCAB_SIZE = 1000
 BAD = 7
@@ -64,6 +70,27 @@ def added(request: dict[str, Any]) -> dict[str, Any]:
     return {"added": len(request["groups"]), "duplicates": 0, "size": 0}
 
 
+class Steps:
+    """A training loop whose learner learns nothing: its steps only fetch, generate, score and store."""
+
+    def __init__(self, main: MainRank) -> None:
+        self.main = main
+        self.batch = Batch(main.settings)
+        team = MagicMock()
+        team.update.return_value = UpdateResult()
+        team.publisher.is_on_volume.return_value = True
+        self.files = MagicMock()
+        state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
+        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, total_steps=100)
+
+    def next(self) -> list[int]:
+        """Take a step; return the positions of the prompts whose groups were trained on."""
+        if not self.loop.step():
+            return []
+        _, _, groups = self.files.record_step.call_args.args
+        return [group.position for group in groups]
+
+
 @dataclass
 class Services:
     """The fakes, and the clients of the trainer that speak to them."""
@@ -72,30 +99,26 @@ class Services:
     rollouts: FakeService
     rewards: FakeService
     replay: FakeService
-    data_client: DataClient
-    rollout_client: RolloutClient
-    reward_client: RewardClient
-    replay_client: ReplayClient
+    clients: Clients
+    thread: ServiceThread
 
     def settings(self, **fields: Any) -> TrainerSettings:
-        return TrainerSettings.load(**({"batch_size": 4, "group_size": 2, "num_epochs": 1} | fields))
+        wanted = {"batch_size": 4, "group_size": 2, "num_epochs": 1, "replay_groups": 0, "eval_prompts": 0}
+        return TrainerSettings.load(**(wanted | {"checkpoint_every": 0} | fields))
 
-    def synchronous(self, position: int = 0, **fields: Any) -> SynchronousSource:
-        settings = self.settings(**fields)
-        maker = GroupMaker(settings, self.rollout_client, self.reward_client)
-        return SynchronousSource(settings, self.data_client, maker, self.replay_client, Cursor(position=position))
+    def steps(self, position: int = 0, **fields: Any) -> Steps:
+        main = MainRank(self.settings(**fields), self.thread, self.clients)
+        main.cursor = Cursor(position=position)
+        return Steps(main)
 
-    def asynchronous(self, **fields: Any) -> AsynchronousSource:
+    def collect(self, **fields: Any) -> None:
         settings = self.settings(mode="async", **fields)
-        return AsynchronousSource(settings, self.data_client, self.replay_client, None)
+        maker = GroupMaker(settings, self.clients.rollouts, self.clients.rewards)
+        self.thread.call(Collector(settings, self.clients, maker).run())
 
-    def collector(self, **fields: Any) -> Collector:
-        settings = self.settings(mode="async", **fields)
-        maker = GroupMaker(settings, self.rollout_client, self.reward_client)
-        return Collector(settings, self.data_client, maker, self.replay_client)
-
-    def evaluator(self, **fields: Any) -> Evaluator:
-        return Evaluator(self.settings(**fields), self.data_client, self.rollout_client, self.reward_client)
+    def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
+        evaluator = Evaluator(self.settings(**fields), self.clients)
+        return self.thread.call(evaluator.evaluate()), evaluator
 
 
 @pytest.fixture
@@ -111,18 +134,18 @@ def fakes() -> Iterator[list[FakeService]]:
 
 
 @pytest.fixture
-async def services(fakes: list[FakeService]) -> AsyncIterator[Services]:
+def services(fakes: list[FakeService]) -> Iterator[Services]:
     data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
-    async with AsyncExitStack() as stack:
-        yield Services(
-            *fakes,
-            await stack.enter_async_context(DataClient(data, deadline=20)),
-            await stack.enter_async_context(
-                RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8)
-            ),
-            await stack.enter_async_context(RewardClient(rewards, deadline=20)),
-            await stack.enter_async_context(ReplayClient(replay, deadline=20)),
-        )
+    clients = Clients(
+        DataClient(data, deadline=20),
+        RewardClient(rewards, deadline=20),
+        ReplayClient(replay, deadline=20),
+        RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8),
+    )
+    with ServiceThread() as thread:
+        thread.call(clients.open())
+        yield Services(*fakes, clients, thread)
+        thread.call(clients.close())
 
 
 def stats(curriculum: str = "off", **epochs: int) -> dict[str, Any]:
@@ -140,17 +163,16 @@ def failed_prompts() -> float:
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services, status: int) -> None:
+def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services, status: int) -> None:
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
     before = failed_prompts()
-    source = services.synchronous(position=BAD - 1)
-    batch = await source.next(1)
-    assert [group.position for group in batch.groups] == [BAD - 1, BAD + 1, BAD + 2]
-    assert source.cursor().position == BAD + 3, "it is not taken again"
+    steps = services.steps(position=BAD - 1)
+    assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
+    assert steps.loop.state.cursor.position == BAD + 3, "it is not taken again"
     assert failed_prompts() == before + 1
 
 
-async def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
+def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
     def reward(request: dict[str, Any]) -> dict[str, Any]:
         # All are right on the first prompt, so that it is replaced, and by the bad one.
         return {
@@ -159,38 +181,36 @@ async def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch
 
     services.rewards.routes["POST /batch_reward"] = reward
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
-    batch = await services.synchronous(position=BAD - 4, dynamic_sampling_tries=1).next(1)
-    assert [group.position for group in batch.groups] == [4, 5, 6, BAD + 1]
+    assert services.steps(position=BAD - 4, dynamic_sampling_tries=1).next() == [4, 5, 6, BAD + 1]
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
 )
 @pytest.mark.parametrize("batch_size", [1, 4, 10])
-async def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
+def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
     services: Services, status: int, error: type[Exception], batch_size: int
 ) -> None:
     services.rollouts.routes["POST /generate"] = lambda _: status
     said = rf"none of {max(batch_size, LEAST_FAILURES)} prompts got a completion .*as the test says"
     with pytest.raises(error, match=said):
-        await services.synchronous(batch_size=batch_size).next(1)
+        services.steps(batch_size=batch_size).next()
 
 
-async def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
+def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
-    source = services.synchronous(position=BAD, batch_size=1)
-    assert [group.position for group in (await source.next(1)).groups] == [BAD + 1]
-    assert source.cursor().position == BAD + 2
+    steps = services.steps(position=BAD, batch_size=1)
+    assert steps.next() == [BAD + 1]
+    assert steps.loop.state.cursor.position == BAD + 2
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
     services.rewards.routes["POST /batch_reward"] = lambda request: {
         "rewards": [{"reward": 1.0}] * len(request["items"])
     }
-    evaluator = services.evaluator(eval_prompts=10, eval_samples=2)
-    metrics = await evaluator.evaluate()
+    metrics, evaluator = services.evaluate(eval_prompts=10, eval_samples=2)
     assert (metrics["eval_prompts"], metrics["eval_left_out"], metrics["accuracy"]) == (10, 1, 1)
     # Of the first prompts the greedy completions are kept to be shown, not the samples.
     kept = [sample["prompt"] for sample in evaluator.samples]
@@ -198,10 +218,10 @@ async def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Servi
     assert all(sample["completion"] and sample["reward"] == 1 for sample in evaluator.samples)
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
-        await services.evaluator(eval_prompts=10).evaluate()
+        services.evaluate(eval_prompts=10)
 
 
-async def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
+def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
     services: Services,
 ) -> None:
     without_reward = {"2": "timeout", "3": "memory", "4": "error", "5": "overloaded"}
@@ -212,7 +232,7 @@ async def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out
         return {"reward": None, "status": status} if status else {"reward": float(int(item["prompt"]) % 2 == 0)}
 
     services.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [*map(score, request["items"])]}
-    metrics = await services.evaluator(eval_prompts=12, eval_samples=2).evaluate()
+    metrics, _ = services.evaluate(eval_prompts=12, eval_samples=2)
     assert (metrics["eval_prompts"], metrics["eval_over_limit"], metrics["eval_left_out"]) == (12, 2, 2)
     # Right: 0, 6, 8, 10. Wrong: 1, 7, 9, 11 and the two over a limit.
     assert metrics["accuracy"] == metrics["avg_at_2"] == metrics["pass_at_2"] == 0.4
@@ -250,23 +270,23 @@ class CollectorServices:
 
 
 @pytest.mark.parametrize("status", [400, 500])
-async def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
     served = CollectorServices(services, 12)
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
-    await services.collector().run()
+    services.collect()
     assert sorted(group["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
 )
-async def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
+def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
     services: Services, status: int, error: type[Exception]
 ) -> None:
     served = CollectorServices(services, 50)
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises(error, match="as the test says"):
-        await services.collector().run()
+        services.collect()
     assert served.position < 50
     assert (collector_name(0), 1) not in served.cursors, "it is not done"
 
@@ -288,6 +308,11 @@ def fresh(position: int) -> dict[str, Any]:
     return {**names, "prompt_ids": [1], "position": position, "experiences": [experience]}
 
 
+def acknowledged(_: dict[str, Any]) -> dict[str, Any]:
+    """POST /queue/acknowledge."""
+    return {"acknowledged": 2, "lost": 0}
+
+
 def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """POST /queue/lease that gives these groups in turn, and then none."""
     left = list(enumerate(replies))
@@ -301,23 +326,21 @@ def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lease
 
 
-async def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -> None:
+def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -> None:
     # The first lease ran out while the batch waited for more.
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [1, 2], [3, 4])
-    services.replay.routes["POST /queue/acknowledge"] = lambda _: {"acknowledged": 2, "lost": 0}
-    source = services.asynchronous()
-    assert [group.position for group in (await source.next(1)).groups] == [1, 2, 3, 4]
-    await source.trained()
-    acknowledged = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
-    assert acknowledged == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert services.steps(mode="async", collector_in_process=False).next() == [1, 2, 3, 4]
+    leases_told = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
+    assert leases_told == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
 
 
-async def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:
+def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:
     # One of the last four could not be generated.
     services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
-    batch = await services.asynchronous(fresh_wait_seconds=3600).next(1)
-    assert [group.position for group in batch.groups] == [1, 2, 3]
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert services.steps(mode="async", fresh_wait_seconds=3600).next() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -330,16 +353,17 @@ async def test_the_last_batch_comes_at_once_when_every_collector_is_done(service
     ],
     ids=str,
 )
-async def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
+def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
     services.data.routes["GET /stats"] = lambda _: stats(**stand)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
-    assert len((await services.asynchronous(fresh_wait_seconds=3600).next(1)).groups) == 4
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert len(services.steps(mode="async", fresh_wait_seconds=3600).next()) == 4
     assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
 
 
-async def test_a_collector_says_when_it_begins_and_when_all_is_pushed(services: Services) -> None:
+def test_a_collector_says_when_it_begins_and_when_all_is_pushed(services: Services) -> None:
     served = CollectorServices(services, 8)
-    await services.collector().run()
+    services.collect()
     assert served.cursors == [(collector_name(0), 0), (collector_name(0), 1)]
     assert len(served.queue()) == 8
     order = [name for name, _ in services.data.requests]
@@ -363,7 +387,7 @@ def curriculum_on(services: Services) -> None:
 
 
 @pytest.mark.usefixtures("curriculum_on")
-async def test_a_step_tells_the_curriculum_what_it_scored(services: Services) -> None:
+def test_a_step_tells_the_curriculum_what_it_scored(services: Services) -> None:
     def reward(request: dict[str, Any]) -> dict[str, Any]:
         # The first prompt's are all right, so that it is replaced: of the curriculum it is part all the same.
         return {
@@ -371,9 +395,9 @@ async def test_a_step_tells_the_curriculum_what_it_scored(services: Services) ->
         }
 
     services.rewards.routes["POST /batch_reward"] = reward
-    source = services.synchronous(dynamic_sampling_tries=1)
-    await source.next(1)
-    await source.next(1)
+    steps = services.steps(dynamic_sampling_tries=1)
+    steps.next()
+    steps.next()
     assert rates_of(services) == [
         {"p/0": 1.0, "p/1": 0.5, "p/2": 0.5, "p/3": 0.5, "p/4": 0.5},
         {f"p/{i}": 0.5 for i in range(5, 9)},
@@ -382,25 +406,25 @@ async def test_a_step_tells_the_curriculum_what_it_scored(services: Services) ->
 
 
 @pytest.mark.usefixtures("curriculum_on")
-async def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) -> None:
+def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) -> None:
     CollectorServices(services, 12)
-    await services.collector().run()
+    services.collect()
     sent = rates_of(services)
     assert [len(rates) for rates in sent] == [4, 4, 4]
     assert {name: rate for rates in sent for name, rate in rates.items()} == {f"p/{i}": 0.5 for i in range(12)}
 
 
-async def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
-    await services.synchronous().next(1)
+def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
+    services.steps().next()
     assert rates_of(services) == []
 
 
 @pytest.mark.usefixtures("curriculum_on")
 @pytest.mark.parametrize("status", [422, 500, 503])
-async def test_rates_that_cannot_be_recorded_end_nothing(
+def test_rates_that_cannot_be_recorded_end_nothing(
     services: Services, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     monkeypatch.setattr(curriculum, "RECORD_SECONDS", 0.3)
     services.data.routes["POST /success_rates"] = lambda _: status
-    assert len((await services.synchronous().next(1)).groups) == 4
+    assert len(services.steps().next()) == 4
     assert rates_of(services)
