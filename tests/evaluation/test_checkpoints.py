@@ -67,7 +67,7 @@ def test_a_copy_has_the_same_fingerprint_and_other_weights_another(tmp_path, mod
     assert of[0] == of[1] != of[2]
 
 
-def test_what_is_no_model_is_refused_with_what_it_is(tmp_path, model):
+def test_a_directory_without_a_model_is_refused_with_its_kind(tmp_path, model):
     checkpoint = tmp_path / "runs/one/checkpoints/step-000025"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")

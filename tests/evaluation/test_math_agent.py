@@ -29,7 +29,9 @@ async def score(items: Any) -> list[RewardResult]:
 
 
 @pytest.mark.slow
-async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleType, tool_model: Path) -> None:
+async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
+    math_agent: ModuleType, tool_model: Path
+) -> None:
     model = str(tool_model)
     app = create_app(RolloutSettings(model_name=model, engine_dtype="float32"))
     rows = questions()[::16]

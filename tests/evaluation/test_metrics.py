@@ -57,7 +57,7 @@ def test_pass_at_1_is_avg(drawn):
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 2), (0, 0, 1)])
-def test_pass_at_k_refuses_what_it_cannot_estimate(n, correct, k):
+def test_pass_at_k_refuses_impossible_arguments(n, correct, k):
     with pytest.raises(ValueError, match=f"pass@{k}"):
         pass_at_k(n, correct, k)
 
@@ -151,7 +151,7 @@ def test_a_mean_of_nothing_is_refused():
 RIGHT, WRONG = Answer(True, "7"), Answer(False, "8")
 
 
-def test_each_metric_is_over_the_prompts_that_have_what_it_needs():
+def test_each_metric_is_over_the_prompts_with_enough_answers():
     prompts = [
         PromptAnswers(RIGHT, [RIGHT, WRONG, WRONG, WRONG]),
         PromptAnswers(WRONG, [WRONG, WRONG]),

@@ -46,7 +46,7 @@ def sample(prompt: Prompt) -> Sample:
     )
 
 
-async def test_answers_over_a_limit_are_wrong_and_what_the_service_failed_at_is_left_out(tmp_path: Path) -> None:
+async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def score(items: Sequence[RewardItem]) -> list[RewardResult]:

@@ -106,7 +106,7 @@ async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent, play):
     ],
     ids=["wrong", "no such tool", "never ends", "wrong arguments"],
 )
-async def test_what_the_model_gets_wrong_is_wrong_and_no_failure(math_agent, play, says, reward):
+async def test_the_models_mistakes_are_wrong_answers_and_no_failures(math_agent, play, says, reward):
     assert (await play(math_agent.solve, Model(*says))).result.reward == reward
 
 
@@ -137,7 +137,7 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_a_server_that_cannot_now_is_no_fault_of_the_agent(play, status):
+async def test_an_overloaded_server_is_no_fault_of_the_agent(play, status):
     with pytest.raises(DependencyLostError, match=str(status)):
         await play(ask, Model(status))
 
@@ -165,7 +165,7 @@ async def test_a_refused_request_and_a_bug_are_the_agents(play):
 
 
 @pytest.mark.parametrize("reward", ["1", float("nan"), [1.0]])
-async def test_what_is_no_reward_is_refused(play, reward):
+async def test_an_invalid_reward_is_refused(play, reward):
     async def agent(example, **_):
         return reward
 
@@ -173,7 +173,7 @@ async def test_what_is_no_reward_is_refused(play, reward):
         await play(agent, Model())
 
 
-def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeypatch):
     (tmp_path / "agent_of_a_test.py").write_text("import openai\n\nasync def solve(example, **_): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

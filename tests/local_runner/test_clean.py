@@ -91,7 +91,7 @@ ELSEWHERE = GONE | {"machine": "another-machine"}
 
 
 @pytest.mark.parametrize("status", [None, "succeeded"])
-def test_a_run_of_a_runner_that_lives_is_never_removed(capfd, status):
+def test_a_run_with_a_live_runner_is_never_removed(capfd, status):
     make("going", days=7, nodes=this_process(), status=status)
     assert call("going") == 78
     assert f"its runner is process {os.getpid()}" in capfd.readouterr().err
@@ -123,7 +123,7 @@ def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capfd, n
     assert {run.name for run in directory.all_runs()} == {"recent", "resumed"}
 
 
-def test_what_is_no_run_is_never_removed(here, capfd):
+def test_other_directories_are_never_removed(here, capfd):
     make("run")
     model = here / "my-model"
     model.mkdir()

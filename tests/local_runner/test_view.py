@@ -59,7 +59,7 @@ def printed(console: Console) -> str:
 
 
 @pytest.mark.parametrize(("has_ended", "phase"), [(False, "save"), (True, "ending")])
-def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_left(has_ended, phase):
+def test_after_the_last_step_the_view_names_the_phase_and_no_time_left(has_ended, phase):
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
     with View(run_of(trainer), console, live=True) as shown:
         shown.trainer(TrainerStatus("train", 1, 2))
@@ -74,7 +74,7 @@ def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_lef
     assert max(map(len, last.splitlines())) <= 80
 
 
-def test_a_pace_is_told_between_the_second_and_the_last_step():
+def test_the_pace_is_known_between_the_second_and_the_last_step():
     pace = Pace()
     told = []
     for number in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_the_end_of_a_run_shows_completions_before_and_after_times_and_sizes(tmp
         assert f"-m {command}" in said
 
 
-def test_the_command_that_goes_on_is_the_one_that_was_given_without_secret_values(tmp_path, monkeypatch):
+def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = run_of(TaskSpec("ppo-trainer", ""))
     run = Run(run.group, run.run_id, tmp_path, run.addresses)

@@ -25,7 +25,7 @@ def test_the_pages_are_what_the_code_says():
     assert grafana.main(["--check"]) == 0
 
 
-def test_check_tells_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
+def test_check_finds_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
     for module in (metrics_reference, grafana):
         monkeypatch.setattr(module, "TARGET", tmp_path / "file")
         assert module.main([]) == 0
