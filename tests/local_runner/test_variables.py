@@ -57,6 +57,10 @@ def test_variables_of_libraries_and_components_pass(tmp_path):
     dry_run(env_file=[settings], job_group="evaluation/evaluate.yaml")
 
 
+def test_an_evaluation_takes_the_settings_of_its_questions() -> None:
+    dry_run("DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math", job_group="evaluation/evaluate.yaml")
+
+
 def test_variables_that_the_file_declares_pass(tmp_path, capfd):
     document = (ROOT / "jobgroup.yaml").read_text()
     group = tmp_path / "group.yaml"
