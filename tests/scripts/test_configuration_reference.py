@@ -31,7 +31,7 @@ def test_every_setting_is_explained():
             assert information.description, f"{reader.name}.{field}"
 
 
-def test_check_tells_a_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
+def test_check_finds_a_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
     page = tmp_path / "configuration.md"
     monkeypatch.setattr(configuration, "TARGET", page)
     assert configuration.main([]) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -23,9 +22,6 @@ from trainer.reporting import metrics as exported_metrics
 from trainer.reporting.step_metrics import reward_counts
 
 log = get_logger(__name__)
-
-AVERAGED_STEPS = 3
-"""Most steps at the start and at the end over which the summary averages rewards."""
 
 LOGGED_GROUPS = 8
 """Groups a step in samples.jsonl: enough to read, and a few hundred kilobytes a step at most."""
@@ -134,19 +130,6 @@ class RunFiles:
             log.warning("TensorBoard's events are incomplete", reason=str(error))
         if self._wandb is not None:
             self._wandb.finish()
-
-
-def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the mean rewards of the first and the last steps, and the number of steps in each; no step is in both.
-
-    A single step gives only the first mean, and no step gives none.
-    """
-    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
-    return {
-        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
-        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
-        "reward_steps": min(steps, len(rewards)),
-    }
 
 
 def draw_reward_curve(run_dir: Path) -> None:
