@@ -92,15 +92,16 @@ class Buffer:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         groups, experiences = len(self.store.groups), len(self.store.experiences)
+        waiting, leased = self.queue.counts()
         return ReplayStats(
             size=groups + experiences,
             capacity=self.store.settings.replay_capacity,
             groups=groups,
             experiences=experiences,
-            waiting=self.queue.waiting,
-            leased=self.queue.leased,
+            waiting=waiting,
+            leased=leased,
             newest_policy_version=self.store.newest_version,
-            leases=self.queue.leases,
+            leases=self.queue.leases()[0],
             snapshots=self.snapshots.labels,
             disk_bytes=self.store.database.used_bytes,
             counts=dict(self.store.counts),
@@ -109,13 +110,14 @@ class Buffer:
     def measure(self) -> None:
         """Set the gauges."""
         GROUPS.set(len(self.store.groups))
-        QUEUE.labels("waiting").set(self.queue.waiting)
-        QUEUE.labels("leased").set(self.queue.leased)
+        waiting, leased = self.queue.counts()
+        QUEUE.labels("waiting").set(waiting)
+        QUEUE.labels("leased").set(leased)
         DISK.set(self.store.database.used_bytes)
 
     def seconds_to_expiry(self) -> float:
         """Return the seconds until the next lease expires."""
-        expiry = self.queue.next_expiry
+        _, expiry = self.queue.leases()
         return float("inf") if expiry is None else max(0.01, expiry - self.store.clock())
 
     def wake(self) -> None:
@@ -136,7 +138,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
             "loaded",
             directory=str(settings.directory),
             groups=len(buffer.store.groups),
-            waiting=buffer.queue.waiting,
+            waiting=buffer.queue.counts()[0],
             seconds=time.perf_counter() - started,
         )
         try:

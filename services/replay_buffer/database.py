@@ -7,10 +7,9 @@ so saving a snapshot copies the rows of snapshot 0, and restoring one copies the
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from services import disk
 from services.errors import ConfigurationError, DependencyLostError
@@ -77,8 +76,8 @@ _PAGE_BYTES = 16 * 2**10
 _LOG_PAGES = 4096
 
 
-class Database:
-    """The open SQLite file, which no other process can open meanwhile. Used from one thread at a time."""
+class Database(sqlite3.Connection):
+    """The connection to the file, which no other process can open meanwhile. Used from one thread at a time."""
 
     def __init__(self, directory: Path, *, fsync: bool, max_bytes: int) -> None:
         """Open the file in ``directory``, or create it.
@@ -99,11 +98,11 @@ class Database:
             )
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(
+            super().__init__(
                 directory / "replay-buffer.sqlite", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
             )
             # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
-            self._db.executescript(
+            self.executescript(
                 f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
                 f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA wal_autocheckpoint = {_LOG_PAGES}; "
                 f"PRAGMA secure_delete = OFF; BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
@@ -118,14 +117,6 @@ class Database:
                 f"that can be written"
             ) from error
 
-    def execute(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> sqlite3.Cursor:
-        """Run one statement."""
-        return self._db.execute(sql, parameters)
-
-    def executemany(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
-        """Run one statement for each row of parameters."""
-        self._db.executemany(sql, rows)
-
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Keep everything that the block writes, on disk, or nothing of it if the block raises.
@@ -135,7 +126,7 @@ class Database:
         """
         before = self.used_bytes
         try:
-            self._db.execute("BEGIN")
+            self.execute("BEGIN")
             yield
             used = self.used_bytes
             if used > max(before, self._max_bytes):
@@ -144,10 +135,10 @@ class Database:
                     f"the groups take {before / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
                     f"{disk.free_space(self._directory)}: allow more, or keep fewer",
                 )
-            self._db.execute("COMMIT")
+            self.execute("COMMIT")
         except BaseException as error:
-            if self._db.in_transaction:  # SQLite rolls back by itself after some errors.
-                self._db.execute("ROLLBACK")
+            if self.in_transaction:  # SQLite rolls back by itself after some errors.
+                self.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error) and self._says_disk_full(error):
                 raise ProblemError(
                     507,
@@ -158,23 +149,18 @@ class Database:
     @property
     def used_bytes(self) -> int:
         """The size of the file once everything is written to it, without the log of the last transactions."""
-        pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
-        return pages * _PAGE_BYTES
+        return int(self.execute("PRAGMA page_count").fetchone()[0]) * _PAGE_BYTES
 
     @property
     def newest_sequence(self) -> int:
         """The highest sequence number used so far, 0 before any."""
-        found = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'contents'").fetchone()
+        found = self.execute("SELECT seq FROM sqlite_sequence WHERE name = 'contents'").fetchone()
         return 0 if found is None else found[0]
 
     def contents(self, sequences: Iterable[int]) -> list[bytes]:
         """Return the contents of records, leaving out records that are gone."""
-        found = (self._db.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
+        found = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
         return [row[0] for cursor in found for row in cursor]
-
-    def close(self) -> None:
-        """Close the file, so that another process can open it."""
-        self._db.close()
 
     def _says_disk_full(self, error: sqlite3.Error) -> bool:
         """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""

@@ -26,27 +26,19 @@ class FreshQueue:
         self._store = store
         self._db = store.database
 
-    @property
-    def waiting(self) -> int:
-        """The number of groups that no lease holds."""
-        return self._count("lease IS NULL")
+    def counts(self) -> tuple[int, int]:
+        """Return the number of groups that wait and the number that leases hold."""
+        counts: tuple[int, int] = self._db.execute(
+            "SELECT count(*) - count(lease), count(lease) FROM members WHERE snapshot = 0 AND place = 'queue'"
+        ).fetchone()
+        return counts
 
-    @property
-    def leased(self) -> int:
-        """The number of groups that a lease holds."""
-        return self._count("lease IS NOT NULL")
-
-    @property
-    def leases(self) -> int:
-        """The number of leases that have not expired."""
-        count: int = self._db.execute("SELECT count(*) FROM leases WHERE NOT expired").fetchone()[0]
-        return count
-
-    @property
-    def next_expiry(self) -> float | None:
-        """The time at which the next lease expires (Unix seconds); None without a lease."""
-        time: float | None = self._db.execute("SELECT min(expires_at) FROM leases WHERE NOT expired").fetchone()[0]
-        return time
+    def leases(self) -> tuple[int, float | None]:
+        """Return the number of leases and the time at which the first of them expires (Unix seconds)."""
+        leases: tuple[int, float | None] = self._db.execute(
+            "SELECT count(*), min(expires_at) FROM leases WHERE NOT expired"
+        ).fetchone()
+        return leases
 
     def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
         """Queue the groups whose id is not known yet.
@@ -54,7 +46,7 @@ class FreshQueue:
         Raises:
             ProblemError: 429, there is no room for them.
         """
-        queued = self.waiting + self.leased
+        queued = sum(self.counts())
         if queued + len(groups) > QUEUE_CAPACITY:
             raise ProblemError(
                 429,
@@ -71,7 +63,7 @@ class FreshQueue:
             )
         self._store.counts["enqueued"] += len(added)
         self._store.counts["duplicates"] += len(groups) - len(added)
-        return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.waiting)
+        return AddGroupsReply(added=len(added), duplicates=len(groups) - len(added), size=self.counts()[0])
 
     def lease(self, request: LeaseRequest, *, take_fewer: bool) -> bytes | None:
         """Return the JSON of a LeaseReply; None if fewer than ``min_groups`` wait, unless ``take_fewer``."""
@@ -138,11 +130,6 @@ class FreshQueue:
             )
         self._store.counts["leases_expired"] += len(due)
 
-    def _count(self, condition: str) -> int:
-        rows = self._db.execute(f"SELECT count(*) FROM members WHERE snapshot = 0 AND place = 'queue' AND {condition}")
-        count: int = rows.fetchone()[0]
-        return count
-
     def _first(self, count: int, least_version: int) -> tuple[list[int], list[int]]:
         """Return the first ``count`` waiting groups of at least that policy version, and the older ones before them."""
         taken: list[int] = []
@@ -180,6 +167,6 @@ class FreshQueue:
             "lease_id": lease_id,
             "groups": [unpack(data) for data in self._db.contents(sequences)],
             "dropped_stale": dropped,
-            "waiting": self.waiting,
+            "waiting": self.counts()[0],
         }
         return orjson.dumps(reply, option=orjson.OPT_SERIALIZE_NUMPY)

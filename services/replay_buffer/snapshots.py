@@ -86,8 +86,8 @@ class Snapshots:
             self._db.execute("DELETE FROM histories WHERE snapshot = ?", (snapshot,))
 
     def _groups(self, label: str) -> int:
-        count: int = self._db.execute(
+        rows = self._db.execute(
             "SELECT count(*) FROM snapshots JOIN members ON snapshot = id WHERE label = ? AND place != 'experiences'",
             (label,),
-        ).fetchone()[0]
-        return count
+        )
+        return int(rows.fetchone()[0])

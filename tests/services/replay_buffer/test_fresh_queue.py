@@ -52,7 +52,7 @@ def test_a_late_acknowledgement_counts_for_what_nobody_else_has_taken(buffer: An
     assert acknowledge(parts, slow) == (2, 1)
     assert acknowledge(parts, other) == (1, 0)
     assert sorted(parts.stored()) == ["g0", "g1", "g2"]
-    assert (parts.queue.waiting, parts.queue.leased) == (0, 0)
+    assert parts.queue.counts() == (0, 0)
 
 
 def test_too_old_groups_are_dropped_and_counted(buffer: Any, group: Any) -> None:
@@ -91,7 +91,7 @@ def test_leases_survive_a_restart_so_that_nothing_is_handed_out_twice(buffer: An
     lease_id, _ = parts.lease(2, lease_seconds=50)
     parts = buffer()
     assert parts.waiting() == ["g2", "g3"]
-    assert (parts.queue.leased, parts.queue.waiting) == (2, 2)
+    assert parts.queue.counts() == (2, 2)
     assert acknowledge(parts, lease_id) == (2, 0)
     assert parts.stored() == {"g0": 0.0, "g1": 1.0}
     lease_id, _ = parts.lease(1, lease_seconds=50)

@@ -195,4 +195,4 @@ def test_any_history_leaves_snapshots_exact_and_nothing_behind(
                 assert picture(parts) == before
     for label in list(pictures):
         parts.snapshots.drop(label)
-    assert parts.contents() == len(parts.stored()) + parts.queue.waiting + parts.queue.leased
+    assert parts.contents() == len(parts.stored()) + sum(parts.queue.counts())
