@@ -29,7 +29,8 @@ class FreshQueue:
     def counts(self) -> tuple[int, int]:
         """Return the number of groups that wait and the number that leases hold."""
         counts: tuple[int, int] = self._db.execute(
-            "SELECT count(*) - count(lease), count(lease) FROM members WHERE snapshot = 0 AND place = 'queue'"
+            "SELECT count(*) - count(lease), count(lease) FROM members INDEXED BY queued "
+            "WHERE snapshot = 0 AND place = 'queue'"
         ).fetchone()
         return counts
 
@@ -135,8 +136,8 @@ class FreshQueue:
         taken: list[int] = []
         stale: list[int] = []
         rows = self._db.execute(
-            "SELECT sequence, version FROM members WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL "
-            "ORDER BY sequence"
+            "SELECT sequence, version FROM members INDEXED BY queued "
+            "WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL ORDER BY sequence"
         )
         for sequence, version in rows:
             if len(taken) == count:

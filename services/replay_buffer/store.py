@@ -41,7 +41,7 @@ _LEAST_PRIORITY = 0.01
 _HIGHEST_PRIORITY = 1e12
 
 _FIND = """
-SELECT place, sequence, position FROM known JOIN members USING (sequence) WHERE group_id = ? AND snapshot = 0
+SELECT place, sequence, position FROM known CROSS JOIN members USING (sequence) WHERE group_id = ? AND snapshot = 0
 """
 _IS_KNOWN = """
 SELECT 1 FROM known JOIN histories ON sequence BETWEEN first AND last WHERE group_id = ? AND snapshot = 0
