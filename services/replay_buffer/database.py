@@ -3,8 +3,8 @@
 A snapshot is a set of rows of ``members``, which name records by sequence number. The present contents are snapshot 0,
 so saving a snapshot copies the rows of snapshot 0, and restoring one copies them back; contents are never copied.
 
-Most rows of ``members`` are groups of the store. Queries that want few of them say so by CROSS JOIN, which fixes the order
-of the tables, or by INDEXED BY, because SQLite's planner would read all rows of snapshot 0.
+Queries that need a few of the many members have CROSS JOIN, which fixes the order of the tables, or INDEXED BY, because
+SQLite's planner would otherwise read all rows of snapshot 0.
 """
 
 from __future__ import annotations

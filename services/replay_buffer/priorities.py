@@ -94,7 +94,7 @@ class PriorityIndex:
 
     def newest(self, count: int, *, least_version: int = 0, exclude: Iterable[int] = ()) -> list[Draw]:
         """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
-        rows = self._rows[self._qualifying(least_version, exclude)[-count:][::-1]]
+        rows = self._rows[np.flatnonzero(self._qualifying(least_version, exclude))[-count:][::-1]]
         return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
 
     def draw(
@@ -113,26 +113,34 @@ class PriorityIndex:
         w_i = (N P(i))^-b / max_j w_j over the batch, where N counts the records that qualify: all of at least
         ``least_version`` whose position is not in ``exclude``.
 
-        A record's key is an exponential variate over its p_i^a; the records with the smallest keys, in ascending order,
-        are such a draw (Efraimidis and Spirakis 2006, doi:10.1016/j.ipl.2005.11.003).
+        Independent draws that skip records drawn before have the same distribution as draws without replacement.
         """
         qualifying = self._qualifying(least_version, exclude)
-        powers = self._rows["priority"][qualifying] ** exponent
-        positive = np.flatnonzero(powers)
-        keys = random.standard_exponential(len(positive)) / powers[positive]
-        smallest = np.argpartition(keys, count)[:count] if count < len(keys) else np.arange(len(keys))
-        drawn = positive[smallest[np.argsort(keys[smallest], kind="stable")]]
-        probabilities = powers[drawn] / powers.sum()
-        weights = (len(qualifying) * probabilities) ** -correction
+        powers = np.maximum(self._rows["priority"][: self._end], 0.0) ** exponent * qualifying
+        drawn: dict[int, float] = {}
+        total = 0.0
+        while len(drawn) < count:
+            sums = np.cumsum(powers)
+            if not sums.any():
+                break
+            total = total or float(sums[-1])
+            points = random.random(count - len(drawn)) * sums[-1]
+            # Rounding can put a point at the very end of the sums.
+            for row in np.minimum(np.searchsorted(sums, points, side="right"), len(sums) - 1).tolist():
+                if powers[row] > 0:
+                    drawn[row] = float(powers[row])
+                    powers[row] = 0.0
+        probabilities = np.fromiter(drawn.values(), np.float64) / total
+        weights = (np.count_nonzero(qualifying) * probabilities) ** -correction
         weights /= weights.max(initial=0.0)
-        rows = self._rows[qualifying[drawn]]
+        rows = self._rows[list(drawn)]
         columns = (rows["sequence"], rows["priority"], probabilities, weights)
         return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Indices:
+    def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Mask:
         mask = self._is_kept() & (self._rows["version"][: self._end] >= least_version)
         mask[[self._row_of(position) for position in exclude]] = False
-        return np.flatnonzero(mask)
+        return mask
 
     def _is_kept(self) -> Mask:
         kept: Mask = self._rows["priority"][: self._end] != _REMOVED
