@@ -75,9 +75,6 @@ LOCK_SECONDS = 20.0
 # A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
 _PAGE_BYTES = 16 * 2**10
 
-# SQLite copies pages from its log into the file when the log has so many; doing it rarely means few waits for the disk.
-_LOG_PAGES = 4096
-
 
 class Database(sqlite3.Connection):
     """The connection to the file, which no other process can open meanwhile. Used from one thread at a time."""
@@ -107,8 +104,8 @@ class Database(sqlite3.Connection):
             # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
             self.executescript(
                 f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
-                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA wal_autocheckpoint = {_LOG_PAGES}; "
-                f"PRAGMA secure_delete = OFF; BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
+                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA secure_delete = OFF; "
+                f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
             )
         except (OSError, sqlite3.Error) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:

@@ -258,11 +258,9 @@ def test_a_full_disk_is_told_and_loses_nothing(buffer: Any, group: Any, full_dis
     assert (list(parts.stored()), parts.waiting()) == (["a", "c"], ["b"])
 
 
-def test_what_fits_in_the_log_but_not_in_the_file_is_kept_in_the_log(
-    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(database, "_LOG_PAGES", 1)
+def test_what_fits_in_the_log_but_not_in_the_file_is_kept_in_the_log(buffer: Any, group: Any) -> None:
     parts = buffer()
+    parts.store.database.execute("PRAGMA wal_autocheckpoint = 1")
     parts.store.database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     with files_no_larger_than(parts.store.database.used_bytes):
         assert parts.store.add([group("a", tokens=5000)], None).added == 1
