@@ -5,6 +5,7 @@ import re
 import resource
 import sqlite3
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -301,6 +302,15 @@ def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPa
     parts = buffer()
     with pytest.raises(DependencyLostError, match="another process uses"):
         store.Store(parts.store.settings)
+
+
+def test_a_process_that_is_just_ending_is_waited_for(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.add([group("a")], None)
+    threading.Timer(0.3, parts.store.database.close).start()
+    successor = store.Store(parts.store.settings)
+    assert len(successor.groups) == 1
+    successor.database.close()
 
 
 def test_a_directory_of_a_former_format_is_refused_and_left_alone(tmp_path: Path) -> None:
