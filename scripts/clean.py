@@ -17,12 +17,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import directory
-from scripts.local.commands import module
-from scripts.local.directory import RUNS, Usage
-from scripts.local.view import duration, gigabytes
-from services.errors import ConfigurationError
-from services.scaffold import exit_code_of
+from local_runner import directory
+from local_runner.commands import module
+from local_runner.directory import RUNS, Usage
+from local_runner.view import duration, gigabytes
+from services.core.errors import ConfigurationError, exit_code_of
 
 AGE_UNITS = {"h": 3600, "d": 86_400, "w": 604_800}
 

@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from scripts.evaluation import run
-from scripts.evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
-from scripts.evaluation.workflows import ScoringLostError
-from scripts.local import spec
-from services import logs
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
+from evaluation import run
+from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.workflows import ScoringLostError
+from local_runner import spec
+from services.core import logs
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 
 # In order of the help page.
 Models = Annotated[

@@ -16,10 +16,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from scripts.local.directory import find_run, named_run, read_nodes
-from scripts.local.supervisor import LIFE_MARK
-from services.errors import ConfigurationError
-from services.scaffold import exit_code_of
+from local_runner.directory import find_run, named_run, read_nodes
+from local_runner.supervisor import LIFE_MARK
+from services.core.errors import ConfigurationError, exit_code_of
 
 POLL_SECONDS = 0.2
 # At the start of a line, or where LOG_FORMAT=json puts it. The runner's own marks have local time and are left out.

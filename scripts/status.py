@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from scripts.local.commands import module
-from scripts.local.directory import Nodes, find_run, read_nodes, read_object, state_of
-from scripts.local.summary import accuracy_change, reward_change
-from scripts.local.view import duration, last_error, last_life
-from services import endpoints
-from services.endpoints import Task
-from services.scaffold import exit_code_of
-from trainer.run_files import first_and_last
+from local_runner.commands import module
+from local_runner.directory import Nodes, find_run, read_nodes, read_object, state_of
+from local_runner.summary import accuracy_change, reward_change
+from local_runner.view import duration, last_error, last_life
+from services.core import endpoints
+from services.core.endpoints import Task
+from services.core.errors import exit_code_of
+from trainer.reporting.run_files import first_and_last
 
 REQUEST_SECONDS = 3.0
 RECENT_STEPS = 5

@@ -16,12 +16,14 @@ from typing import Annotated
 import typer
 from fastapi import FastAPI
 
-from scripts.local.directory import find_run, named_run
-from services import logs
+from local_runner.directory import find_run, named_run
+from services.core import logs
+from services.core.errors import exit_code_of
+from services.core.settings import Settings
+from services.http.app import create_service_app
+from services.http.server import listen, serve
 from services.run_page.directory import RunDirectory, find_runs
 from services.run_page.routes import PUBLIC, add_run_page
-from services.scaffold import create_app, exit_code_of, listen, serve
-from services.settings import Settings
 
 
 def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
@@ -31,7 +33,7 @@ def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
 
-    app = create_app("run-view", settings=settings, lifespan=lifespan, public=PUBLIC, description=__doc__ or "")
+    app = create_service_app("run-view", settings=settings, lifespan=lifespan, public=PUBLIC, description=__doc__ or "")
     add_run_page(app, lambda: runs, now=None, asks_token=settings.token is not None)
     return app
 

@@ -45,10 +45,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 # So that no process waits at the end for what another began last; and what computes goes beside what waits.
 FIRST = (
     "tests/cluster/",
-    "tests/scripts/local/test_run_local.py",
+    "tests/local_runner/test_run_local.py",
     "tests/services/rollout_server/test_faults.py",
     "tests/e2e/test_main_job.py",
-    "tests/trainer/test_learner.py",
+    "tests/trainer/model/test_learner.py",
 )
 
 

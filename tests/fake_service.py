@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from services.endpoints import Endpoint
+from services.core.endpoints import Endpoint
 
 Route = Callable[[dict[str, Any]], Any]
 """From the request's JSON, or its query, to the reply; an integer is a status without one."""

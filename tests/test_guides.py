@@ -85,6 +85,7 @@ class Desk:
 
     def given(self, text: str) -> str:
         """``text`` with ports that are free here."""
+        text = re.sub(r"(?<=-m services\.rollout_server)\b", f" --engine-port {free_port()}", text)
         return PORT.sub(lambda found: self.ports.setdefault(found[0], str(free_port())), text)
 
     def run(self, block: Block) -> None:
@@ -114,7 +115,7 @@ class Desk:
             shell = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env=self.environment | {"ENGINE_LISTEN_PORT": str(free_port())},
+                env=self.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

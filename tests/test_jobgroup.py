@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from scripts.local import spec
-from services.endpoints import Task
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from local_runner import spec
+from services.core.endpoints import Task
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
 from tests.skypilot_facts import ROOT, skypilot_facts
 
 JOBGROUP = ROOT / "jobgroup.yaml"

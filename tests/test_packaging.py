@@ -15,11 +15,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from services.errors import EXIT_CONFIGURATION
-from services.extras import EXTRAS, extras_of
+from services.core.errors import EXIT_CONFIGURATION
+from services.core.extras import EXTRAS, extras_of
 
 ROOT = Path(__file__).parents[1]
-LOCAL = ("services", "trainer", "scripts")
+LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
 
 # Where each role begins, and the extras that it installs.
 ROLES = {

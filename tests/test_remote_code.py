@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 LOADERS = {
     "data-server": "from services.data_server.prompts import load_tokenizer; load_tokenizer(directory)",
     "embedded engine": """
-from services.rollout_server.embedded.loading import load
+from services.embedded_engine.compute.loading import load
 from services.rollout_server.settings import RolloutSettings
 load(RolloutSettings(model_name=directory))
 """,
@@ -32,8 +32,8 @@ RewardModel(directory, batch_size=1, max_tokens=16)
 """,
     "trainer": """
 from trainer.config import TrainerSettings
-from trainer.distributed import join_ranks
-from trainer.policy import load_policy
+from trainer.model.ranks import join_ranks
+from trainer.model.policy import load_policy
 with join_ranks() as ranks:
     load_policy(TrainerSettings(model_name=directory), ranks)
 """,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from fastapi import FastAPI
 
 T = TypeVar("T")
 
@@ -84,6 +85,18 @@ async def eventually(
             return found
         deadline.check()
         await asyncio.sleep(every)
+
+
+async def wait_ready(app: FastAPI) -> None:
+    """Wait until a service's application is ready; raise the error if its start failed."""
+    lifecycle = app.state.lifecycle
+    await eventually(
+        lambda: lifecycle.ready.is_set() or lifecycle.failure is not None,
+        "the application is ready",
+        idle_seconds=LIMIT_SECONDS,
+    )
+    if lifecycle.failure is not None:
+        raise lifecycle.failure
 
 
 async def stats_show(client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from collections.abc import Collection
 from datetime import timedelta
 from typing import NoReturn
 
-from services.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
-from services.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, ConfigurationError
-from services.scaffold import exit_code_of
+from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
+from services.core.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, ConfigurationError, exit_code_of
 from trainer.config import TrainerSettings
 
 RENDEZVOUS_DEADLINE = timedelta(minutes=15)

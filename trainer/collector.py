@@ -11,19 +11,18 @@ import sys
 
 from prometheus_client import Counter
 
-from services import endpoints, logs, provenance
-from services.clients import DataClient, ReplayClient, RewardClient
-from services.endpoints import Task
-from services.errors import ConfigurationError, DependencyLostError
-from services.logs import get_logger
+from services.core import endpoints, logs
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.logs import get_logger
+from services.core.vocabulary import vocabulary_size
+from services.http import provenance
 from services.protocol import Cursor, Prompt
-from services.rollout_client import RolloutClient
-from services.scaffold import exit_code_of
-from services.vocabulary import vocabulary_size
-from trainer.admission import check_data, has_succeeded
+from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
-from trainer.curriculum import SuccessRates
-from trainer.experience import GroupMaker, initial_priority
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.curriculum import SuccessRates
+from trainer.rollouts.groups import GroupMaker, initial_priority
 
 log = get_logger(__name__)
 
@@ -33,37 +32,37 @@ FULL_QUEUE_POLL_SECONDS = 0.2
 
 COLLECTORS = "collectors"
 """The consumer under whose name all collectors share the data-server's cursor."""
+
 COLLECTOR_PREFIX = "collector-"
-"""Of the consumers under whose names each collector says how far it is."""
+"""The prefix of the consumers under whose names each collector records how far it is."""
 
 
 def collector_name(number: int) -> str:
-    """The consumer whose cursor says how far one collector has pushed its groups: 0, or NUM_EPOCHS when all."""
+    """Return the consumer of one collector: its cursor is at epoch NUM_EPOCHS once all its groups are in the queue."""
     return f"{COLLECTOR_PREFIX}{number}"
 
 
 class Collector:
-    """Keeps GENERATION_CONCURRENCY prompts in flight until the training prompts are used up.
+    """A producer of fresh groups, which keeps GENERATION_CONCURRENCY prompts in flight until they are used up.
 
-    It never waits for the learner, except that it takes no prompt whose group would be too stale by the time that the
-    learner comes to it.
+    It waits for the learner in one case only: it takes no prompt whose group would be too stale when the learner comes
+    to it.
     """
 
     def __init__(
         self,
         settings: TrainerSettings,
-        data: DataClient,
+        clients: Clients,
         maker: GroupMaker,
-        replay: ReplayClient,
         number: int = 0,
         collectors: int = 1,
     ) -> None:
-        """``number`` is which this one is of the ``collectors`` that run at once; each keeps to its share."""
+        """Make collector ``number`` of the ``collectors`` that run at once; each keeps to its share of the queue."""
         self.settings = settings
-        self.data = data
+        self.data = clients.data
+        self.replay = clients.replay
         self.maker = maker
-        self.replay = replay
-        self.success_rates = SuccessRates(data, settings.batch_size)
+        self.success_rates = SuccessRates(clients.data, settings.batch_size)
         self.number = number
         self.name = collector_name(number)
         self.collectors = collectors
@@ -71,7 +70,7 @@ class Collector:
         self._in_flight = 0
 
     async def run(self) -> None:
-        """Collects until the last epoch's prompts are used up; the data-server is told before and after.
+        """Collect until the last epoch's prompts are used up; tell the data-server before and after.
 
         Raises:
             DependencyLostError: a service was lost, or a whole batch of prompts in a row got no completion.
@@ -98,9 +97,9 @@ class Collector:
 
     async def _collect(self, prompt: Prompt) -> None:
         try:
-            group = await self.maker.make(prompt)
+            group = await self.maker.make_group(prompt)
             if group is None:
-                self.maker.generator.check(self.settings.batch_size)
+                self.maker.check()
             else:
                 await self.replay.enqueue([group], [initial_priority(group)])
                 COLLECTED.inc()
@@ -110,12 +109,12 @@ class Collector:
             self._places.release()
 
     async def _wait_for_room(self) -> int:
-        """How many prompts may be taken, at least 1 and at most a batch.
+        """Wait until at least one prompt may be taken; return how many, at most a batch.
 
-        The learner trains a batch a version and publishes a version a batch. A group that is begun with less than
-        MAX_STALENESS batches ahead of it is therefore fresh enough when its turn comes, whatever the learner does just
-        then (the bound of AReaL, arXiv:2505.24298, counted from the learner's side). Without staleness, the next batch
-        is begun when the last is trained on.
+        The learner trains one batch a version and publishes one version a batch. So a group that is begun with fewer
+        than MAX_STALENESS batches ahead of it is fresh enough when its turn comes, whatever the learner is doing (the
+        bound of AReaL, arXiv:2505.24298, counted from the learner's side). With MAX_STALENESS 0, the next batch is
+        begun when the last one has been trained on.
         """
         batch = self.settings.batch_size
         while True:
@@ -129,34 +128,26 @@ class Collector:
 
 
 async def collect(settings: TrainerSettings) -> None:
-    """Connects to the services and collects until the prompts are used up."""
-    token, deadline = settings.token, settings.service_deadline_seconds
-    async with (
-        DataClient(token=token, deadline=deadline) as data,
-        RewardClient(token=token, deadline=deadline) as rewards,
-        ReplayClient(token=token, deadline=deadline) as replay,
-        RolloutClient(
-            token=token,
-            vocab_size=vocabulary_size(settings.model_name, "MODEL_NAME"),
-            max_concurrency=settings.generation_concurrency,
-            deadline_seconds=settings.generation_deadline_seconds,
-            seed_each_completion=settings.engine_deterministic,
-        ) as rollouts,
-    ):
-        await asyncio.gather(*(service.wait_healthy(deadline) for service in (data, rewards, replay)))
+    """Connect to the services and collect until the prompts are used up."""
+    clients = Clients.of(settings, vocabulary_size(settings.model_name, "MODEL_NAME"))
+    await clients.open()
+    try:
+        await clients.wait_healthy(settings.service_deadline_seconds)
         # The trainer refuses other data, too; but groups of these would be in the queue by then.
-        check_data(settings, await data.stats())
-        maker = GroupMaker(settings, rollouts, rewards)
-        await Collector(settings, data, maker, replay, endpoints.node_rank(), endpoints.num_nodes()).run()
+        check_data(settings, await clients.data.stats())
+        maker = GroupMaker(settings, clients.rollouts, clients.rewards)
+        await Collector(settings, clients, maker, endpoints.node_rank(), endpoints.num_nodes()).run()
+    finally:
+        await clients.close()
 
 
 def main() -> None:
-    """Runs one collector."""
+    """Run one collector."""
     settings = TrainerSettings.load()
     logs.configure(Task.COLLECTOR.value, settings.log_level)
     if has_succeeded(settings):
         return
-    provenance.leave_record(settings, Task.COLLECTOR)
+    provenance.write_record(settings, Task.COLLECTOR)
     asyncio.run(collect(settings))
     log.info("all prompts collected")
 

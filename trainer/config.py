@@ -12,10 +12,10 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from services.compute import AUTO_RULE, ComputeType
+from services.core.compute import AUTO_RULE, ComputeType
+from services.core.settings import Settings
 from services.protocol import SampleStrategy
-from services.settings import Settings
-from trainer.methods import AdvantageMethod, Aggregation, KLEstimator
+from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 
 
 class Mode(StrEnum):
@@ -257,10 +257,6 @@ class TrainerSettings(Settings):
     )
 
     # Services, logs
-    trainer_listen_host: str | None = Field(default=None, description="Address that the status page listens on.")
-    trainer_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the status page listens on; default 8004."
-    )
     service_deadline_seconds: float = Field(
         default=300, gt=0, description="How long a service may be unreachable before the run ends as recoverable."
     )

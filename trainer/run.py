@@ -1,56 +1,54 @@
-"""One rank's life: joins the others, loads or resumes the policy, connects the services, trains, and says how it
-ended."""
+"""The life of one rank: join the others, load or resume the policy, connect to the services, train, report the end."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 
-from services import logs, memory
-from services.endpoints import Task
-from services.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
-from services.logs import get_logger
+from services.core import logs, memory
+from services.core.endpoints import Task
+from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
+from services.core.logs import get_logger
 from services.protocol import DataStats
-from services.scaffold import exit_code_of, say_error
-from trainer.admission import has_succeeded, job_id
-from trainer.checkpoint import CheckpointStore, RunState
-from trainer.conductor import Conductor
-from trainer.config import TrainerSettings
-from trainer.distributed import PeerLostError, Ranks, join_ranks
-from trainer.learner import Learner
-from trainer.loop import EXPECTED_ERRORS, GRACE_SECONDS, Main, TrainingDivergedError, TrainingLoop
-from trainer.policy import Description, Policy, load_policy, save_pretrained
+from trainer.checkpoints.admission import has_succeeded, job_id
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.resume import count_parameters, resume
+from trainer.checkpoints.volume import writing
+from trainer.config import Mode, TrainerSettings
+from trainer.loop import TrainingLoop
+from trainer.main_rank import MainRank
+from trainer.model.learner import Learner
+from trainer.model.policy import load_policy
+from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.publishing import make_publisher
-from trainer.publishing.disk import published_dtype
-from trainer.resume import count_parameters, resume, start_source
-from trainer.run_files import RunFiles, first_and_last
+from trainer.reporting.run_files import RunFiles, first_and_last
+from trainer.reporting.status import RunStatus, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
-from trainer.status import RunStatus, serve_status
-from trainer.volume import writing
+from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT, so that the loop can end at a point where nothing is half done."""
+    """A memory of SIGTERM and SIGINT, so that the loop can end at a point where nothing is half done."""
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def __call__(self) -> bool:
-        """True once a signal has come."""
+        """Return whether a signal has come."""
         return self.number is not None
 
     @contextmanager
     def handled(self) -> Iterator[StopSignal]:
-        """Within it the signals are remembered instead of ending the process."""
+        """Remember the signals within the block instead of ending the process."""
         before = {number: signal.signal(number, self._remember) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield self
@@ -63,7 +61,7 @@ class StopSignal:
 
 
 def run_rank() -> int:
-    """Runs this process as the rank that torchrun's variables name; returns the exit code."""
+    """Run this process as the rank that torchrun's variables name; return the exit code."""
     stop = StopSignal()
     interrupted = False
 
@@ -91,7 +89,7 @@ def run_rank() -> int:
 
 
 def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
-    """A whole run on this rank.
+    """Train a whole run on this rank: rank 0 drives, the others follow.
 
     Raises:
         ConfigurationError: a setting, model or dataset that cannot be had.
@@ -104,110 +102,68 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         return
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
-        thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         status = RunStatus()
+        thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
         if thread is not None:
             thread.start(serve_status(settings, status))
         policy = load_policy(settings, ranks)
         log.info(
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
         )
-        conductor = _connect(settings, ranks, policy, thread, stack)
+        services: MainRank | None = None
 
-        def describe_data() -> dict[str, Any]:
-            assert thread is not None
-            assert conductor is not None
-            described = thread.call(conductor.describe_data(), settings.service_deadline_seconds + GRACE_SECONDS)
-            return described.model_dump()
+        def connect() -> dict[str, Any]:
+            nonlocal services
+            assert thread is not None, "only rank 0 connects"
+            services = stack.enter_context(MainRank.connected(settings, thread, policy.config.vocab_size))
+            return services.describe_data().model_dump()
 
-        data = DataStats.model_validate(ranks.on_main(describe_data, *EXPECTED_ERRORS))
+        data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
         total_steps = _total_steps(settings, data.train_prompts)
-        status.total_steps = total_steps
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
         state = resume(settings, ranks, policy, data, learner, checkpoints)
-        status.step, status.state = state.step, state
-        main = _start_main(settings, ranks, state, policy.description, thread, conductor, status, stack)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
-        loop = TrainingLoop(
-            settings,
-            ranks,
-            policy,
-            learner,
-            publisher,
-            checkpoints,
-            state,
-            main,
-            stop,
-        )
+        team = Team(settings, ranks, learner, publisher, checkpoints, stop)
+        if services is None:
+            team.follow()
+            return
+        status.step, status.state, status.total_steps = state.step, state, total_steps
+        with team.leading():
+            _drive(settings, services, team, status, data.source)
+
+
+def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, dataset: str) -> None:
+    """Drive the run from its state to its end, and write the summary; on rank 0."""
+    policy, state = team.learner.policy, status.state
+    assert state is not None
+    assert policy.description is not None, "rank 0 has it"
+    if settings.mode is Mode.SYNC:
+        services.cursor = state.cursor
+        services.restore_replay(state.replay_snapshot)
+    services.start_collector()
+    with writing(settings.run_dir):
+        files = RunFiles(settings, state.step, policy.description.decode, services.describe_components())
+    with closing(files):
         try:
-            final = loop.run()
+            TrainingLoop(settings, services, team, files, status, state, team.learner.total_steps).run()
             status.phase = "save"
-            save_pretrained(policy, ranks, settings.run_dir / "model", published_dtype(settings))
+            team.save_model()
         except Exception as error:
-            _write_summary(main, _summary(settings, policy, ranks, state, data.source, _status_of(error)))
+            _write_summary(files, _summary(settings, team, state, dataset, _status_of(error)))
             raise
-        _write_summary(main, _summary(settings, policy, ranks, final, data.source, "succeeded"))
-        status.phase = "finished"
-        if ranks.is_main:
-            log.info("finished", steps=final.step, model=str(settings.run_dir / "model"))
+        _write_summary(files, _summary(settings, team, state, dataset, "succeeded"))
+    status.phase = "finished"
+    log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
 
 
-def _connect(
-    settings: TrainerSettings, ranks: Ranks, policy: Policy, thread: ServiceThread | None, stack: ExitStack
-) -> Conductor | None:
-    """On rank 0 the conductor, connected; every rank waits for it."""
-    conductor = None if thread is None else Conductor(settings, policy.config.vocab_size)
-
-    def work() -> None:
-        assert thread is not None
-        assert conductor is not None
-        deadline = settings.start_deadline_seconds + GRACE_SECONDS
-        thread.call(conductor.__aenter__(), deadline, interruptible=True)
-        stack.callback(lambda: thread.call(conductor.__aexit__(), GRACE_SECONDS))
-
-    ranks.on_main(work, *EXPECTED_ERRORS)
-    return conductor
-
-
-def _start_main(
-    settings: TrainerSettings,
-    ranks: Ranks,
-    state: RunState,
-    description: Description | None,
-    thread: ServiceThread | None,
-    conductor: Conductor | None,
-    status: RunStatus,
-    stack: ExitStack,
-) -> Main | None:
-    """Takes services and run directory back to ``state`` and starts the source of groups; on rank 0 what the loop
-    needs of them."""
-    made: list[Main] = []
-
-    def work() -> None:
-        assert thread is not None
-        assert conductor is not None
-        assert description is not None, "rank 0 has it"
-        start_source(settings, thread, conductor, state)
-        services = thread.call(conductor.describe_components(), settings.service_deadline_seconds + GRACE_SECONDS)
-        with writing(settings.run_dir):
-            files = RunFiles(settings, state.step, description.decode, services)
-        stack.callback(files.close)
-        made.append(Main(thread, conductor, files, status))
-
-    ranks.on_main(work, *EXPECTED_ERRORS)
-    return made[0] if made else None
-
-
-def _write_summary(main: Main | None, summary: dict[str, Any]) -> None:
-    """Writes the summary on rank 0; on a full disk the log says so, since the error would hide how the run ended."""
-    if main is None:
-        return
+def _write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
+    """Write the summary; on a full disk the log says so, because the error would hide how the run ended."""
     try:
-        main.files.write_summary(summary)
+        files.write_summary(summary)
     except OSError as error:
         log.error("no summary", status=summary["status"], reason=str(error))
 
@@ -226,10 +182,9 @@ def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(
-    settings: TrainerSettings, policy: Policy, ranks: Ranks, state: RunState, dataset: str, status: str
-) -> dict[str, Any]:
-    assert policy.compute is not None
+def _summary(settings: TrainerSettings, team: Team, state: RunState, dataset: str, status: str) -> dict[str, Any]:
+    compute = team.learner.policy.compute
+    assert compute is not None
     return {
         "status": status,
         "steps": state.step,
@@ -241,9 +196,9 @@ def _summary(
         "accuracy_after_stderr": state.last_accuracy_stderr if state.step else None,
         "model": settings.model_name,
         "dataset": dataset,
-        "device": ranks.device.type,
-        "compute_type": policy.compute.compute_type,
-        "ranks": ranks.world_size,
+        "device": team.ranks.device.type,
+        "compute_type": compute.compute_type,
+        "ranks": team.ranks.world_size,
         "job": job_id(),
         "ended": time.time(),
     }

@@ -1,5 +1,4 @@
-"""Runs coroutines beside the training: rank 0's clients, collectors and status page live on an event loop of their
-own."""
+"""An event loop beside the training: rank 0's clients, its collector and the status page live on it."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from services.errors import DependencyLostError
-
 T = TypeVar("T")
 
 POLL_SECONDS = 0.1
+MEANWHILE_SECONDS = 2.0
+"""The time between two calls of ``meanwhile``."""
 START_SECONDS = 60.0
 END_SECONDS = 5.0
-"""How long what was started may take to end."""
+"""The longest time that coroutines may take to end once they are cancelled."""
 
 
 class InterruptedCallError(Exception):
@@ -45,42 +44,47 @@ class ServiceThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_SECONDS)
 
-    def call(self, work: Coroutine[Any, Any, T], deadline_seconds: float, *, interruptible: bool = False) -> T:
-        """Runs ``work`` and waits for its result.
+    def call(
+        self,
+        work: Coroutine[Any, Any, T],
+        *,
+        interruptible: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> T:
+        """Run ``work`` on the event loop and wait for its result.
 
         Args:
-            work: a coroutine.
-            deadline_seconds: longest wait.
+            work: a coroutine, which bounds its own waits.
             interruptible: give up as soon as the run is asked to stop.
+            meanwhile: called in this thread every MEANWHILE_SECONDS of the wait.
 
         Raises:
-            DependencyLostError: it took longer than the deadline.
             InterruptedCallError: the run was asked to stop.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        end = time.monotonic() + deadline_seconds
-        while True:
-            try:
-                return future.result(timeout=POLL_SECONDS)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-            if interruptible and self._should_stop():
-                future.cancel()
-                raise InterruptedCallError
-            if time.monotonic() > end:
-                future.cancel()
-                raise DependencyLostError(
-                    f"{getattr(work, '__qualname__', work)} took longer than {deadline_seconds:g} s"
-                )
+        called = time.monotonic()
+        try:
+            while True:
+                done, _ = concurrent.futures.wait([future], timeout=POLL_SECONDS)
+                if done:
+                    return future.result()
+                if interruptible and self._should_stop():
+                    raise InterruptedCallError
+                if meanwhile is not None and time.monotonic() - called > MEANWHILE_SECONDS:
+                    meanwhile()
+                    called = time.monotonic()
+        finally:
+            future.cancel()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts ``work``, which runs until it ends or the thread does."""
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start ``work``, which runs until it ends or the thread does; return its task."""
 
-        async def create() -> None:
-            self._started.add(asyncio.create_task(work))
+        async def create() -> asyncio.Task[None]:
+            task = asyncio.create_task(work)
+            self._started.add(task)
+            return task
 
-        asyncio.run_coroutine_threadsafe(create(), self._loop).result(START_SECONDS)
+        return asyncio.run_coroutine_threadsafe(create(), self._loop).result(START_SECONDS)
 
     async def _cancel_started(self) -> None:
         for task in self._started:

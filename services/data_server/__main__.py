@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from services import endpoints, scaffold
+from services.core import endpoints
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
+from services.http.server import run_service
 
 if __name__ == "__main__":
-    sys.exit(
-        scaffold.run(
-            partial(create_app, own_process=True), endpoints.Task.DATA_SERVER, endpoints.DATA_PORT, DataSettings
-        )
-    )
+    sys.exit(run_service(partial(create_app, own_process=True), endpoints.Task.DATA_SERVER, DataSettings))

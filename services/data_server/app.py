@@ -15,7 +15,9 @@ from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 from prometheus_client import Counter, Gauge
 
-from services import scaffold
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.data_server import sources
 from services.data_server.catalogue import Catalogue
 from services.data_server.fingerprint import fingerprint
@@ -23,9 +25,9 @@ from services.data_server.order import EpochOrder, walk
 from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
 from services.data_server.state import ServerState
-from services.errors import ConfigurationError
-from services.logs import get_logger
-from services.problems import ProblemError
+from services.http.app import JsonResponse, create_service_app, model_response
+from services.http.problems import ProblemError
+from services.http.query import query_parameters, read_query
 from services.protocol import (
     Cursor,
     CursorRequest,
@@ -37,7 +39,6 @@ from services.protocol import (
     SuccessRatesReply,
     SuccessRatesRequest,
 )
-from services.query import query_parameters, read_query
 
 log = get_logger(__name__)
 
@@ -191,11 +192,11 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        held.append(await scaffold.in_background(lambda: load(settings, own_process=own_process)))
+        held.append(await in_background(lambda: load(settings, own_process=own_process)))
         yield
         held.pop().state.close()
 
-    app = scaffold.create_app(
+    app = create_service_app(
         "data-server",
         settings=settings,
         lifespan=lifespan,
@@ -238,7 +239,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         consumer: Annotated[str, Query(min_length=1, max_length=200)] = "default", split: Split = Split.TRAIN
     ) -> Response:
         """Where the server's own cursor of a consumer stands."""
-        return scaffold.model_response(held[0].state.cursor(_cursor_key(consumer, split, 0, 1)))
+        return model_response(held[0].state.cursor(_cursor_key(consumer, split, 0, 1)))
 
     @app.put("/cursor", response_model=Cursor)
     async def put_cursor(request: CursorRequest) -> Response:
@@ -248,7 +249,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         if request.cursor.position > size:
             raise ProblemError(422, f"position {request.cursor.position} is beyond the {size} prompts")
         await data.state.set_cursor(_cursor_key(request.consumer, request.split, 0, 1), request.cursor)
-        return scaffold.model_response(request.cursor)
+        return model_response(request.cursor)
 
     @app.post("/success_rates", response_model=SuccessRatesReply)
     async def post_success_rates(request: SuccessRatesRequest) -> Response:
@@ -258,9 +259,7 @@ def create_app(settings: DataSettings, *, own_process: bool = False) -> FastAPI:
         rates = {catalogue.place_of(prompt_id): rate for prompt_id, rate in request.success_rates.items()}
         known = {place: rate for place, rate in rates.items() if place is not None}
         await data.state.record_rates(known)
-        return scaffold.model_response(
-            SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known))
-        )
+        return model_response(SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known)))
 
     return app
 
@@ -270,7 +269,7 @@ def _cursor_key(consumer: str, split: Split, shard_index: int, shard_count: int)
 
 
 def _reply(data: Data, split: Split, prompts: list[dict[str, Any]], after: Cursor) -> Response:
-    return scaffold.JsonResponse(
+    return JsonResponse(
         {
             "prompts": prompts,
             "cursor": after.model_dump(),

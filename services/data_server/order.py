@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from services.data_server.settings import Curriculum
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import Cursor
 
 Places = np.ndarray[Any, np.dtype[np.int32]]

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings, GroundTruthFormat, PromptStyle
 from services.data_server.sources import Row
-from services.errors import ConfigurationError
 
 # Asks for the form in which the source itself writes its ground truths; every verifier reads it.
 INSTRUCTIONS = {

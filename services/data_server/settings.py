@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class PromptStyle(StrEnum):
@@ -38,11 +38,6 @@ class Curriculum(StrEnum):
 
 class DataSettings(Settings):
     """What the data-server reads from its environment."""
-
-    data_server_listen_host: str | None = Field(default=None, description="Address that the data-server listens on.")
-    data_server_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the data-server listens on; default 8000."
-    )
 
     dataset: str = Field(
         default="gsm8k",

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from services.core.errors import ConfigurationError
 from services.data_server import arithmetic
 from services.data_server.settings import DataSettings, GroundTruthFormat
-from services.errors import ConfigurationError
 
 GSM8K = "openai/gsm8k"
 GSM8K_CONFIG = "main"

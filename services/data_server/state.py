@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from services import disk
+from services.core import files
+from services.core.errors import ConfigurationError
 from services.data_server.order import Rates
-from services.errors import ConfigurationError
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import Cursor
 
 _SCHEMA = """
@@ -147,7 +147,7 @@ class ServerState:
         transaction.set_exception(self._refusal(error))
 
     def _refusal(self, error: sqlite3.Error) -> ProblemError:
-        where = "" if self._directory is None else f"; {disk.free_space(self._directory)}"
+        where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
         return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")
 
     def _read_cursors(self) -> dict[str, Cursor]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from services import endpoints, scaffold
+from services.core import endpoints
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
+from services.http.server import run_service
 
 if __name__ == "__main__":
     sys.exit(
-        scaffold.run(
+        run_service(
             create_app,
             endpoints.Task.ENVIRONMENT_SERVER,
-            endpoints.ENVIRONMENT_PORT,
             EnvironmentSettings,
             {"environment": "environment"},
         )

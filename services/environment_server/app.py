@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from services import scaffold
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
 from services.environment_server.environments import EnvironmentBrokenError, EnvironmentHungError
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable, FullError, StuckError
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
-from services.errors import ConfigurationError
-from services.logs import get_logger
-from services.problems import ProblemError
+from services.http.app import create_service_app, model_response
+from services.http.problems import ProblemError
 from services.protocol import Health
 from services.protocol.evaluation import (
     CloseReply,
@@ -143,7 +143,7 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
             server.table.close_all()
             await server.catalogue.close()
 
-    app = scaffold.create_app(
+    app = create_service_app(
         SERVICE,
         settings=settings,
         lifespan=lifespan,
@@ -157,23 +157,23 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
     async def get_environments() -> Response:
         """The environments that requests may name."""
         listed = server.catalogue.listed()
-        return scaffold.model_response(EnvironmentsReply(default=settings.environment, environments=listed))
+        return model_response(EnvironmentsReply(default=settings.environment, environments=listed))
 
     @app.post("/reset", response_model=ResetReply)
     async def post_reset(request: ResetRequest) -> Response:
         """Begins episodes."""
-        return scaffold.model_response(await server.reset(request))
+        return model_response(await server.reset(request))
 
     @app.post("/step", response_model=StepReply)
     async def post_step(request: StepRequest) -> Response:
         """Takes one action in each of some episodes; what happens to one does not reach the others."""
-        return scaffold.model_response(StepReply.model_construct(results=await server.table.step(request.steps)))
+        return model_response(StepReply.model_construct(results=await server.table.step(request.steps)))
 
     @app.post("/close", response_model=CloseReply)
     async def post_close(request: CloseRequest) -> Response:
         """Ends episodes before their end."""
         closed = server.table.close(request.episodes)
-        return scaffold.model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
+        return model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
 
     return app
 

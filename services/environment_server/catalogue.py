@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import gymnasium
 
-from services import scaffold
+from services.core.errors import ConfigurationError
+from services.core.tasks import in_background
 from services.environment_server.environments import Conversation, Environment
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 from services.environment_server.settings import EnvironmentSettings
 from services.environment_server.spaces import UnsupportedSpaceError
-from services.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from services.environment_server import gsm8k
@@ -90,7 +90,7 @@ class Catalogue:
                 f"environment {environment_id!r} would import a module; set ENVIRONMENT to it where the server starts"
             )
         try:
-            made = await scaffold.in_background(lambda: _maker(environment_id)())
+            made = await in_background(lambda: _maker(environment_id)())
         except (gymnasium.error.Error, ImportError, UnsupportedSpaceError) as error:
             raise UnknownEnvironmentError(f"environment {environment_id!r} cannot be had here: {error}") from error
         # Constructors are other people's code and may raise anything; the request is refused with it.

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
-from services import scaffold
+from services.core.tasks import in_background
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class Runner(Generic[T]):
                 if not given_up:
                     results.append(result)
 
-        thread = asyncio.ensure_future(scaffold.in_background(work))
+        thread = asyncio.ensure_future(in_background(work))
         while not thread.done():
             before = len(results)
             await asyncio.wait({thread}, timeout=self._seconds)

@@ -12,7 +12,8 @@ from functools import partial
 
 from prometheus_client import Counter, Gauge
 
-from services import scaffold
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.environment_server.catalogue import Catalogue, MakeEnvironment
 from services.environment_server.environments import (
     ActionRefusedError,
@@ -25,15 +26,7 @@ from services.environment_server.environments import (
     Transition,
 )
 from services.environment_server.settings import EnvironmentSettings
-from services.logs import get_logger
-from services.protocol.evaluation import (
-    EnvironmentInfo,
-    EpisodeStart,
-    State,
-    StepItem,
-    StepResult,
-    StepStatus,
-)
+from services.protocol.evaluation import EnvironmentInfo, EpisodeStart, State, StepItem, StepResult, StepStatus
 
 log = get_logger(__name__)
 
@@ -265,7 +258,7 @@ class EpisodeTable:
 
     def _let_go(self, environment: Environment) -> None:
         if isinstance(environment, BlockingEnvironment):
-            closing = asyncio.ensure_future(scaffold.in_background(environment.close))
+            closing = asyncio.ensure_future(in_background(environment.close))
             self._closing.add(closing)
             closing.add_done_callback(self._closed)
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from services import scaffold
+from services.core.tasks import in_background
 from services.data_server import sources
 from services.data_server.settings import DataSettings
 from services.environment_server.calculator import CalculationError, calculate
@@ -44,7 +44,7 @@ async def open_questions() -> AsyncIterator[Questions]:
         ConfigurationError: DATASET cannot be had, or a reward is not right.
     """
     data, rewards = DataSettings.load(), RewardSettings.load()
-    rows = (await scaffold.in_background(lambda: sources.load(data))).test
+    rows = (await in_background(lambda: sources.load(data))).test
     pool = WorkerPool(["math"], rewards.model_copy(update={"reward_fn": "math"}))
     await pool.start()
     try:

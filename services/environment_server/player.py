@@ -9,19 +9,19 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
 from services.environment_server.environments import EnvironmentBrokenError
 from services.environment_server.episodes import EpisodeTable, FullError, StuckError
 from services.environment_server.settings import EnvironmentSettings
-from services.errors import DependencyLostError
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
-from services.play import Play
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import (
     EpisodePosition,
     EvaluateReply,
     EvaluateRequest,
     FinishedEpisode,
+    OngoingEpisode,
     StepItem,
     StepStatus,
 )
@@ -82,7 +82,7 @@ class Player:
                 await asyncio.gather(*players, return_exceptions=True)
 
     async def _play(self, size: int) -> None:
-        plays: list[Play] = []
+        plays: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
         while True:
             plays += await self._begin(size - len(plays))
@@ -93,7 +93,7 @@ class Player:
             if plays:
                 plays, reports = await self._advance(plays, reply)
 
-    async def _begin(self, count: int) -> list[Play]:
+    async def _begin(self, count: int) -> list[OngoingEpisode]:
         total = self._settings.environment_push_total
         count = count if total is None else min(count, total - self._begun)
         if count <= 0:
@@ -107,9 +107,9 @@ class Player:
                 self._tell(f"no episode can be begun: {error}")
                 await asyncio.sleep(REFUSED_PAUSE_SECONDS)
             else:
-                return [Play(start.episode, start.seed, start.state) for start in starts]
+                return [OngoingEpisode(start.episode, start.seed, start.state) for start in starts]
 
-    async def _ask(self, plays: Sequence[Play], reports: list[FinishedEpisode]) -> EvaluateReply:
+    async def _ask(self, plays: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> EvaluateReply:
         """The head's actions, however long it takes to get them."""
         positions = [
             EpisodePosition.model_construct(episode=play.episode, step=play.steps, episode_return=play.episode_return)
@@ -126,7 +126,7 @@ class Player:
         )
         while True:
             try:
-                reply = await self._head.post_json("/evaluate", request, EvaluateReply)
+                reply = await self._head.call("POST", "/evaluate", EvaluateReply, request)
                 if len(reply.actions) != len(plays):
                     raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(plays)} states")
             except (DependencyLostError, RequestRefusedError) as error:
@@ -140,18 +140,20 @@ class Player:
                     self.trouble = None
                 return reply
 
-    async def _advance(self, plays: Sequence[Play], reply: EvaluateReply) -> tuple[list[Play], list[FinishedEpisode]]:
+    async def _advance(
+        self, plays: Sequence[OngoingEpisode], reply: EvaluateReply
+    ) -> tuple[list[OngoingEpisode], list[FinishedEpisode]]:
         """Takes the actions; returns the episodes that go on, and reports of those that ended."""
         items = [
             StepItem.model_construct(episode=play.episode, step=play.steps, action=action)
             for play, action in zip(plays, reply.actions, strict=True)
         ]
-        going: list[Play] = []
+        going: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
         for play, result in zip(plays, await self._table.step(items), strict=True):
             if result.status is StepStatus.RUNNING:
                 assert result.state is not None
-                going.append(Play(play.episode, play.seed, result.state, result.steps, result.episode_return))
+                going.append(OngoingEpisode(play.episode, play.seed, result.state, result.steps, result.episode_return))
             elif result.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED):
                 self.finished += 1
                 reports.append(

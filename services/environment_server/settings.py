@@ -7,18 +7,11 @@ import socket
 
 from pydantic import AnyHttpUrl, Field, TypeAdapter, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class EnvironmentSettings(Settings):
     """What the environment server reads from its environment."""
-
-    environment_server_listen_host: str | None = Field(
-        default=None, description="Address that the environment server listens on."
-    )
-    environment_server_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the environment server listens on; default 8081."
-    )
 
     environment: str = Field(
         default="CartPole-v1",

@@ -6,16 +6,16 @@ import sys
 
 import websockets  # noqa: F401  # uvicorn serves /ws and the dashboard with it, and does without in silence
 
-from services import endpoints, scaffold
+from services.core import endpoints
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
+from services.http.server import run_service
 
 if __name__ == "__main__":
     sys.exit(
-        scaffold.run(
+        run_service(
             create_app,
             endpoints.Task.EVALUATION_HEAD,
-            endpoints.EVALUATION_HEAD_PORT,
             HeadSettings,
             {
                 "policies": "head_policies",

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from services import scaffold
 from services.evaluation_head import dashboard
 from services.evaluation_head.discovery import Source
 from services.evaluation_head.head import SERVICE, Head
 from services.evaluation_head.settings import HeadSettings
+from services.http.app import create_service_app, model_response
 from services.protocol.evaluation import DiscoveryReply, EvaluateReply, EvaluateRequest
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -27,7 +27,7 @@ def create_app(settings: HeadSettings, sources: list[Source] | None = None) -> F
         async with head.running():
             yield
 
-    app = scaffold.create_app(
+    app = create_service_app(
         SERVICE,
         settings=settings,
         lifespan=lifespan,
@@ -42,17 +42,17 @@ def create_app(settings: HeadSettings, sources: list[Source] | None = None) -> F
     @app.post("/evaluate", response_model=EvaluateReply)
     async def post_evaluate(request: EvaluateRequest) -> Response:
         """Actions for one state or many, in order; reports of episodes that have ended."""
-        return scaffold.model_response(await head.evaluate(request))
+        return model_response(await head.evaluate(request))
 
     @app.get("/discovered", response_model=DiscoveryReply)
     async def get_discovered() -> Response:
         """The environment servers that were found when they were last looked for."""
-        return scaffold.model_response(head.discovery.reply())
+        return model_response(head.discovery.reply())
 
     @app.post("/discover", response_model=DiscoveryReply)
     async def post_discover() -> Response:
         """Looks for environment servers, and answers when that is done."""
         await head.discovery.look()
-        return scaffold.model_response(head.discovery.reply())
+        return model_response(head.discovery.reply())
 
     return app

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Histogram
 
+from services.core.logs import get_logger
 from services.evaluation_head.policy import Decision, OverloadedError, PolicyFailedError
-from services.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch.export import Dim
 
-from services.policy_store import PolicyStore
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from services.weights.policy_store import PolicyStore
 
 FILE_NAME = "policy.pt2"
 _SPEC = "policy.json"

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 
-from services import scaffold
-from services.logs import get_logger
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.protocol.evaluation import DiscoveredServer, DiscoveryReply
 
 log = get_logger(__name__)
@@ -115,7 +115,7 @@ class Discovery:
         # A call that hangs cannot be ended: no second one is made beside it.
         pending = self._pending.get(source.name)
         if pending is None or pending.done():
-            pending = self._pending[source.name] = asyncio.ensure_future(scaffold.in_background(source.find))
+            pending = self._pending[source.name] = asyncio.ensure_future(in_background(source.find))
         try:
             async with asyncio.timeout(self._timeout):
                 self._found[source.name] = await asyncio.shield(pending)

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pydantic import ValidationError
 
-from services.errors import DependencyLostError
-from services.evaluation_head.accounts import Accounts, Server, TooManyServersError
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.registry import Accounts, Server, TooManyServersError
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import Meter
-from services.http_client import HttpClient, RequestRefusedError
-from services.logs import get_logger
-from services.play import Play
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import (
     Action,
     CloseReply,
@@ -31,6 +30,7 @@ from services.protocol.evaluation import (
     EnvironmentServerHealth,
     EpisodePosition,
     FinishedEpisode,
+    OngoingEpisode,
     ResetReply,
     ResetRequest,
     ServerMode,
@@ -80,7 +80,7 @@ class Link:
             deadline=REQUEST_SECONDS,
             max_connections=8,
         )
-        self._plays: dict[str, Play] = {}
+        self._plays: dict[str, OngoingEpisode] = {}
         self._begun = 0
         self._instance: str | None = None
         self._policy: Policy | None = None
@@ -101,7 +101,7 @@ class Link:
         """The server's health; None when it is not well."""
         server, started = self._server, time.monotonic()
         try:
-            response = await self._http.ask_once("/health", PROBE_TIMEOUT)
+            response = await self._http.send_once("GET", "/health", seconds=PROBE_TIMEOUT)
             health = EnvironmentServerHealth.model_validate_json(response.content)
         except DependencyLostError as error:
             server.found, server.detail, server.milliseconds = ServerState.UNREACHABLE, str(error), None
@@ -169,7 +169,7 @@ class Link:
             return
         seed = (self._settings.head_drive_seed + self._begun) % 2**31
         request = ResetRequest(episodes=count, seed=seed, request_id=uuid.uuid4().hex)
-        reply = await self._http.post_json("/reset", request, ResetReply)
+        reply = await self._http.call("POST", "/reset", ResetReply, request)
         if len({e.episode for e in reply.episodes} - set(self._plays)) != count or len(reply.episodes) != count:
             raise ServerMisbehavedError(f"{count} episodes were asked for, /reset gave others")
         self._policy = self._choose(reply)
@@ -177,7 +177,7 @@ class Link:
             await self._close([e.episode for e in reply.episodes])
             return
         self._begun += count
-        self._plays |= {e.episode: Play(e.episode, e.seed, e.state) for e in reply.episodes}
+        self._plays |= {e.episode: OngoingEpisode(e.episode, e.seed, e.state) for e in reply.episodes}
 
     def _choose(self, reply: ResetReply) -> Policy | None:
         wanted = self._settings.head_drive_policy
@@ -202,7 +202,7 @@ class Link:
             StepItem.model_construct(episode=play.episode, step=play.steps, action=action)
             for play, action in zip(plays, decisions, strict=True)
         ]
-        reply = await self._http.post_json("/step", StepRequest.model_construct(steps=items), StepReply)
+        reply = await self._http.call("POST", "/step", StepReply, StepRequest.model_construct(steps=items))
         if [result.episode for result in reply.results] != [play.episode for play in plays]:
             raise ServerMisbehavedError("/step answered for other episodes than it was asked for")
         for play, result in zip(plays, reply.results, strict=True):
@@ -220,7 +220,7 @@ class Link:
             except OverloadedError as error:
                 await asyncio.sleep(error.retry_after)
 
-    def _take(self, play: Play, result: StepResult, policy: Policy) -> None:
+    def _take(self, play: OngoingEpisode, result: StepResult, policy: Policy) -> None:
         if result.status is StepStatus.LOST or result.status is StepStatus.REFUSED:
             self._server.detail = f"an episode was given up: {result.detail}"
             self._accounts.lose(self._server, [play.episode])
@@ -241,7 +241,7 @@ class Link:
         """Ends episodes on the server, as far as it is still there, and here."""
         ids = list(episodes)
         with contextlib.suppress(DependencyLostError, RequestRefusedError):
-            await self._http.post_json("/close", CloseRequest(episodes=ids), CloseReply, deadline=PROBE_TIMEOUT)
+            await self._http.call("POST", "/close", CloseReply, CloseRequest(episodes=ids), deadline=PROBE_TIMEOUT)
         self._accounts.lose(self._server, ids)
         for episode in ids:
             self._plays.pop(episode, None)

@@ -10,17 +10,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.evaluation_head import skypilot
-from services.evaluation_head.accounts import Accounts, NameTakenError, TooManyServersError
 from services.evaluation_head.discovery import Addresses, Discovery, Source
 from services.evaluation_head.driver import Driver
 from services.evaluation_head.language_policy import LanguagePolicy
 from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.registry import Accounts, NameTakenError, TooManyServersError
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import History, Meter
-from services.logs import get_logger
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import Health
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 

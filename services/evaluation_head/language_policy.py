@@ -11,10 +11,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from services.errors import DependencyLostError
+from services.core.errors import DependencyLostError
 from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.http_client import HttpClient, RequestRefusedError
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
 
 MAX_CHARACTERS = 1_000_000
@@ -117,7 +117,7 @@ class LanguagePolicy(Policy):
         """See Policy."""
         return {
             "version": self._version,
-            "url": self._http.base_url,
+            "url": self._http.url,
             "waiting": self.waiting,
             "states": self.states,
             "truncated": self.truncated,
@@ -148,7 +148,7 @@ class LanguagePolicy(Policy):
         async with self._places:
             version = self._version
             try:
-                reply = await self._http.post_json("/v1/chat/completions", payload, _ChatReply)
+                reply = await self._http.call("POST", "/v1/chat/completions", _ChatReply, payload)
             except RequestRefusedError as error:
                 raise StatesRefusedError(f"the rollout server refuses the conversation: {error.detail}") from error
             except DependencyLostError as error:
@@ -169,7 +169,9 @@ class LanguagePolicy(Policy):
     async def _look(self) -> None:
         """Asks which version of the weights answers."""
         try:
-            info = _ModelInfo.model_validate_json((await self._http.ask_once("/model_info", 5.0)).content)
+            info = _ModelInfo.model_validate_json(
+                (await self._http.send_once("GET", "/model_info", seconds=5.0)).content
+            )
         except (DependencyLostError, ValidationError) as error:
             self._trouble = f"the rollout server does not tell its weights: {error}"[:300]
             return

@@ -7,21 +7,14 @@ from typing import Literal
 
 from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator
 
-from services.endpoints import ENVIRONMENT_PORT
-from services.settings import Settings
+from services.core.endpoints import ENVIRONMENT_PORT
+from services.core.settings import Settings
 
 POLICY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class HeadSettings(Settings):
     """What the evaluation head reads from its environment."""
-
-    evaluation_head_listen_host: str | None = Field(
-        default=None, description="Address that the evaluation head listens on."
-    )
-    evaluation_head_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the evaluation head listens on; default 8080."
-    )
 
     head_policies: str = Field(
         default="",

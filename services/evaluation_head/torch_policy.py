@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services import scaffold
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.evaluation_head import checkpoint
 from services.evaluation_head.batcher import Batcher
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.logs import get_logger
 from services.protocol.evaluation import EnvironmentInfo, State
 
 log = get_logger(__name__)
@@ -58,7 +58,7 @@ class TorchPolicy(Policy):
 
     async def __aenter__(self) -> TorchPolicy:
         try:
-            self._loaded = await scaffold.in_background(self._load_newest)
+            self._loaded = await in_background(self._load_newest)
         except checkpoint.CheckpointError as error:
             raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
@@ -165,12 +165,12 @@ class TorchPolicy(Policy):
                 self._reload_trouble = str(error)
 
     async def _reload(self) -> None:
-        source = await scaffold.in_background(lambda: checkpoint.find(self._target))
+        source = await in_background(lambda: checkpoint.find(self._target))
         if source.stamp in (self.loaded.source.stamp, self._refused):
             return
         # Tried once: what does not load now will not load later either, unless it is written anew.
         self._refused = source.stamp
-        new = await scaffold.in_background(lambda: checkpoint.load(source, self._device))
+        new = await in_background(lambda: checkpoint.load(source, self._device))
         old = self.loaded.spec
         if (new.spec.state, new.spec.action) != (old.state, old.action):
             raise checkpoint.CheckpointError(f"{source.file} has other states or actions; restart the head to use it")

@@ -66,11 +66,7 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
 )
-from services.protocol.rewards import (
-    BatchRewardReply,
-    BatchRewardRequest,
-    RewardItem,
-)
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem
 
 __all__ = [
     "MAX_GROUP_SIZE",

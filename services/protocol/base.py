@@ -1,4 +1,4 @@
-"""What the types of all services are made of, and what every service answers."""
+"""The base of all wire types, and the replies of every service."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-# A policy version, an epoch, a position, a number of tokens: bounded so that every store and array can hold it.
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+"""A policy version, an epoch, a position or a number of tokens: bounded so that every store and array can hold it."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-# Bounded so that no exponent within bounds makes it infinite.
 Priority = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+"""Bounded so that no allowed exponent makes it infinite."""
 
 MAX_GROUP_SIZE = 1024
 MAX_TOKENS = 1_048_576
@@ -25,7 +25,7 @@ class WireModel(BaseModel):
 
 
 class StrictModel(WireModel):
-    """A request in which an unknown field is an error, since a misspelt option must not be ignored."""
+    """A request that refuses unknown fields, because a misspelt option must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """An RFC 9457 problem document: what, where, and what to do."""
+    """An RFC 9457 problem document; ``detail`` says what is wrong, where, and what to do."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -52,13 +52,13 @@ class Problem(BaseModel):
 
 
 class ComponentRecord(BaseModel):
-    """Reply of GET /settings, and an entry of config.json: what a component runs with."""
+    """Reply of GET /settings, and an entry of config.json: a component's settings, code and packages."""
 
     settings: dict[str, Any]
     """By field name; secrets are asterisks."""
     changed: list[str]
     """The settings that differ from their default."""
     packages: dict[str, str]
-    """Versions, Python's among them."""
+    """Versions by package, and Python's."""
     commit: str | None
-    """The commit of the code, with ``-dirty`` where files differ from it; None outside a git checkout."""
+    """The commit of the code, with ``-dirty`` if files differ from it; None outside a git checkout."""

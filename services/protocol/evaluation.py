@@ -1,12 +1,13 @@
-"""What crosses the wire between evaluation head, environment servers and the head's page.
+"""The types of requests and replies between evaluation head, environment servers and the head's page.
 
-An *episode* is one play of an environment from reset to end. A *state* is what the environment shows: numbers (a
-number or nested lists of one shape) or the messages of a conversation. An *action* is what a policy answers: an index,
+An *episode* runs an environment from reset to end. A *state* is an observation of the environment: numbers (a number,
+or nested lists of one shape) or the messages of a conversation. An *action* is a policy's reply to a state: an index,
 numbers, or the text of a completion.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -14,7 +15,7 @@ from pydantic import Field, StrictFloat, StrictInt, model_validator
 
 from services.protocol import Count, Finite, Seed, StrictModel, WireModel
 
-# Their contents are checked by the policy or the environment that gets them, which knows what they should be.
+# The receiving policy or environment checks the contents, because it knows their shape.
 State = StrictFloat | list[Any]
 Action = StrictInt | StrictFloat | str | list[Any]
 
@@ -22,18 +23,18 @@ Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._:-]+$")]
 
 MAX_STATES = 4096
-"""States in one request."""
+"""Most states in one request."""
 
 
 class StateKind(StrEnum):
-    """What states are made of."""
+    """The form of states."""
 
     NUMBERS = "numbers"
     MESSAGES = "messages"
 
 
 class ActionKind(StrEnum):
-    """What actions are."""
+    """The form of actions."""
 
     INDEX = "index"
     INDICES = "indices"
@@ -42,16 +43,16 @@ class ActionKind(StrEnum):
 
 
 class StateSpec(WireModel):
-    """What the states of a policy or environment are; ``shape`` is that of numbers."""
+    """The form of a policy's or environment's states; ``shape`` is for numbers."""
 
     kind: StateKind
     shape: list[Count] = Field(default_factory=list, max_length=8)
 
 
 class ActionSpec(WireModel):
-    """What the actions of a policy or environment are.
+    """The form of a policy's or environment's actions.
 
-    ``shape`` is that of numbers and indices, ``count`` says how many indices there are from ``start`` on.
+    ``shape`` is for numbers and indices; the indices are the ``count`` integers from ``start`` on.
     """
 
     kind: ActionKind
@@ -64,7 +65,7 @@ class ActionSpec(WireModel):
 
 
 class EpisodePosition(StrictModel):
-    """Which episode a state is of, after how many of its actions, and the sum of its rewards so far."""
+    """The episode of a state, the number of its actions so far, and the sum of its rewards so far."""
 
     episode: EpisodeId
     step: Count = 0
@@ -72,7 +73,7 @@ class EpisodePosition(StrictModel):
 
 
 class FinishedEpisode(StrictModel):
-    """An episode that has ended: ``steps`` actions were taken and ``episode_return`` is the sum of rewards."""
+    """An episode that has ended after ``steps`` actions; ``episode_return`` is the sum of its rewards."""
 
     episode: EpisodeId
     steps: Count
@@ -81,11 +82,11 @@ class FinishedEpisode(StrictModel):
 
 
 class EvaluateRequest(StrictModel):
-    """Body of POST /evaluate: one ``state``, or many ``states``, to which the policy is to answer with actions.
+    """Body of POST /evaluate: asks the policy for the actions for one ``state``, or for many ``states``.
 
-    ``server`` is the name under which the head accounts for it. A server that also sends an ``instance_key``, a secret
-    of its own making, keeps that name for itself. ``episodes`` has one entry a state; ``finished`` reports episodes
-    that have ended, each counted once however often it is reported. A request may consist of reports alone.
+    The head lists the sender under the name ``server``. A server that also sends an ``instance_key``, a secret that it
+    has chosen, reserves its name. ``episodes`` has one entry a state. ``finished`` reports episodes that have ended;
+    each is counted once, however often it is reported. A request may consist of reports alone.
     """
 
     policy: Name | None = None
@@ -110,14 +111,14 @@ class EvaluateRequest(StrictModel):
 
     @property
     def all_states(self) -> list[State]:
-        """The states in order, whichever way they were given."""
+        """The states in order, from ``state`` or ``states``."""
         return self.states or [] if self.state is None else [self.state]
 
 
 class EvaluateReply(WireModel):
-    """Reply of POST /evaluate: one action a state, in order; ``action`` is the first, where one state was given.
+    """Reply of POST /evaluate: one action a state, in order; ``action`` is the first, for requests with ``state``.
 
-    ``policy_versions`` has the version that chose each action: a policy may be reloaded between two batches.
+    ``policy_versions`` has the version that chose each action, because a policy may be reloaded between two batches.
     """
 
     policy: str
@@ -126,11 +127,11 @@ class EvaluateReply(WireModel):
     action: Action | None = None
 
 
-# --- evaluation head: what it knows and shows ------------------------------------------------------------------------
+# --- evaluation head: servers ---------------------------------------------------------------------------------------
 
 
 class ServerState(StrEnum):
-    """How the head finds a server."""
+    """The state of an environment server, as the head sees it."""
 
     CONNECTED = "connected"
     STARTING = "starting"
@@ -139,7 +140,7 @@ class ServerState(StrEnum):
 
 
 class ServerMode(StrEnum):
-    """Who plays: the head asks for states (``driven``), or the server asks for actions (``pushing``)."""
+    """The side that runs episodes: the head asks for states (``driven``) or the server for actions (``pushing``)."""
 
     DRIVEN = "driven"
     PUSHING = "pushing"
@@ -147,7 +148,7 @@ class ServerMode(StrEnum):
 
 
 class DiscoveredServer(WireModel):
-    """A server that discovery found: ``source`` is ``cluster``, ``service`` or ``address``."""
+    """An environment server that discovery found in a cluster, a SkyServe service, or a given address."""
 
     name: str
     source: Literal["cluster", "service", "address"]
@@ -158,7 +159,7 @@ class DiscoveredServer(WireModel):
 class DiscoveryReply(WireModel):
     """Reply of GET /discovered and POST /discover.
 
-    ``errors`` says which source could not be asked; the servers that it gave before are then kept.
+    ``errors`` has the error of each source that failed; the servers that it gave before are kept.
     """
 
     enabled: bool
@@ -172,7 +173,7 @@ class DiscoveryReply(WireModel):
 
 
 class EnvironmentInfo(WireModel):
-    """An environment and what its states and actions are."""
+    """An environment and the form of its states and actions."""
 
     id: str
     state: StateSpec
@@ -181,9 +182,9 @@ class EnvironmentInfo(WireModel):
 
 
 class EnvironmentServerHealth(WireModel):
-    """What GET /health of an environment server says beside the status, and the head reads.
+    """Further fields of an environment server's GET /health, which the head reads.
 
-    ``instance`` is the fingerprint of the server's ``instance_key``, new with each start.
+    ``instance`` is the fingerprint of the server's ``instance_key``, which changes with each start.
     """
 
     name: Name
@@ -194,10 +195,10 @@ class EnvironmentServerHealth(WireModel):
 
 
 class ResetRequest(StrictModel):
-    """Body of POST /reset: begins ``episodes`` episodes of an environment, by default of the server's own.
+    """Body of POST /reset: begins ``episodes`` episodes of an environment, by default the server's own.
 
-    The i-th has seed ``seed`` + i; the same seed begins the same episode. ``request_id`` makes a repeated request give
-    the same episodes again.
+    The i-th episode has seed ``seed`` + i; the same seed begins the same episode. A repeated ``request_id`` gets the
+    same episodes again.
     """
 
     environment: str | None = Field(default=None, min_length=1, max_length=100)
@@ -214,15 +215,26 @@ class EpisodeStart(WireModel):
     state: State
 
 
+@dataclass
+class OngoingEpisode:
+    """An episode that has not ended, as the side that chooses its actions keeps it, and its latest state."""
+
+    episode: str
+    seed: int
+    state: State
+    steps: int = 0
+    episode_return: float = 0.0
+
+
 class ResetReply(WireModel):
-    """Reply of POST /reset."""
+    """Reply of POST /reset: the environment and the episodes that have begun."""
 
     environment: EnvironmentInfo
     episodes: list[EpisodeStart]
 
 
 class StepItem(StrictModel):
-    """The action to take in an episode after ``step`` others; repeating a step gives the same result again."""
+    """An action in an episode after ``step`` other actions; a repeated step gets the same result again."""
 
     episode: EpisodeId
     step: Count
@@ -242,10 +254,11 @@ class StepRequest(StrictModel):
 
 
 class StepStatus(StrEnum):
-    """Where an episode stands after an action.
+    """The state of an episode after an action.
 
-    ``terminated`` and ``truncated`` are gymnasium's; ``refused`` leaves the episode as it was, since the action does
-    not fit; a ``lost`` episode is unknown here (the server was restarted, or it was idle for too long) or broke.
+    ``terminated`` and ``truncated`` are gymnasium's. ``refused``: the action is invalid, and the episode is unchanged.
+    ``lost``: the server does not know the episode (it restarted, or the episode was idle for too long), or the
+    environment failed.
     """
 
     RUNNING = "running"
@@ -256,7 +269,7 @@ class StepStatus(StrEnum):
 
 
 class StepResult(WireModel):
-    """What an action led to; ``state`` is None after ``refused`` and ``lost``, where ``detail`` says why."""
+    """The result of an action; after ``refused`` and ``lost``, ``state`` is None and ``detail`` says why."""
 
     episode: str
     status: StepStatus
@@ -274,13 +287,13 @@ class StepReply(WireModel):
 
 
 class CloseRequest(StrictModel):
-    """Body of POST /close: ends episodes before their end; unknown ones are counted, not an error."""
+    """Body of POST /close: ends episodes early; unknown episodes are counted, not refused."""
 
     episodes: list[EpisodeId] = Field(max_length=MAX_STATES)
 
 
 class CloseReply(WireModel):
-    """How many episodes were ended, and how many were not known."""
+    """Reply of POST /close: the numbers of ended and of unknown episodes."""
 
     closed: int
     unknown: int

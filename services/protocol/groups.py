@@ -1,4 +1,4 @@
-"""Completions, experiences and groups: what is generated, scored, stored and trained on."""
+"""Completions, experiences and groups: generated, scored, stored and trained on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.protocol.base import MAX_GROUP_SIZE, MAX_TOKENS, Count, Finite, To
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended: an end token, the length limit, or an abort from outside (its tokens are partial)."""
+    """The reason why a completion ended: an end token, the length limit, or an abort (its tokens are partial)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -20,7 +20,7 @@ class FinishReason(StrEnum):
 
 
 class VersionSpan(WireModel):
-    """Completion tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled from policy ``version``."""
+    """A range of completion tokens, ``start`` to ``end`` (exclusive), that policy ``version`` sampled."""
 
     version: Count
     start: Count
@@ -28,10 +28,10 @@ class VersionSpan(WireModel):
 
 
 class Completion(WireModel):
-    """One completion as the engine gave it.
+    """A completion as the engine returned it.
 
-    ``completion_ids`` and ``logprobs`` have one entry a token, the end token included. Logprobs are those of the
-    behaviour policy: the temperature-scaled distribution before any top-p or top-k cut.
+    ``completion_ids`` and ``logprobs`` have one entry a token, the end token included. ``logprobs`` are the behaviour
+    policy's log-probabilities: of the temperature-scaled distribution, before any top-p or top-k cut.
     """
 
     completion: str = ""
@@ -43,7 +43,7 @@ class Completion(WireModel):
     @field_validator("logprobs")
     @classmethod
     def _logprobs_are_not_positive(cls, logprobs: list[float]) -> list[float]:
-        # A few ulps above zero occur in bf16 engines; more is not a log-probability.
+        # Engines in bfloat16 return log-probabilities slightly above zero.
         if logprobs and max(logprobs) > 1e-3:
             raise ValueError(f"logprobs must be <= 0, got {max(logprobs)}")
         return logprobs
@@ -74,7 +74,7 @@ class Completion(WireModel):
 
 
 class RewardStatus(StrEnum):
-    """How scoring ended. Every status but ``scored`` leaves the reward None."""
+    """The outcome of scoring an answer; the reward is None unless it is ``scored``."""
 
     SCORED = "scored"
     TIMEOUT = "timeout"
@@ -84,10 +84,10 @@ class RewardStatus(StrEnum):
 
 
 class RewardResult(WireModel):
-    """What the verifier said of one answer; ``reward`` is None exactly when ``status`` is not ``scored``.
+    """The verifier's result for one answer; ``reward`` is None exactly when ``status`` is not ``scored``.
 
-    ``components`` has the value of each reward function by name, ``extracted`` the answer that was read from the
-    response, ``reason`` why it could not be scored or how it was judged.
+    ``components`` has the value of each reward function by name. ``extracted`` is the answer that was read from the
+    response. ``reason`` says why the answer could not be scored, or how it was judged.
     """
 
     reward: Finite | None
@@ -115,7 +115,7 @@ class Experience(Completion):
 
 
 class Group(WireModel):
-    """One prompt with its G scored completions."""
+    """A prompt with its G scored completions."""
 
     group_id: str = Field(min_length=1, max_length=200)
     prompt_id: str = ""

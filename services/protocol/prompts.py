@@ -1,4 +1,4 @@
-"""Prompts, and what crosses the wire to and from the data-server."""
+"""Prompts, and the types of the data-server's requests and replies."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from services.protocol.base import MAX_TOKENS, Count, StrictModel, TokenId, Wire
 
 
 class Message(WireModel):
-    """One turn of a conversation, as chat templates take it."""
+    """A turn of a conversation, in the form that chat templates take."""
 
     role: str
     content: str
 
 
 class Prompt(WireModel):
-    """One prompt with its ground truth.
+    """A prompt with its ground truth.
 
-    ``prompt`` is the text of the user's turn, ``prompt_ids`` the whole prompt as the model sees it: the chat template
-    applied and tokenised, generation marker included. ``epoch`` and ``position`` say where in the shuffled order the
-    prompt stood, so that a consumer can account for each prompt once per epoch.
+    ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
+    applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
+    order, so that a consumer can count each prompt once an epoch.
     """
 
     id: str
@@ -36,14 +36,14 @@ class Prompt(WireModel):
 
 
 class Split(StrEnum):
-    """Prompts to train on, and prompts held out of training."""
+    """The prompts to train on, or the prompts that are held out of training."""
 
     TRAIN = "train"
     TEST = "test"
 
 
 class Cursor(WireModel):
-    """Where a consumer stands: positions below ``position`` of ``epoch``, and those in ``skip``, are used."""
+    """A consumer's place in the data: it has used positions below ``position`` of ``epoch``, and those in ``skip``."""
 
     epoch: Count = 0
     position: Count = 0
@@ -51,7 +51,7 @@ class Cursor(WireModel):
 
 
 class Shard(StrictModel):
-    """With ``shard_count`` > 1, only prompts of shard ``shard_index`` come; shards are disjoint and together all."""
+    """A request for the prompts of one shard; the ``shard_count`` shards are disjoint and contain every prompt."""
 
     shard_index: Count = 0
     shard_count: int = Field(default=1, ge=1, le=65_536)
@@ -64,7 +64,7 @@ class Shard(StrictModel):
 
 
 class PromptsQuery(Shard):
-    """Query of GET /prompts. With ``epoch`` or ``position`` given, the server's own cursors are left alone."""
+    """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
@@ -75,7 +75,7 @@ class PromptsQuery(Shard):
 
 
 class PromptsRequest(Shard):
-    """Body of POST /prompts: the prompts at and after a cursor, which depends on nothing that the server remembers."""
+    """Body of POST /prompts: asks for the prompts from a cursor on, whatever the server's own cursors are."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)
     split: Split = Split.TRAIN
@@ -83,7 +83,7 @@ class PromptsRequest(Shard):
 
 
 class CursorRequest(StrictModel):
-    """Body of PUT /cursor: sets where the server's own cursor of a consumer stands."""
+    """Body of PUT /cursor: sets the server's own cursor of a consumer."""
 
     consumer: str = Field(default="default", min_length=1, max_length=200)
     split: Split = Split.TRAIN
@@ -91,20 +91,20 @@ class CursorRequest(StrictModel):
 
 
 class SuccessRatesRequest(StrictModel):
-    """Body of POST /success_rates: share of right completions by prompt id; unknown ids are counted, not an error."""
+    """Body of POST /success_rates: shares of right completions by prompt id; unknown ids are counted, not refused."""
 
     success_rates: dict[str, Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]] = Field(max_length=65_536)
 
 
 class SuccessRatesReply(WireModel):
-    """How many ids were known and recorded, and how many were not."""
+    """Reply of POST /success_rates: the numbers of recorded and of unknown ids."""
 
     recorded: int
     unknown: int
 
 
 class PromptBatch(WireModel):
-    """Reply of GET /prompts. ``cursor`` is what to pass for the batch after this one."""
+    """Reply of GET and POST /prompts. ``cursor`` asks for the batch after this one."""
 
     prompts: list[Prompt]
     cursor: Cursor
@@ -112,10 +112,10 @@ class PromptBatch(WireModel):
 
 
 class DataStats(BaseModel):
-    """Reply of the data-server's GET /stats: prompts by split, rows refused by reason, and where consumers stand.
+    """Reply of the data-server's GET /stats: prompts by split, refused rows by reason, and the consumers' cursors.
 
-    ``curriculum`` is "off" where success rates change nothing. ``fingerprint`` has a line for each part of the data:
-    equal lines mean equal prompts in an equal order.
+    ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
+    data: equal entries mean equal prompts in the same order.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -1,4 +1,4 @@
-"""What crosses the wire to and from the replay-buffer."""
+"""The types of the replay-buffer's requests and replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AddGroupsRequest(StrictModel):
 
 
 class AddGroupsReply(WireModel):
-    """``added`` new groups, ``duplicates`` whose id was known already; ``size`` groups afterwards."""
+    """Reply of POST /groups and POST /queue: new groups, groups whose id was known already, and all groups now."""
 
     added: int
     duplicates: int
@@ -35,7 +35,7 @@ class AddGroupsReply(WireModel):
 
 
 class SampleStrategy(StrEnum):
-    """How groups are drawn: by priority, the newest first, or all alike."""
+    """A rule by which groups are drawn: by priority, the newest first, or uniformly."""
 
     PRIORITY = "priority"
     RECENCY = "recency"
@@ -43,11 +43,11 @@ class SampleStrategy(StrEnum):
 
 
 class SampleGroupsRequest(StrictModel):
-    """Body of POST /groups/sample. Draws without replacement; fewer come back when fewer qualify.
+    """Body of POST /groups/sample: draws groups without replacement, fewer than asked for if fewer qualify.
 
-    ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): the chance is
-    proportional to priority ** alpha. ``correction`` is its beta (section 3.4): weights are (N p) ** -beta over their
-    maximum in the batch. The same seed draws the same groups from the same contents.
+    ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): a group's
+    probability p is proportional to priority ** alpha. ``correction`` is its beta (section 3.4): the weights are
+    (N p) ** -beta, divided by their maximum in the batch. The same seed draws the same groups from the same contents.
     """
 
     batch_size: int = Field(ge=1, le=4096)
@@ -60,7 +60,7 @@ class SampleGroupsRequest(StrictModel):
 
 
 class SampledGroup(WireModel):
-    """A group with the chance at which it was drawn and its importance weight."""
+    """A drawn group with its probability and its importance weight."""
 
     group: Group
     priority: float
@@ -75,13 +75,13 @@ class SampleGroupsReply(WireModel):
 
 
 class UpdatePrioritiesRequest(StrictModel):
-    """Body of POST /groups/priorities: new priorities by group id; unknown ids are counted, not an error."""
+    """Body of POST /groups/priorities: new priorities by group id; unknown ids are counted, not refused."""
 
     priorities: dict[str, Priority] = Field(max_length=65_536)
 
 
 class UpdatePrioritiesReply(WireModel):
-    """How many ids were known and set, and how many were not."""
+    """Reply of POST /groups/priorities: the numbers of updated and of unknown ids."""
 
     updated: int
     unknown: int
@@ -91,11 +91,11 @@ class UpdatePrioritiesReply(WireModel):
 
 
 class LeaseRequest(StrictModel):
-    """Body of POST /queue/lease: up to ``max_groups``, oldest first; waits ``wait_seconds`` at most for ``min_groups``.
+    """Body of POST /queue/lease: takes up to ``max_groups``, the oldest first.
 
-    Groups older than ``min_policy_version`` are dropped and counted. A lease that is not acknowledged within
-    ``lease_seconds`` returns its groups to the front of the queue. Repeating a request with its ``request_id`` gives
-    the lease it was given before, so that a lost reply loses nothing.
+    The server waits up to ``wait_seconds`` for ``min_groups``. It drops and counts groups older than
+    ``min_policy_version``. If the lease is not acknowledged within ``lease_seconds``, its groups return to the front of
+    the queue. A repeated ``request_id`` gets the same lease again, so that a lost reply loses no groups.
     """
 
     max_groups: int = Field(ge=1, le=4096)
@@ -108,7 +108,7 @@ class LeaseRequest(StrictModel):
 
 
 class LeaseReply(WireModel):
-    """The leased groups; ``lease_id`` is None when there are none. ``dropped_stale`` were too old and are gone."""
+    """Reply of POST /queue/lease; ``lease_id`` is None without groups. ``dropped_stale`` groups were too old."""
 
     lease_id: str | None
     groups: list[Group]
@@ -117,16 +117,19 @@ class LeaseReply(WireModel):
 
 
 class AcknowledgeRequest(StrictModel):
-    """Body of POST /queue/acknowledge: these groups were trained on. ``keep`` moves them into the replay store."""
+    """Body of POST /queue/acknowledge: reports that a lease's groups were trained on.
+
+    ``keep`` moves the groups into the replay store.
+    """
 
     lease_id: str
     keep: bool = True
 
 
 class AcknowledgeReply(WireModel):
-    """How many groups were taken off the queue; 0 for a lease already acknowledged.
+    """Reply of POST /queue/acknowledge: the number of groups that left the queue, 0 for a repeated request.
 
-    ``lost`` are groups of a lease that expired and which another consumer has leased since: they are the other's now.
+    ``lost`` counts groups that another consumer has leased since this lease expired.
     """
 
     acknowledged: int
@@ -134,13 +137,13 @@ class AcknowledgeReply(WireModel):
 
 
 class SnapshotRequest(StrictModel):
-    """Body of POST /snapshots and POST /snapshots/restore: the store's contents and priorities under a label."""
+    """Body of POST /snapshots and POST /snapshots/restore: the label of the store's contents and priorities."""
 
     label: str = Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")
 
 
 class SnapshotReply(WireModel):
-    """The label and how many groups it holds."""
+    """Reply of the snapshot routes: the label and the number of its groups."""
 
     label: str
     groups: int
@@ -149,7 +152,7 @@ class SnapshotReply(WireModel):
 class ReplayStats(BaseModel):
     """Reply of the replay-buffer's GET /stats.
 
-    ``size`` counts what /groups/sample and /sample draw from: groups plus experiences without tokens.
+    ``size`` counts the groups of /groups/sample plus the experiences without tokens of /sample.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -163,11 +166,11 @@ class ReplayStats(BaseModel):
     newest_policy_version: int | None
 
 
-# --- routes that clients of the stock SkyPilot example use ------------------------------------------------------------
+# --- routes for clients of SkyPilot's own example --------------------------------------------------------------------
 
 
 class FlatExperience(BaseModel):
-    """One experience without tokens, as clients of the stock example send it. Other fields are kept as they are."""
+    """An experience without tokens, as clients of SkyPilot's own example send it. Other fields are kept as they are."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -184,7 +187,7 @@ class AddExperiencesRequest(WireModel):
 
 
 class AddExperiencesReply(WireModel):
-    """Reply of POST /add: ``size`` experiences afterwards."""
+    """Reply of POST /add; ``size`` is the number of experiences now."""
 
     added: int
     size: int

@@ -1,40 +1,18 @@
-"""What crosses the wire to and from the reward-server."""
+"""The types of the reward-server's requests and replies."""
 
 from __future__ import annotations
 
-from typing import Protocol, Self
+from typing import Self
 
 from pydantic import Field
 
 from services.protocol.base import Count, WireModel
-from services.protocol.groups import FinishReason, RewardResult
-
-
-class _Asked(Protocol):
-    """A question, such as a ``Prompt``."""
-
-    @property
-    def prompt(self) -> str: ...
-
-    @property
-    def ground_truth(self) -> str: ...
-
-
-class _Answered(Protocol):
-    """A generated answer, such as a ``Completion``."""
-
-    @property
-    def completion(self) -> str: ...
-
-    @property
-    def completion_tokens(self) -> int: ...
-
-    @property
-    def finish_reason(self) -> FinishReason: ...
+from services.protocol.groups import Completion, FinishReason, RewardResult
+from services.protocol.prompts import Prompt
 
 
 class RewardItem(WireModel):
-    """One answer to score. The last two are known to trainers and let length-dependent rewards work in tokens."""
+    """An answer to score; trainers give the last two fields, so that rewards for length count tokens."""
 
     prompt: str
     response: str
@@ -43,14 +21,14 @@ class RewardItem(WireModel):
     finish_reason: FinishReason | None = None
 
     @classmethod
-    def of(cls, asked: _Asked, answered: _Answered) -> Self:
-        """Make the item that asks for the reward of an answer to a question."""
+    def of(cls, prompt: Prompt, completion: Completion) -> Self:
+        """Return the item that asks for the reward of a completion of a prompt."""
         return cls(
-            prompt=asked.prompt,
-            response=answered.completion,
-            ground_truth=asked.ground_truth,
-            completion_tokens=answered.completion_tokens,
-            finish_reason=answered.finish_reason,
+            prompt=prompt.prompt,
+            response=completion.completion,
+            ground_truth=prompt.ground_truth,
+            completion_tokens=completion.completion_tokens,
+            finish_reason=completion.finish_reason,
         )
 
 

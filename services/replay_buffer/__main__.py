@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from services import endpoints, scaffold
+from services.core import endpoints
+from services.http.server import run_service
 from services.replay_buffer.app import create_app
 from services.replay_buffer.settings import ReplaySettings
 
 if __name__ == "__main__":
-    sys.exit(scaffold.run(create_app, endpoints.Task.REPLAY_BUFFER, endpoints.REPLAY_PORT, ReplaySettings))
+    sys.exit(run_service(create_app, endpoints.Task.REPLAY_BUFFER, ReplaySettings))

@@ -14,9 +14,10 @@ from fastapi import FastAPI, Path
 from fastapi.responses import Response
 from prometheus_client import Gauge
 
-from services import scaffold
-from services.logs import get_logger
-from services.problems import ProblemError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
+from services.http.app import create_service_app, model_response
+from services.http.problems import ProblemError
 from services.protocol import (
     AcknowledgeReply,
     AcknowledgeRequest,
@@ -133,7 +134,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         started = time.perf_counter()
-        await scaffold.in_background(lambda: buffer.open(settings, clock))
+        await in_background(lambda: buffer.open(settings, clock))
         log.info(
             "loaded",
             directory=str(settings.directory),
@@ -149,7 +150,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
     async def stats() -> dict[str, Any]:
         return await buffer.run(buffer.stats)
 
-    app = scaffold.create_app(
+    app = create_service_app(
         "replay-buffer",
         settings=settings,
         lifespan=lifespan,
@@ -167,7 +168,7 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/groups", response_model=AddGroupsReply, tags=["store"])
     async def post_groups(request: AddGroupsRequest) -> Response:
         """Store groups; groups whose id is known already are left as they are."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.store.add(request.groups, request.priorities)))
+        return model_response(await buffer.run(lambda: buffer.store.add(request.groups, request.priorities)))
 
     @app.post("/groups/sample", response_model=SampleGroupsReply, tags=["store"])
     async def post_sample_groups(request: SampleGroupsRequest) -> Response:
@@ -177,7 +178,7 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/groups/priorities", response_model=UpdatePrioritiesReply, tags=["store"])
     async def post_priorities(request: UpdatePrioritiesRequest) -> Response:
         """Set the priorities of groups by id."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.store.update_priorities(request.priorities)))
+        return model_response(await buffer.run(lambda: buffer.store.update_priorities(request.priorities)))
 
     @app.get("/groups/{group_id}", response_model=Group, tags=["store"])
     async def get_group(group_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
@@ -190,7 +191,7 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/add", response_model=AddExperiencesReply, tags=["experiences without tokens"])
     async def post_add(request: AddExperiencesRequest) -> Response:
         """Store experiences without tokens, for clients that know no groups."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.store.add_experiences(request.experiences)))
+        return model_response(await buffer.run(lambda: buffer.store.add_experiences(request.experiences)))
 
     @app.post("/sample", response_model=SampleExperiencesReply, tags=["experiences without tokens"])
     async def post_sample(request: SampleExperiencesRequest) -> Response:
@@ -204,7 +205,7 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
         """Queue fresh groups; groups whose id is known already are left as they are."""
         reply = await buffer.run(lambda: buffer.queue.enqueue(request.groups, request.priorities))
         buffer.wake()
-        return scaffold.model_response(reply)
+        return model_response(reply)
 
     @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
     async def post_lease(request: LeaseRequest) -> Response:
@@ -223,26 +224,26 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
         """Take a lease's groups, which were trained on, off the queue."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.queue.acknowledge(request)))
+        return model_response(await buffer.run(lambda: buffer.queue.acknowledge(request)))
 
 
 def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/snapshots", response_model=SnapshotReply, tags=["snapshots"])
     async def post_snapshot(request: SnapshotRequest) -> Response:
         """Save store and queue as they are now under a label."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.snapshots.save(request.label)))
+        return model_response(await buffer.run(lambda: buffer.snapshots.save(request.label)))
 
     @app.post("/snapshots/restore", response_model=SnapshotReply, tags=["snapshots"])
     async def post_restore(request: SnapshotRequest) -> Response:
         """Take store and queue back to exactly what they were."""
         reply = await buffer.run(lambda: buffer.snapshots.restore(request.label))
         buffer.wake()
-        return scaffold.model_response(reply)
+        return model_response(reply)
 
     @app.delete("/snapshots/{label}", response_model=SnapshotReply, tags=["snapshots"])
     async def delete_snapshot(label: Label) -> Response:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
-        return scaffold.model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
+        return model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
 
 
 async def _first_of(events: list[asyncio.Event], seconds: float) -> None:

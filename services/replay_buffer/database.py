@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services import disk
-from services.errors import ConfigurationError, DependencyLostError
-from services.problems import ProblemError
+from services.core import files
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.http.problems import ProblemError
 
 _SCHEMA = """
 -- A group as packing.py writes it, or the JSON of an experience without tokens. A sequence number is never used again.
@@ -133,7 +133,7 @@ class Database(sqlite3.Connection):
                 raise ProblemError(
                     507,
                     f"the groups take {before / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
-                    f"{disk.free_space(self._directory)}: allow more, or keep fewer",
+                    f"{files.free_space(self._directory)}: allow more, or keep fewer",
                 )
             self.execute("COMMIT")
         except BaseException as error:
@@ -142,7 +142,7 @@ class Database(sqlite3.Connection):
             if isinstance(error, sqlite3.Error) and self._says_disk_full(error):
                 raise ProblemError(
                     507,
-                    f"the replay-buffer's disk is full: {error}; {disk.free_space(self._directory)}: make room there",
+                    f"the replay-buffer's disk is full: {error}; {files.free_space(self._directory)}: make room there",
                 ) from error
             raise
 
@@ -165,4 +165,4 @@ class Database(sqlite3.Connection):
     def _says_disk_full(self, error: sqlite3.Error) -> bool:
         """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""
         primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        return primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and disk.is_full(self._directory))
+        return primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and files.is_full(self._directory))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import orjson
 
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, Group, LeaseRequest
 from services.replay_buffer.packing import unpack
 from services.replay_buffer.store import Record, Store

@@ -6,18 +6,11 @@ from pathlib import Path
 
 from pydantic import Field
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 
 class ReplaySettings(Settings):
     """Settings that the replay buffer reads from its environment."""
-
-    replay_buffer_listen_host: str | None = Field(
-        default=None, description="Address that the replay-buffer listens on."
-    )
-    replay_buffer_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the replay-buffer listens on; default 8003."
-    )
 
     replay_dir: Path | None = Field(
         default=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import SnapshotReply
 from services.replay_buffer.store import Store
 

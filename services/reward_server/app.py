@@ -11,9 +11,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from services import scaffold
-from services.errors import ConfigurationError
-from services.extras import install_command
+from services.core.errors import ConfigurationError
+from services.core.extras import install_command
+from services.core.tasks import in_background
+from services.http.app import create_service_app, model_response
 from services.protocol import BatchRewardReply, BatchRewardRequest, Health, RewardItem, RewardResult
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
@@ -60,7 +61,7 @@ def create_app(settings: RewardSettings) -> FastAPI:
             "workers_alive": pool.alive,
         }
 
-    app = scaffold.create_app(
+    app = create_service_app(
         "reward-server",
         settings=settings,
         lifespan=lifespan,
@@ -72,12 +73,12 @@ def create_app(settings: RewardSettings) -> FastAPI:
     @app.post("/reward", response_model=RewardResult)
     async def post_reward(item: RewardItem) -> Response:
         """Scores one answer; ``reward`` is null where it could not be scored, and ``status`` says why."""
-        return scaffold.model_response((await held[0].score([item]))[0])
+        return model_response((await held[0].score([item]))[0])
 
     @app.post("/batch_reward", response_model=BatchRewardReply)
     async def post_batch_reward(request: BatchRewardRequest) -> Response:
         """Scores answers: one result an item, in order."""
-        return scaffold.model_response(BatchRewardReply.model_construct(rewards=await held[0].score(request.items)))
+        return model_response(BatchRewardReply.model_construct(rewards=await held[0].score(request.items)))
 
     return app
 
@@ -107,7 +108,7 @@ async def _neural(settings: RewardSettings) -> AsyncIterator[NeuralReward | None
             ) from error
         return RewardModel(name, batch_size=settings.reward_model_batch, max_tokens=settings.reward_model_max_tokens)
 
-    model = await scaffold.in_background(load)
+    model = await in_background(load)
     model.start()
     try:
         yield model.score

@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 from prometheus_client import Counter, Gauge
 
-from services.errors import ConfigurationError
-from services.logs import get_logger
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.protocol import RewardStatus
 from services.reward_server import worker
 from services.reward_server.settings import RewardSettings

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from services.errors import ConfigurationError
-from services.logs import get_logger
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
 from services.protocol import RewardItem
 from services.reward_server.functions import UnscorableError
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pydantic import Field, field_validator
 
-from services.settings import Settings
+from services.core.settings import Settings
 
 BUILT_IN = ("math", "exact_match", "format", "overlong", "reward_model")
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
@@ -29,13 +29,6 @@ class WeightedFunction:
 
 class RewardSettings(Settings):
     """What the reward-server reads from its environment."""
-
-    reward_server_listen_host: str | None = Field(
-        default=None, description="Address that the reward-server listens on."
-    )
-    reward_server_listen_port: int | None = Field(
-        default=None, ge=0, le=65_535, description="Port that the reward-server listens on; default 8002."
-    )
 
     reward_fn: str = Field(
         default="math",

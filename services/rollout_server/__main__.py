@@ -15,10 +15,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from services import endpoints, logs, provenance
-from services.endpoints import Endpoint, Task
-from services.errors import ConfigurationError
-from services.rollout_control import PROBE_SECONDS, RouterControl, WorkerControl
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
+from services.core import endpoints, logs
+from services.core.endpoints import Endpoint, Task
+from services.core.errors import ConfigurationError, exit_code_of
+from services.core.tasks import run_until_first_ends
+from services.http import provenance
+from services.http.client import PROBE_SECONDS
 from services.rollout_server.engines import (
     Binds,
     Command,
@@ -28,11 +31,9 @@ from services.rollout_server.engines import (
     engine_command,
     router_command,
 )
-from services.rollout_server.keeper import WorkerKeeper
+from services.rollout_server.registration import WorkerKeeper
 from services.rollout_server.settings import EngineKind, RolloutSettings
-from services.rollout_server.supervision import LONGEST_PAUSE_SECONDS, Supervised
-from services.scaffold import exit_code_of
-from services.together import run_together
+from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, Supervised
 
 log = logs.get_logger(__name__)
 
@@ -46,15 +47,24 @@ MakeEngineCommand = Callable[[RolloutSettings, EngineKind, Endpoint], Command]
 class Launcher:
     """What runs on one rollout node; ``make_engine_command`` says by which command its engine."""
 
-    def __init__(self, settings: RolloutSettings, make_engine_command: MakeEngineCommand) -> None:
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        make_engine_command: MakeEngineCommand,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        engine_port: int | None = None,
+    ) -> None:
         self.settings = settings
         self.rank = endpoints.node_rank()
-        binds = self.binds = Binds.of(settings)
-        router = endpoints.router()
+        self.engine_port = engine_port
+        binds = self.binds = Binds.of(settings, host=host, port=port, engine_port=engine_port)
+        router = endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER)
         if self.rank == 0:
             router = endpoints.reached_at(binds.door or binds.router, router)
-        elif settings.rollout_server_listen_port is not None:
-            router = Endpoint(router.host, settings.rollout_server_listen_port)
+        elif port is not None:
+            router = Endpoint(router.host, port)
         self.router_endpoint = router
         kind = choose_engine(settings)
         if self.rank == 0:
@@ -82,7 +92,7 @@ class Launcher:
         parts = [self.engine.run(), self.keeper.run()]
         if self.rank == 0:
             parts.append(self._run_router())
-        await run_together(*parts, self._stop_on(stopped))
+        await run_until_first_ends(*parts, self._stop_on(stopped))
 
     async def _stop_on(self, stopped: asyncio.Event) -> None:
         await stopped.wait()
@@ -95,7 +105,7 @@ class Launcher:
         parts = [self.router.run(), self._watch_router()]
         if self.door is not None:
             parts.append(self.door.run())
-        await run_together(*parts)
+        await run_until_first_ends(*parts)
 
     async def _wait_for_a_worker(self) -> None:
         # This node's own engine is given up before, with its reason.
@@ -106,7 +116,7 @@ class Launcher:
         log.info("the router starts once a rollout worker answers", workers=" ".join(urls), seconds=seconds)
         async with contextlib.AsyncExitStack() as stack:
             workers = [
-                await stack.enter_async_context(WorkerControl(url, self.settings.token, timeout=PROBE_SECONDS))
+                await stack.enter_async_context(WorkerAdmin(url, self.settings.token, timeout=PROBE_SECONDS))
                 for url in urls
             ]
             while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):
@@ -120,7 +130,7 @@ class Launcher:
     async def _watch_router(self) -> None:
         """Kills a router that runs and does not answer."""
         answered, start = time.monotonic(), 0
-        async with RouterControl(self.router_endpoint, self.settings.token) as router:
+        async with RouterAdmin(self.router_endpoint, self.settings.token) as router:
             while True:
                 is_healthy = await router.is_healthy()
                 if is_healthy:
@@ -145,24 +155,20 @@ class Launcher:
         worker = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
         if rank == self.rank:
             return endpoints.reached_at(self.binds.engine, worker)
-        return Endpoint(worker.host, self.settings.engine_listen_port or worker.port)
+        return Endpoint(worker.host, self.engine_port or worker.port)
 
 
 def main(make_engine_command: MakeEngineCommand = engine_command) -> None:
     """Reads command line and environment, and runs the node."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
-    parser.add_argument("--host", help="address to listen on (also ROLLOUT_SERVER_LISTEN_HOST)")
-    parser.add_argument("--port", type=int, help="the router's port, default 30000 (also ROLLOUT_SERVER_LISTEN_PORT)")
-    parser.add_argument("--engine-port", type=int, help="the engine's port, default 30001 (also ENGINE_LISTEN_PORT)")
+    parser.add_argument("--host", help="address to listen on")
+    parser.add_argument("--port", type=int, help="the router's port, default 30000")
+    parser.add_argument("--engine-port", type=int, help="the engine's port, default 30001")
     given = parser.parse_args()
-    settings = RolloutSettings.load(
-        rollout_server_listen_host=given.host,
-        rollout_server_listen_port=given.port,
-        engine_listen_port=given.engine_port,
-    )
+    settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
-    provenance.leave_record(settings, Task.ROLLOUT_SERVER)
-    asyncio.run(Launcher(settings, make_engine_command).run())
+    provenance.write_record(settings, Task.ROLLOUT_SERVER)
+    asyncio.run(Launcher(settings, make_engine_command, **vars(given)).run())
 
 
 if __name__ == "__main__":

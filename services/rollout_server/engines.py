@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services import endpoints
-from services.compute import ComputeType
-from services.endpoints import Endpoint
-from services.errors import ConfigurationError
+from services.core import endpoints
+from services.core.compute import ComputeType
+from services.core.endpoints import Endpoint
+from services.core.errors import ConfigurationError
 from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
@@ -89,7 +89,7 @@ def engine_command(settings: RolloutSettings, kind: EngineKind, bind: Endpoint) 
     """How to start the node's engine."""
     if kind is EngineKind.EMBEDDED:
         address = ["--host", bind.host, "--port", str(bind.port)]
-        return Command("engine", sys.executable, "services.rollout_server.embedded", address)
+        return Command("engine", sys.executable, "services.embedded_engine", address)
     # One second a check otherwise, since /health would generate a token each time.
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     python = settings.sglang_python or sys.executable
@@ -146,7 +146,7 @@ def router_command(settings: RolloutSettings, bind: Endpoint, metrics: Endpoint)
 def door_command(bind: Endpoint, router: Endpoint) -> Command:
     """How to start what stands in front of the router when there is a token."""
     address = ["--host", bind.host, "--port", str(bind.port)]
-    return Command("door", sys.executable, "services.rollout_server.door", [*address, "--router", router.url])
+    return Command("door", sys.executable, "services.rollout_server.auth_proxy", [*address, "--router", router.url])
 
 
 @dataclass(frozen=True)
@@ -161,10 +161,19 @@ class Binds:
     """In front of the router; None without a token."""
 
     @classmethod
-    def of(cls, settings: RolloutSettings) -> Binds:
-        """This node's. With a token the router hears its own node alone: it does not ask for it on all its routes, and
-        never on its metrics' port."""
-        host = settings.rollout_server_listen_host
+    def of(
+        cls,
+        settings: RolloutSettings,
+        *,
+        host: str | None = None,
+        port: int | None = None,
+        engine_port: int | None = None,
+    ) -> Binds:
+        """Return this node's addresses: those of the job group, but for what is given.
+
+        With a token the router hears its own node alone: it does not ask for it on all its routes, and never on its
+        metrics' port.
+        """
 
         def outward(port: int, given_port: int | None = None) -> Endpoint:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
@@ -174,8 +183,8 @@ class Binds:
             default = endpoints.bind_address(endpoints.Task.ROLLOUT_SERVER, port)
             return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
 
-        engine = outward(endpoints.ENGINE_PORT, settings.engine_listen_port)
-        front = outward(endpoints.ROUTER_PORT, settings.rollout_server_listen_port)
+        engine = outward(endpoints.ENGINE_PORT, engine_port)
+        front = outward(endpoints.ROUTER_PORT, port)
         if settings.token:
             return cls(engine, here(endpoints.ROUTER_INNER_PORT), here(endpoints.ROUTER_METRICS_PORT), front)
         return cls(engine, front, outward(endpoints.ROUTER_METRICS_PORT), None)

@@ -7,8 +7,8 @@ from enum import StrEnum
 
 from pydantic import Field, field_validator
 
-from services.compute import AUTO_RULE, ComputeType
-from services.settings import Settings
+from services.core.compute import AUTO_RULE, ComputeType
+from services.core.settings import Settings
 
 
 class EngineKind(StrEnum):
@@ -39,17 +39,6 @@ class RolloutSettings(Settings):
     rollout_engine: EngineKind = Field(
         default=EngineKind.AUTO,
         description="`sglang`, `embedded` (for machines without a GPU), or `auto`: SGLang where there is a GPU.",
-    )
-    rollout_server_listen_host: str | None = Field(
-        default=None,
-        description="Address that router and engine listen on. As with every service, the default is every interface "
-        "on a node of SkyPilot's, and elsewhere this machine alone (127.0.0.1).",
-    )
-    rollout_server_listen_port: int | None = Field(
-        default=None, ge=1, le=65_535, description="Port that the router listens on; default 30000."
-    )
-    engine_listen_port: int | None = Field(
-        default=None, ge=1, le=65_535, description="Port that a node's engine listens on; default 30001."
     )
 
     engine_dtype: ComputeType = Field(

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from services import endpoints
-from services.errors import DependencyLostError
-from services.http_client import HttpClient, problem_detail
-from services.logs import get_logger
+from services.core import endpoints
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.http.client import HttpClient, problem_detail
 
 log = get_logger(__name__)
 
@@ -69,10 +69,10 @@ class ComponentWatch:
         self._wanted = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._data = Component("data-server", endpoints.data_server().url)
-        self._reward = Component("reward-server", endpoints.reward_server().url)
-        self._replay = Component("replay-buffer", endpoints.replay_buffer().url)
-        self._router = Component("router", endpoints.router().url)
+        self._data = Component("data-server", endpoints.endpoint(endpoints.Task.DATA_SERVER).url)
+        self._reward = Component("reward-server", endpoints.endpoint(endpoints.Task.REWARD_SERVER).url)
+        self._replay = Component("replay-buffer", endpoints.endpoint(endpoints.Task.REPLAY_BUFFER).url)
+        self._router = Component("router", endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER).url)
         self._workers: dict[str, Component] = {}
         self._generated: dict[str, tuple[float, float]] = {}
 
@@ -126,7 +126,7 @@ class ComponentWatch:
         if client is None:
             client = HttpClient(component.url, token=self._token, service=component.name)
             self._clients[component.url] = await self._stack.enter_async_context(client)
-        return await client.ask_once(path, QUESTION_SECONDS)
+        return await client.send_once("GET", path, seconds=QUESTION_SECONDS)
 
     def _stats(self, describe: Describe) -> Callable[[Component], Awaitable[None]]:
         async def learn(component: Component) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from services.endpoints import Task
-from services.errors import ConfigurationError
+from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
 from services.run_page.lines import Position, parse, read_lines
 from services.run_page.samples import SampleIndex
 

@@ -12,12 +12,12 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.middleware.gzip import GZipMiddleware
 
-from services.problems import ProblemError
+from services.http.app import JsonResponse
+from services.http.problems import ProblemError
 from services.run_page.directory import RewardCounts, RunDirectory
 from services.run_page.lines import Position
 from services.run_page.samples import Query as SampleQuery
 from services.run_page.samples import Spread
-from services.scaffold import JsonResponse
 
 STATIC = Path(__file__).parent / "static"
 FILES = tuple(sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css")))

@@ -19,12 +19,12 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
-from scripts.local import processes, spec
-from scripts.local.environment import Run
-from scripts.local.nodes import Addresses
-from scripts.local.spec import TaskSpec
-from scripts.local.supervisor import Outcome, State, Supervisor
-from services.endpoints import Task
+from local_runner import processes, spec
+from local_runner.environment import Run
+from local_runner.nodes import Addresses
+from local_runner.spec import TaskSpec
+from local_runner.supervisor import Outcome, State, Supervisor
+from services.core.endpoints import Task
 from tests.cluster.network import Network
 from tests.tolerance import TYPE_VARIABLES, type_in_force
 from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until

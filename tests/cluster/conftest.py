@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from scripts.local.supervisor import Outcome
-from services.endpoints import ENGINE_PORT, ROUTER_INNER_PORT
+from local_runner.supervisor import Outcome
+from services.core.endpoints import ENGINE_PORT, ROUTER_INNER_PORT
 from tests.cluster import network
 from tests.cluster.cluster import Answer, Cluster, Question
 from tests.cluster.strangers import SECRETS, Strangers

@@ -7,7 +7,7 @@ import re
 import uuid
 from dataclasses import dataclass, field, replace
 
-from services.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
+from services.core.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
 from tests.cluster.cluster import Answer, Cluster, Question
 
 SERVICES = {

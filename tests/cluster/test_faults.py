@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.local.supervisor import State
+from local_runner.supervisor import State
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN, STEPS, Finished
 from tests.cluster.test_preemption import assert_same_run, number_of_groups, uses_of_prompts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
+from services.core.endpoints import DATA_PORT, ENGINE_PORT, REPLAY_PORT, REWARD_PORT, ROUTER_PORT, STATUS_PORT
 from tests.cluster.strangers import MARKER, ROUTER, SECRETS, SERVICES
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]

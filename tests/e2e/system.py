@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from scripts.local.processes import MARK
+from local_runner.processes import MARK
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]

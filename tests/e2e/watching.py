@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from playwright.sync_api import Page, expect
 
-from scripts.local.directory import read_nodes
+from local_runner.directory import read_nodes
 from tests.browser import DESKTOP, PHONE, browser, is_wider_than_window, problems_of, screenshot
 from tests.e2e.system import System
 from tests.waiting import IDLE_SECONDS, Deadline

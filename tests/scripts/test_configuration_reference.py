@@ -3,19 +3,19 @@
 import re
 from pathlib import Path
 
-from scripts import configuration_reference
-from scripts.settings_classes import READERS
+from local_runner.settings_classes import READERS
+from scripts.reference import configuration
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_what_the_classes_say():
-    written = configuration_reference.TARGET.read_text()
-    assert written == configuration_reference.page(), "out of date; run: make docs"
+    written = configuration.TARGET.read_text()
+    assert written == configuration.page(), "out of date; run: make docs"
 
 
 def test_every_settings_class_has_a_table():
-    sources = [path for part in ("services", "trainer", "scripts") for path in (ROOT / part).rglob("*.py")]
+    sources = [path for part in ("services", "trainer", "evaluation") for path in (ROOT / part).rglob("*.py")]
     classes = {
         name for path in sources for name in re.findall(r"^class (\w+)\(Settings\)", path.read_text(), re.MULTILINE)
     }
@@ -30,9 +30,9 @@ def test_every_setting_is_explained():
 
 def test_check_tells_a_page_that_is_out_of_date(tmp_path, monkeypatch, capsys):
     page = tmp_path / "configuration.md"
-    monkeypatch.setattr(configuration_reference, "TARGET", page)
-    assert configuration_reference.main([]) == 0
-    assert configuration_reference.main(["--check"]) == 0
+    monkeypatch.setattr(configuration, "TARGET", page)
+    assert configuration.main([]) == 0
+    assert configuration.main(["--check"]) == 0
     page.write_text(page.read_text().replace("| `MAX_STEPS` | `0` |", "| `MAX_STEPS` | `7` |"))
-    assert configuration_reference.main(["--check"]) == 1
-    assert "python -m scripts.configuration_reference" in capsys.readouterr().err
+    assert configuration.main(["--check"]) == 1
+    assert "python -m scripts.reference.configuration" in capsys.readouterr().err

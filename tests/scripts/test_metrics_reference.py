@@ -6,8 +6,9 @@ import re
 import promql_parser
 import pytest
 
-from scripts import dashboard, metrics_reference
-from trainer import exported
+from scripts.reference import grafana
+from scripts.reference import metrics as metrics_reference
+from trainer.reporting import metrics as trainer_metrics
 
 # Of prometheus_client itself, wherever there is /proc.
 PROCESS = {"process_resident_memory_bytes": "gauge"}
@@ -21,11 +22,11 @@ def metrics():
 
 def test_the_pages_are_what_the_code_says():
     assert metrics_reference.main(["--check"]) == 0
-    assert dashboard.main(["--check"]) == 0
+    assert grafana.main(["--check"]) == 0
 
 
 def test_check_tells_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
-    for module in (metrics_reference, dashboard):
+    for module in (metrics_reference, grafana):
         monkeypatch.setattr(module, "TARGET", tmp_path / "file")
         assert module.main([]) == 0
         assert module.main(["--check"]) == 0
@@ -52,10 +53,10 @@ def test_names_follow_the_conventions(metrics):
 
 
 def test_columns_of_a_step_reach_their_metrics(metrics):
-    for measure in exported.MEASURES:
+    for measure in trainer_metrics.MEASURES:
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
-    assert metrics[exported.AT_K.name].labels == ("measure", "k")
-    assert metrics[exported.REWARD_PART.name].labels == ("function",)
+    assert metrics[trainer_metrics.AT_K.name].labels == ("measure", "k")
+    assert metrics[trainer_metrics.REWARD_PART.name].labels == ("function",)
 
 
 def selectors(node, inside=None):
@@ -79,7 +80,7 @@ def selectors(node, inside=None):
 
 
 def targets():
-    panels = json.loads(dashboard.TARGET.read_text())["panels"]
+    panels = json.loads(grafana.TARGET.read_text())["panels"]
     return [(panel["title"], target) for panel in panels for target in panel.get("targets", [])]
 
 
@@ -99,13 +100,13 @@ def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics, title, tar
 
 def test_panels_do_not_overlap():
     taken = set()
-    for panel in dashboard.dashboard()["panels"]:
+    for panel in grafana.dashboard()["panels"]:
         place = panel["gridPos"]
         cells = {
             (x, y)
             for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
         }
-        assert place["x"] + place["w"] <= dashboard.COLUMNS
+        assert place["x"] + place["w"] <= grafana.COLUMNS
         assert not taken & cells, panel["title"]
         taken |= cells

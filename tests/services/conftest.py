@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -19,7 +18,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
-from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
+from tests.waiting import IDLE_SECONDS, bytes_in, wait_ready, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -33,8 +32,7 @@ def serving() -> Serving:
     async def serve(app: FastAPI, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
         headers = {"Authorization": f"Bearer {token}"} if token else None
         async with app.router.lifespan_context(app):
-            async with asyncio.timeout(LIMIT_SECONDS):
-                await app.state.lifecycle.wait_ready()
+            await wait_ready(app)
             transport = httpx.ASGITransport(app)
             async with httpx.AsyncClient(transport=transport, base_url="http://service", headers=headers) as client:
                 yield client

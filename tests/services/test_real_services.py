@@ -11,9 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.clients import DataClient, ReplayClient, RewardClient
-from services.endpoints import Endpoint
-from services.http_client import RequestRefusedError
+from services.clients.data import DataClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.core.endpoints import Endpoint
+from services.http.client import RequestRefusedError
 from services.protocol import (
     AcknowledgeRequest,
     Completion,

@@ -4,6 +4,7 @@ exports, and mistakes that can be made here end as the page says."""
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, STATUS_PORT, Task
 from tests.services.conftest import free_port
 from tests.waiting import LIMIT_SECONDS
 
@@ -31,7 +33,7 @@ def rows(heading: str) -> list[str]:
 def strings() -> list[str]:
     """Every string of the code; what an f-string fills in is ``...``."""
     found = []
-    for folder in ("services", "trainer", "scripts"):
+    for folder in ("services", "trainer", "scripts", "local_runner", "evaluation"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
@@ -75,6 +77,13 @@ def run(module: str, folder: Path, *arguments: str, **variables: str) -> subproc
     )
 
 
+def local_endpoints() -> str:
+    """A value of JOBGROUP_ENDPOINTS with every port on this machine, the status page's on a free one."""
+    ports = {f"{task}-0:{port}": port for task, numbers in PORTS.items() for port in numbers}
+    ports[f"{Task.TRAINER}-0:{STATUS_PORT}"] = free_port()
+    return json.dumps({name: f"127.0.0.1:{port}" for name, port in ports.items()})
+
+
 @pytest.fixture
 def plain_model(tiny_model: Path, tmp_path: Path) -> Path:
     """A model without a chat template."""
@@ -106,7 +115,7 @@ def test_a_mistake_ends_with_its_message(tmp_path: Path, module: str, variables:
     assert message in MESSAGES
     (tmp_path / "rows.jsonl").write_text('{"question": "3+4=", "answer": "7"}\n' * 20)
     port = () if module in (ROLLOUT, TRAINER) else ("--port", "0")
-    own = {"TRAINER_LISTEN_PORT": str(free_port())}
+    own = {ENDPOINTS_VARIABLE: local_endpoints()} if module == TRAINER else {}
     ended = run(module, tmp_path, *port, **own, **variables)
     assert ended.returncode == 78, ended.stdout
     assert re.search(pattern(message), ended.stdout), ended.stdout

@@ -21,7 +21,7 @@ import pytest
 import uvicorn
 import yaml
 
-from services import scaffold
+from services.http.server import listen
 from tests.skypilot.kubernetes_api import KubernetesApi, node, storage_class
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, T, bytes_in, wait_until
 
@@ -183,7 +183,7 @@ def free_port() -> int:
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """Within it an application answers at the URL that it gives."""
-    listener = scaffold.listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()

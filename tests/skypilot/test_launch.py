@@ -15,7 +15,7 @@ import orjson
 import pytest
 import yaml
 
-from scripts.local import spec
+from local_runner import spec
 from tests.skypilot.conftest import ROOT, SkyPilot
 from tests.skypilot.kubernetes_api import KubernetesApi, Object
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from tests.trainer.rank_jobs import Arrays, array
 from tests.trainer.tiny import plain_forward, plain_model
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings
-from trainer.packing import TrainingGroup, TrainingSequence
 
 
 @dataclass

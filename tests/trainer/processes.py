@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.waiting import LIMIT_SECONDS
-from trainer.distributed import Ranks, join_ranks
+from trainer.model.ranks import Ranks, join_ranks
 
 # Ranks are forked off a server that has imported everything, which takes seconds, and computed nothing.
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from services.protocol import Cursor
-from trainer import volume
-from trainer.checkpoint import CheckpointStore, RunState
+from trainer.algorithm.packing import TrainingGroup
+from trainer.checkpoints import volume
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.distributed import Ranks
-from trainer.learner import Learner, StopRequestedError, UpdateResult
-from trainer.packing import TrainingGroup
-from trainer.policy import Policy, load_policy, save_pretrained
-from trainer.volume import DiskFullError
+from trainer.model.learner import Learner, StopRequestedError, UpdateResult
+from trainer.model.policy import Policy, load_policy, save_pretrained
+from trainer.model.ranks import Ranks
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import orjson
 import pytest
 
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
-from trainer.distributed import Ranks, join_ranks
-from trainer.loop import TrainingDivergedError, TrainingLoop
-from trainer.packing import TrainingGroup
+from trainer.algorithm.packing import TrainingGroup
+from trainer.loop import TrainingLoop
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.reporting.run_files import RunFiles
+from trainer.team import Team, TrainingDivergedError
 
 GOOD = random_groups(seed=1)
 BOUND = 2
@@ -37,28 +40,19 @@ def loop(tmp_path: Path) -> Iterator[Any]:
 
 def make_loop(ranks: Ranks, model: Path, directory: Path) -> TrainingLoop:
     learner = make_learner(ranks, model, shared_dir=directory, run_id="r", max_skipped_steps=BOUND)
-    learner.settings.run_dir.mkdir(parents=True)
-    unused: Any = None
-    return TrainingLoop(
-        settings=learner.settings,
-        ranks=ranks,
-        policy=learner.policy,
-        learner=learner,
-        publisher=unused,
-        checkpoints=unused,
-        state=run_state(learner, 4),
-        main=None,
-        should_stop=lambda: False,
-    )
+    files = RunFiles(learner.settings, 0, str)
+    unused: Any = MagicMock()
+    team = Team(learner.settings, ranks, learner, unused, unused, lambda: False)
+    return TrainingLoop(learner.settings, unused, team, files, unused, run_state(learner, 4), learner.total_steps)
 
 
 def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> None:
-    before = weights_of(loop.policy)
+    before = weights_of(loop.team.learner.policy)
     for _ in range(3):
         for _ in range(BOUND):
             assert loop.update(broken(GOOD)).skipped == 1
         assert loop.update(GOOD).skipped == 0
-    after = weights_of(loop.policy)
+    after = weights_of(loop.team.learner.policy)
     assert any((after[name] != before[name]).any() for name in before)
 
 

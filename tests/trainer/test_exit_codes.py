@@ -18,18 +18,12 @@ import psutil
 import pytest
 
 import trainer.run
-from scripts.local import spec
-from scripts.local.nodes import allocate
-from services.errors import (
-    EXIT_CONFIGURATION,
-    EXIT_FAILED,
-    EXIT_PEER_LOST,
-    EXIT_RECOVERABLE,
-    DependencyLostError,
-)
+from local_runner import spec
+from local_runner.nodes import allocate
+from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE, DependencyLostError
 from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
-from trainer.distributed import PeerLostError
+from trainer.model.ranks import PeerLostError
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,22 +22,22 @@ import pytest
 import structlog
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from services.errors import EXIT_RECOVERABLE, DependencyLostError
+from services.core.errors import EXIT_RECOVERABLE, DependencyLostError, exit_code_of
 from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
-from services.scaffold import exit_code_of
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer import run_files, volume
-from trainer.advantages import training_group
-from trainer.checkpoint import CheckpointStore
-from trainer.conductor import Conductor
-from trainer.distributed import Ranks, join_ranks
-from trainer.loop import Main, TrainingLoop
-from trainer.run_files import RunFiles
-from trainer.service_thread import ServiceThread
-from trainer.sources import Batch
-from trainer.status import RunStatus
-from trainer.volume import DiskFullError
+from trainer.algorithm.advantages import training_group
+from trainer.checkpoints import volume
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.volume import DiskFullError
+from trainer.loop import TrainingLoop
+from trainer.main_rank import MainRank
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.reporting import run_files
+from trainer.reporting.run_files import RunFiles
+from trainer.reporting.status import RunStatus
+from trainer.rollouts.batch import Batch
+from trainer.team import Team
 
 LAST = 2
 """The step in which a service is lost."""
@@ -46,7 +46,7 @@ LAST = 2
 class Outside:
     """All that is outside the trainer: hands out groups, and loses a service in one call of step LAST.
 
-    In ``finish_step`` of that step, ``happens`` is called before.
+    In ``acknowledge`` of that step, ``happens`` is called before.
     """
 
     def __init__(self, lost: str, happens: Callable[[], None] = lambda: None, deleted: Sequence[int] = ()) -> None:
@@ -61,34 +61,40 @@ class Outside:
         self.first: list[str] = []
         """The calls before the first step, in order."""
         self.samples: list[dict[str, Any]] = []
-        self.source = self
+        self.evaluator = self
+        self.while_waiting: Callable[[], None] = lambda: None
 
+    @property
     def cursor(self) -> Cursor:
         return Cursor(epoch=0, position=self.steps)
 
-    async def next_batch(self, policy_version: int, is_there: Callable[[], bool]) -> Batch | None:
-        if not is_there():
-            return None
-        self._reach("next_batch", self.steps + 1)
+    def fetch_prompts(self, _wanted: int) -> list[Any]:
+        return [None]
+
+    def generate_and_score(self, _prompts: Any, _batch: Batch) -> list[Group]:
+        self.while_waiting()
+        self._reach("generate", self.steps + 1)
         self.steps += 1
-        return Batch([group(f"g{self.steps}", policy_version)])
+        return [group(f"g{self.steps}", self.steps - 1)]
 
-    async def sample_replay(self, *_: Any) -> list[Any]:
-        self._reach("sample_replay", self.steps)
-        return []
-
-    async def finish_step(self, _: dict[str, float]) -> None:
-        if self.steps == LAST:
-            self.happens()
-        self._reach("finish_step", self.steps)
-
-    async def save_replay(self, label: str) -> None:
+    def store(self, _batch: Batch) -> None:
         pass
 
-    async def forget_replay(self, label: str) -> None:
+    def sample_replay(self, *_: Any) -> None:
+        self._reach("sample_replay", self.steps)
+
+    def acknowledge(self, _: dict[str, float]) -> None:
+        if self.steps == LAST:
+            self.happens()
+        self._reach("acknowledge", self.steps)
+
+    def save_replay(self, label: str) -> None:
+        pass
+
+    def forget_replay(self, label: str) -> None:
         self.forgotten.append(label)
 
-    async def wait_for_workers(self, _: float) -> None:
+    def wait_for_workers(self) -> None:
         self.first.append("workers")
 
     def write(self, version: int) -> None:
@@ -108,11 +114,7 @@ class Outside:
             self._reach("publish", self.steps)
         return {}
 
-    @property
-    def evaluator(self) -> Outside:
-        return self
-
-    async def evaluate(self) -> dict[str, float]:
+    def evaluate(self) -> dict[str, float]:
         accuracy = min(1.0, 0.25 * self.steps)
         stderr = math.sqrt(accuracy * (1 - accuracy) / 64)
         return {"accuracy": accuracy, "accuracy_stderr": stderr, "eval_prompts": 64.0, "eval_left_out": 0.0}
@@ -153,28 +155,19 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, learner.settings.checkpoints_kept, ranks)
     state = run_state(learner, 0).model_copy(update={"cursor": Cursor()})
     files = RunFiles(learner.settings, 0, str)
-    with ServiceThread() as thread:
-        loop = TrainingLoop(
-            settings=learner.settings,
-            ranks=ranks,
-            policy=learner.policy,
-            learner=learner,
-            publisher=cast(Any, outside),
-            checkpoints=checkpoints,
-            state=state,
-            main=Main(thread, cast(Conductor, outside), files, RunStatus()),
-            should_stop=lambda: False,
-        )
-        try:
+    team = Team(learner.settings, ranks, learner, cast(Any, outside), checkpoints, lambda: False)
+    loop = TrainingLoop(learner.settings, cast(MainRank, outside), team, files, RunStatus(), state, 4)
+    try:
+        with team.leading():
             loop.run()
-        except DependencyLostError as error:
-            outside.error = error
-        files.close()
+    except DependencyLostError as error:
+        outside.error = error
+    files.close()
     return loop
 
 
 @pytest.mark.parametrize(
-    ("lost", "completed"), [("next_batch", 1), ("sample_replay", 1), ("finish_step", 2), ("publish", 2)]
+    ("lost", "completed"), [("generate", 1), ("sample_replay", 1), ("acknowledge", 2), ("publish", 2)]
 )
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_weights_prompts_and_records_are_of_one_step(
@@ -185,7 +178,7 @@ def test_weights_prompts_and_records_are_of_one_step(
     undisturbed = train(alone, tmp_path / "undisturbed", nothing_lost)
     assert nothing_lost.error is None
     assert nothing_lost.first == ["write 0", "workers", "publish 0"], "workers may wait for a version"
-    found = broken.checkpoints.newest(broken.state.model_type, broken.state.parameters)
+    found = broken.team.checkpoints.newest(broken.state.model_type, broken.state.parameters)
     assert found is not None
     path, state = found
     assert (state.step, state.cursor.position, len(state.rewards)) == (completed, completed, completed)
@@ -193,10 +186,10 @@ def test_weights_prompts_and_records_are_of_one_step(
     assert [orjson.loads(line)["step"] for line in metrics] == list(range(1, completed + 1))
 
     learner = make_learner(alone, tmp_path / "broken" / "model", 4)
-    broken.checkpoints.load(path, learner.policy, learner.optimizer)
+    broken.team.checkpoints.load(path, learner.policy, learner.optimizer)
     for step in range(completed + 1, 5):
         learner.update([training_group(group(f"g{step}", step - 1), broken.settings)], step - 1)
-    expected = weights_of(undisturbed.policy)
+    expected = weights_of(undisturbed.team.learner.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 
 
@@ -254,7 +247,7 @@ class FullStream(io.RawIOBase):
 
 
 def newest_step(loop: TrainingLoop) -> int:
-    found = loop.checkpoints.newest(loop.state.model_type, loop.state.parameters)
+    found = loop.team.checkpoints.newest(loop.state.model_type, loop.state.parameters)
     assert found is not None
     return found[1].step
 
@@ -262,10 +255,10 @@ def newest_step(loop: TrainingLoop) -> int:
 def test_a_full_disk_does_not_hide_which_service_was_lost(
     alone: Ranks, tmp_path: Path, fill: Callable[[str], None]
 ) -> None:
-    outside = Outside("finish_step", lambda: fill("checkpoints"))
+    outside = Outside("acknowledge", lambda: fill("checkpoints"))
     with structlog.testing.capture_logs() as logged:
         loop = train(alone, tmp_path, outside)
-    assert str(outside.error) == "finish_step found nobody"
+    assert str(outside.error) == "acknowledge found nobody"
     [entry] = [entry for entry in logged if entry["event"] == "no checkpoint of the last completed step"]
     assert entry["step"] == LAST
     assert re.search(

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from scripts.tiny_model import build_tokenizer
-from trainer.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 
 VOCABULARY = 17
 SHAPE: dict[str, Any] = {

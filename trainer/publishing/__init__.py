@@ -8,8 +8,8 @@ that missed an update, or comes back from a restart, gets it.
 from __future__ import annotations
 
 from trainer.config import TrainerSettings, Transport
-from trainer.distributed import Ranks
-from trainer.policy import Policy
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
 from trainer.publishing.broadcast import BroadcastPublisher
 from trainer.publishing.disk import DiskPublisher
 from trainer.publishing.publisher import Publisher

@@ -24,19 +24,19 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from services.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
-from services.errors import DependencyLostError
-from services.logs import get_logger
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
-from services.weights_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
+from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import TrainerSettings
-from trainer.distributed import Ranks
-from trainer.policy import Policy, save_description
-from trainer.publishing.disk import MARGIN_SECONDS, begin_version, commit_version, published_dtype
+from trainer.model.policy import Policy, save_description
+from trainer.model.ranks import Ranks
+from trainer.publishing.disk import begin_version, commit_version, published_dtype
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, registered_workers, update_workers, worker_control
 from trainer.service_thread import ServiceThread
-from trainer.volume import DiskFullError, writing
 
 log = get_logger(__name__)
 
@@ -83,9 +83,7 @@ class BroadcastPublisher(Publisher):
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            # To have enough workers, to hold them, for the group, to receive, and for those that failed to catch up.
-            deadline = 5 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
-            return self.services.call(self._update_workers(version, self._state), deadline)
+            return self.services.call(self._update_workers(version, self._state))
 
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         self._state = {}
@@ -124,7 +122,7 @@ class BroadcastPublisher(Publisher):
         held = await self._hold(urls)
         group = await self._group_or_none(held)
 
-        async def update(worker: WorkerControl, _index: int) -> None:
+        async def update(worker: WorkerAdmin, _index: int) -> None:
             # One that is left out stays as it is; it is found to serve another version, and leaves.
             if group is not None and worker.url in group.registrations:
                 await self._receive(worker, group, version, state)
@@ -165,7 +163,7 @@ class BroadcastPublisher(Publisher):
         held = await asyncio.gather(*map(hold, urls))
         return [url for url, is_held in zip(urls, held, strict=True) if is_held]
 
-    async def _receive(self, worker: WorkerControl, group: _Group, version: int, state: dict[str, Tensor]) -> None:
+    async def _receive(self, worker: WorkerAdmin, group: _Group, version: int, state: dict[str, Tensor]) -> None:
         buckets = list(_buckets(state, int(self.settings.publish_bucket_mib * (1 << 20))))
         for number, names in enumerate(buckets, start=1):
             tensors = [state[name] for name in names]
@@ -191,7 +189,7 @@ class BroadcastPublisher(Publisher):
 
     async def _group_of(self, urls: list[str]) -> _Group:
         """The group of these workers: the present one, or a new one when they are others."""
-        async with RouterControl(token=self.settings.token) as router:
+        async with RouterAdmin(token=self.settings.token) as router:
             registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
         if self._group is not None and self._group.registrations == registrations:
             return self._group
@@ -214,7 +212,7 @@ class BroadcastPublisher(Publisher):
         self._group = _Group(name, registrations, process_group)
         return self._group
 
-    async def _meet(self, workers: list[WorkerControl], name: str) -> dist.ProcessGroup:
+    async def _meet(self, workers: list[WorkerAdmin], name: str) -> dist.ProcessGroup:
         sizes = [await worker.tensor_parallel_size() for worker in workers]
         world_size = 1 + sum(sizes)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)

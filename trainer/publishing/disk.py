@@ -9,17 +9,14 @@ from pathlib import Path
 
 import torch
 
-from services.errors import DependencyLostError
-from services.policy_store import PolicyStore
-from services.rollout_control import WorkerControl
+from services.clients.rollout_admin import WorkerAdmin
+from services.core.errors import DependencyLostError
+from services.weights.policy_store import PolicyStore
+from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
-from trainer.policy import save_pretrained
+from trainer.model.policy import save_pretrained
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import VersionGoneError, held, registered_workers, update_workers
-from trainer.volume import DiskFullError, writing
-
-MARGIN_SECONDS = 60.0
-"""Added to the workers' own deadline, so that their message wins."""
 
 
 class DiskPublisher(Publisher):
@@ -45,9 +42,7 @@ class DiskPublisher(Publisher):
 
         def work() -> dict[str, float]:
             assert self.services is not None
-            # For enough workers to be registered, for them to load it, and for those that failed to catch up.
-            deadline = 3 * self.settings.publish_deadline_seconds + MARGIN_SECONDS
-            return self.services.call(self._update_workers(version), deadline)
+            return self.services.call(self._update_workers(version))
 
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         return metrics
@@ -58,7 +53,7 @@ class DiskPublisher(Publisher):
     async def _update_workers(self, version: int) -> dict[str, float]:
         path, pauses = self.store.path(version), [0.0]
 
-        async def update(worker: WorkerControl, _index: int) -> None:
+        async def update(worker: WorkerAdmin, _index: int) -> None:
             began = time.perf_counter()
             async with held(worker, self.settings):
                 await worker.update_from_disk(path, version)

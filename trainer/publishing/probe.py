@@ -6,9 +6,9 @@ import asyncio
 import statistics
 from collections.abc import Sequence
 
-from services.errors import DependencyLostError
-from services.logs import get_logger
-from services.rollout_control import WorkerRefusedError
+from services.clients.rollout_admin import WorkerRefusedError
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from trainer.config import TrainerSettings
 from trainer.publishing.workers import drop_workers, registered_workers, worker_control
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from services.logs import get_logger
-from services.policy_store import PolicyStore
+from services.core.logs import get_logger
+from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings
-from trainer.distributed import Ranks
-from trainer.policy import Policy
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import ServiceThread
 

@@ -12,10 +12,10 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import Counter
 
-from services.errors import DependencyLostError
-from services.logs import get_logger
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
-from services.scaffold import in_background
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.core.tasks import in_background
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
@@ -33,7 +33,7 @@ class VersionGoneError(DependencyLostError):
     """The version that workers wait for has gone from the shared volume."""
 
 
-WorkerUpdate = Callable[[WorkerControl, int], Awaitable[None]]
+WorkerUpdate = Callable[[WorkerAdmin, int], Awaitable[None]]
 """Brings one worker, given with its index among the workers, to the new version."""
 
 
@@ -91,15 +91,15 @@ async def update_workers(
     return len(left)
 
 
-def worker_control(settings: TrainerSettings, url: str) -> WorkerControl:
+def worker_control(settings: TrainerSettings, url: str) -> WorkerAdmin:
     """What speaks to a worker that has PUBLISH_DEADLINE_SECONDS for each answer."""
-    return WorkerControl(url, token=settings.token, timeout=settings.publish_deadline_seconds)
+    return WorkerAdmin(url, token=settings.token, timeout=settings.publish_deadline_seconds)
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
     """Takes workers out of the routing; their launchers bring them up to date and back."""
     WORKERS_DROPPED.inc(len(urls))
-    async with RouterControl(token=settings.token) as router:
+    async with RouterAdmin(token=settings.token) as router:
         for url in urls:
             await router.remove(url)
 
@@ -124,7 +124,7 @@ async def _wait_for_workers(
     """Waits until ``select`` keeps at least MIN_WORKERS of the registered workers; ``what`` says which it keeps."""
     selected: list[str] = []
     try:
-        async with asyncio.timeout(settings.publish_deadline_seconds), RouterControl(token=settings.token) as router:
+        async with asyncio.timeout(settings.publish_deadline_seconds), RouterAdmin(token=settings.token) as router:
             while True:
                 selected = await select(await router.workers())
                 if len(selected) >= settings.min_workers:
@@ -140,7 +140,7 @@ async def _wait_for_workers(
 
 
 async def _version_or_none(settings: TrainerSettings, url: str) -> int | None:
-    async with WorkerControl(url, token=settings.token, timeout=PROBE_SECONDS) as worker:
+    async with WorkerAdmin(url, token=settings.token, timeout=PROBE_SECONDS) as worker:
         try:
             return await worker.version()
         except (WorkerRefusedError, DependencyLostError):
@@ -148,7 +148,7 @@ async def _version_or_none(settings: TrainerSettings, url: str) -> int | None:
 
 
 @asynccontextmanager
-async def held(worker: WorkerControl, settings: TrainerSettings) -> AsyncIterator[None]:
+async def held(worker: WorkerAdmin, settings: TrainerSettings) -> AsyncIterator[None]:
     """Nothing is generated within it.
 
     When it fails the worker stays paused: its weights may be of two versions, and what waits in it is not to be

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from services.core.errors import ConfigurationError
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
-from services.errors import ConfigurationError
+from tests.waiting import wait_ready
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ async def test_cursors_survive_a_restart_with_a_state_directory(serving: Any, ap
     other = app(data_state_dir=state, data_seed=1)
     async with other.router.lifespan_context(other):
         with pytest.raises(ConfigurationError, match=r"holds cursors of .*give another directory or remove that one"):
-            await other.state.lifecycle.wait_ready()
+            await wait_ready(other)
 
 
 async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: Any, app: Any, chat_model: str) -> None:
@@ -111,7 +112,7 @@ async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any
     made = app(model_name=chat_model, max_prompt_tokens=2)
     async with made.router.lifespan_context(made):
         with pytest.raises(ConfigurationError, match=r"MAX_PROMPT_TOKENS is 2, but every prompt .* is longer"):
-            await made.state.lifecycle.wait_ready()
+            await wait_ready(made)
 
 
 async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.core.errors import ConfigurationError
 from services.data_server.prompts import PromptMaker, load_tokenizer
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from services.data_server.sources import Row
-from services.errors import ConfigurationError
 
 EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is #### 4", "4", None)]
 

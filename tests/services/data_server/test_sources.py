@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from services.core.errors import ConfigurationError
 from services.data_server import sources
 from services.data_server.settings import DataSettings, GroundTruthFormat
-from services.errors import ConfigurationError
 
 GSM8K = Path(__file__).parents[4] / "shared" / "gsm8k"
 

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.waiting import IDLE_SECONDS, stats_show

@@ -64,13 +64,13 @@ async def test_its_three_commands_make_a_head_that_plays(start_service: Any, pol
 
 def test_its_benchmark_has_those_options() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.benchmark_policy", "--help"],
+        [sys.executable, "-m", "benchmarks.policy", "--help"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    options = [word for word in words_of("scripts.benchmark_policy") if word.startswith("--")]
+    options = [word for word in words_of("benchmarks.policy") if word.startswith("--")]
     assert len(options) == 5
     assert all(option in done.stdout for option in options)
 

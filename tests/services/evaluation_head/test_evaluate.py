@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from services.evaluation_head import checkpoint
 from services.evaluation_head.app import MAX_BODY_BYTES
 from tests.services.evaluation_head import policies

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from services.endpoints import ENVIRONMENT_PORT, EVALUATION_HEAD_PORT
+from services.core.endpoints import ENVIRONMENT_PORT, EVALUATION_HEAD_PORT
+from services.core.errors import EXIT_RECOVERABLE
 from services.environment_server.settings import EnvironmentSettings
-from services.errors import EXIT_RECOVERABLE
 from services.evaluation_head.settings import HeadSettings
 from tests.skypilot_facts import ROOT, skypilot_facts
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.clients import ReplayClient
-from services.endpoints import Endpoint
-from services.errors import DependencyLostError
+from services.clients.replay import ReplayClient
+from services.core.endpoints import Endpoint
+from services.core.errors import DependencyLostError
 from services.protocol import AcknowledgeRequest, Group, LeaseRequest
 from tests.waiting import LIMIT_SECONDS
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import AcknowledgeRequest, LeaseRequest
 from services.replay_buffer import fresh_queue
 

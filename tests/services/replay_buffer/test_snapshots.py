@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.problems import ProblemError
+from services.http.problems import ProblemError
 from services.protocol import AcknowledgeRequest
 
 

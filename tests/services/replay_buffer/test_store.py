@@ -14,9 +14,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services import disk
-from services.errors import ConfigurationError, DependencyLostError
-from services.problems import ProblemError
+from services.core import files
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.http.problems import ProblemError
 from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
 from services.replay_buffer import database, store
 from services.replay_buffer.database import Database
@@ -198,7 +198,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextM
             return
         # The first ends a write in the middle, as a full disk does; the second lets none begin.
         limit = 10_000 if how == "a part is written" else 0
-        monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 2**63)
+        monkeypatch.setattr(files, "FULL_BELOW_BYTES", 2**63)
         with files_no_larger_than(limit):
             yield
 
@@ -278,7 +278,7 @@ def test_a_broken_disk_is_not_called_full(
 ) -> None:
     parts = buffer()
     with full_disk(parts.store, "a part is written"):
-        monkeypatch.setattr(disk, "FULL_BELOW_BYTES", 0)
+        monkeypatch.setattr(files, "FULL_BELOW_BYTES", 0)
         with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
             parts.store.add([group("a", tokens=100_000)], None)
     assert parts.store.add([group("a", tokens=100_000)], None).added == 1

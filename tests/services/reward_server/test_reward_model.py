@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
+from tests.waiting import wait_ready
 
 
 def _save(directory: Path, *, labels: int) -> str:
@@ -60,7 +61,7 @@ async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_pat
         app = create_app(RewardSettings(reward_fn="reward_model", reward_model=name))
         async with app.router.lifespan_context(app):
             with pytest.raises(ConfigurationError, match=message):
-                await app.state.lifecycle.wait_ready()
+                await wait_ready(app)
 
 
 async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

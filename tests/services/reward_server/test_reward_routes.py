@@ -8,7 +8,7 @@ import httpx
 import psutil
 import pytest
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings, WeightedFunction, parse_functions
 from tests.waiting import IDLE_SECONDS, wait_until

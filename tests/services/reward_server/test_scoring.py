@@ -8,8 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from scripts.local import spec
-from services.errors import ConfigurationError
+from local_runner import spec
+from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
 
 DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")

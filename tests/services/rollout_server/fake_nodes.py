@@ -12,10 +12,10 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.core.errors import DependencyLostError
 from services.protocol import Completion
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import RouterControl, WorkerControl, WorkerRefusedError
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, wait_until
 
@@ -74,9 +74,9 @@ class FakeNodes(Nodes):
             return None
 
     async def _update_workers(self, path: Path, version: int) -> None:
-        async with RouterControl(self.router, TOKEN) as router:
+        async with RouterAdmin(self.router, TOKEN) as router:
             for url in await router.workers():
-                async with WorkerControl(url, TOKEN, timeout=IDLE_SECONDS) as worker:
+                async with WorkerAdmin(url, TOKEN, timeout=IDLE_SECONDS) as worker:
                     try:
                         await worker.hold(finishes_requests=True)
                         await worker.update_from_disk(path, version)

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-from services.endpoints import (
+from services.core.endpoints import (
     ENDPOINTS_VARIABLE,
     ENGINE_PORT,
     ROUTER_INNER_PORT,
@@ -28,7 +28,7 @@ from services.endpoints import (
     ROUTER_PORT,
     Endpoint,
 )
-from services.policy_store import PolicyStore
+from services.weights.policy_store import PolicyStore
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[3]

@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.endpoints import Endpoint
-from services.errors import ConfigurationError
+from services.core.endpoints import Endpoint
+from services.core.errors import ConfigurationError
 from services.rollout_server.__main__ import Launcher
 from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.engines import (
-    Binds,
-    Command,
-    choose_engine,
-    engine_command,
-    router_command,
-)
+from services.rollout_server.engines import Binds, Command, choose_engine, engine_command, router_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
@@ -149,7 +143,7 @@ def test_with_a_token_the_router_hears_its_own_node_alone(monkeypatch: pytest.Mo
 def test_outside_skypilot_a_node_hears_its_own_machine_alone() -> None:
     binds = Binds.of(settings())
     assert {bind.host for bind in (binds.engine, binds.router, binds.metrics)} == {"127.0.0.1"}
-    given = Binds.of(settings(rollout_server_listen_host="0.0.0.0"))
+    given = Binds.of(settings(), host="0.0.0.0")
     assert {bind.host for bind in (given.engine, given.router, given.metrics)} == {"0.0.0.0"}
 
 
@@ -170,6 +164,5 @@ def test_a_node_looks_for_its_router_and_engine_where_they_listen(
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
     monkeypatch.setenv("SKYPILOT_NODE_RANK", rank)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    given = settings(rollout_server_listen_host=host, rollout_server_listen_port=31000, jobgroup_token=token)
-    launcher = Launcher(given, engine_command)
+    launcher = Launcher(settings(jobgroup_token=token), engine_command, host=host, port=31000)
     assert (launcher.router_endpoint.url, launcher.keeper.url) == (router, worker)

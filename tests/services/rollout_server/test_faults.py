@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
-from services.rollout_control import WorkerControl
-from services.rollout_server import supervision
+from services.clients.rollout_admin import WorkerAdmin
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
+from services.rollout_server import supervisor
 from services.rollout_server.engines import Command
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization
@@ -115,7 +115,7 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
 
 async def leave_in_mid_update(nodes: FakeNodes) -> None:
     """What SIGKILL of a trainer leaves."""
-    async with WorkerControl(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
+    async with WorkerAdmin(nodes.worker(1).url, TOKEN, timeout=IDLE_SECONDS) as worker:
         await worker.pause("in_place")
         await worker.begin_update()
 
@@ -252,9 +252,9 @@ async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_tim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # An engine that hangs at its start takes longer to end than the window.
-    monkeypatch.setattr(supervision, "RESTART_WINDOW_SECONDS", 0.0)
-    monkeypatch.setattr(supervision, "FIRST_PAUSE_SECONDS", 0.0)
-    child = supervision.Supervised(Command("engine", sys.executable, "this", []), max_restarts=2)
+    monkeypatch.setattr(supervisor, "RESTART_WINDOW_SECONDS", 0.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
+    child = supervisor.Supervised(Command("engine", sys.executable, "this", []), max_restarts=2)
     with pytest.raises(ConfigurationError, match="never answered in 3 starts and exited with 0"):
         await child.run()
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import WorkerAdmin
 from services.protocol import FinishReason
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import WorkerControl
 from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
@@ -137,7 +137,7 @@ def test_a_sequence_is_rescored_without_generating(server: Nodes, reference: Any
 
 async def test_the_worker_control_rescores(server: Nodes, reference: Any) -> None:
     ids = [*PROMPT, 9, END]
-    async with WorkerControl(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
+    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker:
         assert await worker.rescore(ids) == pytest.approx(expected_logprobs(reference, ids, 1), abs=engine_tolerance())
 
 

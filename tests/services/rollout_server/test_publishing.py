@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import RouterAdmin
+from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from services.core.errors import DependencyLostError
 from services.protocol import Completion
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import RouterControl
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
-from trainer.distributed import join_ranks
-from trainer.policy import Policy, load_policy
+from trainer.model.policy import Policy, load_policy
+from trainer.model.ranks import join_ranks
 from trainer.publishing import make_publisher
 from trainer.service_thread import ServiceThread
 
@@ -205,7 +205,7 @@ def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, train
     trainer.use("disk", min_workers=2)
 
     async def remove() -> None:
-        async with RouterControl(two.router, TOKEN) as router:
+        async with RouterAdmin(two.router, TOKEN) as router:
             await router.remove(two.worker(1).url)
 
     asyncio.run(remove())

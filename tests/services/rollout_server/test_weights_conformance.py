@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.errors import DependencyLostError
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
+from services.core.errors import DependencyLostError
 from services.protocol import Completion, FinishReason, VersionSpan
-from services.rollout_client import RolloutClient, SamplingParams
-from services.rollout_control import WorkerControl, WorkerRefusedError
-from services.weights_group import broadcast_weights, join_weights_group, leave_weights_group
+from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
@@ -41,9 +41,9 @@ def other_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture
-async def worker(server: Nodes) -> AsyncIterator[WorkerControl]:
+async def worker(server: Nodes) -> AsyncIterator[WorkerAdmin]:
     """The server's worker, which serves version 0 again afterwards."""
-    async with WorkerControl(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
+    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
         yield control
         await control.update_from_disk(server.model, 0)
         await control.resume()
@@ -88,7 +88,7 @@ async def flight(server: Nodes) -> AsyncIterator[Flight]:
         yield Flight(http)
 
 
-async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: WorkerControl, other_model: Path) -> None:
+async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: WorkerAdmin, other_model: Path) -> None:
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
     await worker.update_from_disk(other_model, 7)
@@ -103,7 +103,7 @@ async def test_weights_from_disk_change_what_is_served(server: Nodes, worker: Wo
 
 
 async def test_a_directory_that_is_not_there_changes_nothing(
-    server: Nodes, worker: WorkerControl, tmp_path: Path
+    server: Nodes, worker: WorkerAdmin, tmp_path: Path
 ) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.update_from_disk(tmp_path / "nothing", 8)
@@ -112,7 +112,7 @@ async def test_a_directory_that_is_not_there_changes_nothing(
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
-async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: WorkerControl, tmp_path: Path) -> None:
+async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: WorkerAdmin, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(server.model, broken)
     weights = load_file(broken / "model.safetensors")
@@ -131,7 +131,7 @@ async def test_weights_of_other_shapes_are_never_served(server: Nodes, worker: W
 
 
 async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made_what(
-    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
+    server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path
 ) -> None:
     replies = await mixed_versions(server, worker, flight, other_model)
     assert replies
@@ -153,9 +153,7 @@ async def test_a_request_in_flight_goes_on_with_new_weights_and_tells_which_made
         assert [pair[0] for pair in pairs[: spans[0].end]] == pytest.approx(old, abs=engine_tolerance())
 
 
-async def mixed_versions(
-    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
-) -> list[dict[str, Any]]:
+async def mixed_versions(server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path) -> list[dict[str, Any]]:
     """Completions during which the weights changed; a pause may come before they begin, or when they are over."""
     for attempt in range(TRIES):
         pending = flight.start()
@@ -173,7 +171,7 @@ async def mixed_versions(
 
 
 async def test_requests_in_flight_end_before_a_worker_is_held(
-    server: Nodes, worker: WorkerControl, flight: Flight, other_model: Path
+    server: Nodes, worker: WorkerAdmin, flight: Flight, other_model: Path
 ) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
@@ -192,7 +190,7 @@ async def test_requests_in_flight_end_before_a_worker_is_held(
     assert await worker.version() == 12
 
 
-async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: WorkerControl, flight: Flight) -> None:
+async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: WorkerAdmin, flight: Flight) -> None:
     """As launchers do it: whatever state a trainer has left a worker in, it can be brought up to date."""
     pending = flight.start()
     await asyncio.sleep(0.05)
@@ -204,19 +202,19 @@ async def test_what_is_paused_in_place_is_aborted_after_a_retraction(worker: Wor
     await worker.resume()
 
 
-async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: WorkerControl) -> None:
+async def test_an_update_without_tensors_changes_nothing(server: Nodes, worker: WorkerAdmin) -> None:
     await worker.drain()
     assert await worker.version() == 0
     ids = [*PROMPT, 9, 1]
     assert await worker.rescore(ids) == pytest.approx(logprobs(server.model, ids), abs=engine_tolerance())
 
 
-async def test_an_end_without_a_begin_is_refused(worker: WorkerControl) -> None:
+async def test_an_end_without_a_begin_is_refused(worker: WorkerAdmin) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.end_update()
 
 
-async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerControl, flight: Flight) -> None:
+async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerAdmin, flight: Flight) -> None:
     for attempt in range(TRIES):
         pending = flight.start()
         await asyncio.sleep(0.02 * (1 + attempt) ** 2)
@@ -230,7 +228,7 @@ async def test_a_pause_that_aborts_gives_back_what_there_is(worker: WorkerContro
     pytest.fail("no request was aborted")
 
 
-async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: WorkerControl, flight: Flight) -> None:
+async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: WorkerAdmin, flight: Flight) -> None:
     pending = flight.start()
     await asyncio.sleep(0.05)
     await worker.pause("retract")
@@ -244,7 +242,7 @@ async def test_a_retracted_request_is_whole_in_the_end(server: Nodes, worker: Wo
         )
 
 
-async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: WorkerControl) -> None:
+async def test_the_client_asks_again_for_what_was_aborted(server: Nodes, worker: WorkerAdmin) -> None:
     async with client(server) as rollouts:
         pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
         await asyncio.sleep(0.05)
@@ -259,11 +257,11 @@ def test_the_cache_is_flushed_when_nothing_runs(server: Nodes) -> None:
     assert server.post(server.worker(), "/flush_cache", {}).status_code == 200
 
 
-async def test_resuming_what_is_not_paused_is_no_error(worker: WorkerControl) -> None:
+async def test_resuming_what_is_not_paused_is_no_error(worker: WorkerAdmin) -> None:
     await worker.resume()
 
 
-async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, other_model: Path) -> None:
+async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, other_model: Path) -> None:
     weights = load_file(other_model / "model.safetensors")
     (port,) = free_ports(1)
     name = f"weights-{port}"
@@ -296,7 +294,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerControl, o
         leave_weights_group(group)
 
 
-async def test_tensors_without_an_open_update_are_refused(worker: WorkerControl) -> None:
+async def test_tensors_without_an_open_update_are_refused(worker: WorkerAdmin) -> None:
     with pytest.raises(WorkerRefusedError, match="400"):
         await worker.receive_weights(["model.norm.weight"], ["float32"], [[96]], "no-such-group", 14)
     assert await worker.version() == 0

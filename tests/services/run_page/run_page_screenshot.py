@@ -8,8 +8,8 @@ from pathlib import Path
 from playwright.sync_api import expect
 
 from scripts.view import create_view_app
+from services.core.settings import Settings
 from services.run_page.directory import RunDirectory
-from services.settings import Settings
 from tests.browser import DESKTOP, browser, screenshot
 from tests.services.run_page.serving import served
 

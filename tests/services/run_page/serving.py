@@ -10,7 +10,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from services.scaffold import listen
+from services.http.server import listen
 from tests.waiting import IDLE_SECONDS, wait_until
 
 

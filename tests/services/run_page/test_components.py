@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from services.core.settings import Settings
+from services.http.app import create_service_app
 from services.run_page import components
 from services.run_page.components import ComponentWatch
-from services.scaffold import create_app
-from services.settings import Settings
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS
 
@@ -51,7 +51,7 @@ def job_group(monkeypatch):
 
     hanging = socket.create_server(("127.0.0.1", 0))
     answers = {"pending": 5, "workers_alive": 2, "answers": {"scored": 10, "timeout": 1}}
-    reward = create_app("reward-server", settings=Settings(), lifespan=nothing_to_load, stats=lambda: answers)
+    reward = create_service_app("reward-server", settings=Settings(), lifespan=nothing_to_load, stats=lambda: answers)
     end_reward = contextlib.ExitStack()
     reward_url = end_reward.enter_context(served(reward))
     with end_reward, served(data) as data_url, served(router) as router_url, served(worker) as worker_url:

@@ -5,7 +5,7 @@ import os
 import orjson
 import pytest
 
-from services.errors import ConfigurationError
+from services.core.errors import ConfigurationError
 from services.run_page.directory import RECORDS_A_REPLY, RunDirectory, find_runs
 from services.run_page.lines import Position
 from tests.services.run_page.runs import append, metrics, write_run

@@ -10,10 +10,10 @@ from playwright.sync_api import Page, expect
 from pydantic import SecretStr
 
 from scripts.view import create_view_app
+from services.core.settings import Settings
+from services.http.app import create_service_app
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
-from services.scaffold import create_app
-from services.settings import Settings
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.run_page.runs import append, group, metrics, write_run
 from tests.services.run_page.serving import served
@@ -85,7 +85,7 @@ def live(run, now):
         yield
 
     runs = [RunDirectory(run.name, run)]
-    app = create_app("ppo-trainer", settings=Settings(), lifespan=nothing_to_load, public=PUBLIC)
+    app = create_service_app("ppo-trainer", settings=Settings(), lifespan=nothing_to_load, public=PUBLIC)
     add_run_page(app, lambda: runs, now=lambda: now, asks_token=False)
     return app
 

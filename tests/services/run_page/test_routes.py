@@ -4,9 +4,9 @@ import pytest
 from pydantic import SecretStr
 
 from scripts.view import create_view_app
+from services.core.settings import Settings
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC
-from services.settings import Settings
 from tests.services.run_page.runs import write_run
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks of the system, each beside an alternative or a limit."""

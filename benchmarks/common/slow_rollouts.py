@@ -1,0 +1,37 @@
+"""A rollout node with the slow engine of ``slow_engine.py``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.common.job import ROOT
+from services.core.endpoints import Endpoint
+from services.core.errors import exit_code_of
+from services.rollout_server.__main__ import main
+from services.rollout_server.engines import Command, engine_command
+from services.rollout_server.settings import EngineKind, RolloutSettings
+
+FACTOR = "BENCHMARK_SLOWDOWN"
+"""Environment variable: how many times as slow."""
+
+COMMAND = "exec python -m services.rollout_server\n"
+
+
+def job_group_with_slow_rollouts(job_group: str, directory: Path) -> Path:
+    """Writes a job group's YAML whose rollout nodes are of this module."""
+    text = (ROOT / job_group).read_text()
+    if COMMAND not in text:
+        raise SystemExit(f"error: {job_group} starts its rollout nodes by another command than {COMMAND.strip()!r}")
+    path = directory / job_group
+    path.write_text(text.replace(COMMAND, "exec python -m benchmarks.common.slow_rollouts\n"))
+    return path
+
+
+def _slow_command(settings: RolloutSettings, kind: EngineKind, bind: Endpoint) -> Command:
+    return replace(engine_command(settings, kind, bind), module="benchmarks.common.slow_engine")
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(_slow_command)))

@@ -1,0 +1,187 @@
+"""Runs the benchmarks one after the other and writes docs/benchmarks.md: ``python -m benchmarks [--quick]``.
+
+Every benchmark is a program of its own (``python -m benchmarks.NAME``) that measures ours and theirs in turn and
+prints a table. This runs them, keeps what each printed as docs/benchmarks/NAME.json with command, machine and date,
+and makes the page of what is kept there, and of remarks on it in NAME.md. ``--only`` measures some of them anew;
+``--page-only`` none. With one benchmark alone, options that are not known here are given to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.common.ending import end_in_order
+from local_runner.environment import cores
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/benchmarks.md"
+KEPT = ROOT / "docs/benchmarks"
+RECORD = KEPT / "record.md"
+TRL_PYTHON = ".venv-trl/bin/python"
+WIDTH = 120
+BUSY_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark: what it shows, and its command in full and in short."""
+
+    name: str
+    title: str
+    module: str
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    """Added for a short run."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that it needs, unless they are set."""
+    needs: str = ""
+    """A variable without which it is not run."""
+
+
+TRL = ("--trl-python", TRL_PYTHON)
+QUICK = ("--quick",)
+SGLANG_ON_CPU = (
+    "--device cpu --attention-backend torch_native --disable-overlap-schedule --max-total-tokens 16384 "
+    "--max-running-requests 64 --tp-size 1 --log-level warning"
+)
+
+BENCHMARKS = (
+    Benchmark("step", "One GRPO step against TRL", "benchmarks.step", TRL, QUICK),
+    Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "benchmarks.reward", TRL, QUICK),
+    Benchmark("rollouts", "Rollouts", "benchmarks.rollouts", ("--dtype", "float32"), ("--rounds", "1")),
+    Benchmark(
+        "rollouts-sglang",
+        "Rollouts by the real SGLang on the same CPU",
+        "benchmarks.rollouts",
+        ("--dtype", "float32", "--skip-baselines"),
+        ("--rounds", "1"),
+        environment={"ROLLOUT_ENGINE": "sglang", "SGLANG_EXTRA_FLAGS": SGLANG_ON_CPU},
+        needs="SGLANG_PYTHON",
+    ),
+    Benchmark(
+        "trainer",
+        "The update alone, against a bare forward and backward pass",
+        "benchmarks.trainer",
+        ("--tables", "speed"),
+        QUICK,
+    ),
+    Benchmark("memory", "Memory of the update", "benchmarks.trainer", ("--tables", "memory"), QUICK),
+    Benchmark("publishing", "Publishing weights", "benchmarks.publishing", quick=QUICK),
+    Benchmark("async", "Asynchronous against synchronous", "benchmarks.asynchronous", quick=QUICK),
+    Benchmark("services", "Data, reward and replay services", "benchmarks.services", ("--no-fail",), QUICK),
+    Benchmark("recovery", "What a death costs", "benchmarks.recovery", quick=QUICK),
+    Benchmark(
+        "policy",
+        "The evaluation head against a model in every worker",
+        "benchmarks.policy",
+        quick=("--total-battles", "8"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a benchmark printed, and where."""
+
+    command: str
+    date: str
+    machine: str
+    output: str
+
+
+def machine() -> str:
+    """The machine in a line, and how busy it is with other things before a benchmark begins."""
+    busy = psutil.cpu_percent(interval=BUSY_SECONDS)
+    memory = psutil.virtual_memory().total / 2**30
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    capability = torch.backends.cpu.get_cpu_capability()
+    kind = f"{platform.system()} {platform.machine()}, {cores()} cores ({capability})"
+    return f"{kind}, {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
+
+
+def measure(benchmark: Benchmark, *, quick: bool, more: Sequence[str] = ()) -> Measured:
+    """Runs a benchmark.
+
+    Raises:
+        SystemExit: it failed; what it said was shown.
+    """
+    command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ()), *more]
+    print(f"python {' '.join(command)}", file=sys.stderr)
+    here = machine()
+    environment = {**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate()
+        finally:
+            # Not killed: it ends what it has started.
+            process.terminate()
+            process.wait()
+    if process.returncode:
+        raise SystemExit(f"{output}\nerror: {benchmark.module} ended with {process.returncode}")
+    lines = [line.rstrip() for line in output.splitlines()]
+    date = datetime.now(tz=UTC).date().isoformat()
+    return Measured("python " + " ".join(command), date, here, "\n".join(lines).strip("\n"))
+
+
+def page() -> str:
+    """docs/benchmarks.md, of what is kept."""
+    parts = [
+        "# Benchmarks",
+        "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in\n"
+        "few rounds. Each section is what its command printed; ours and theirs were measured in turn.",
+    ]
+    for benchmark in BENCHMARKS:
+        kept = KEPT / f"{benchmark.name}.json"
+        parts.append(f"## {benchmark.title}")
+        if not kept.exists():
+            how = f"`python -m benchmarks --only {benchmark.name}` does"
+            with_what = f", with {benchmark.needs} set" if benchmark.needs else ""
+            parts.append(f"Not measured here; {how}{with_what}.")
+            continue
+        measured = Measured(**json.loads(kept.read_text()))
+        parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
+        parts.append(f"```text\n{measured.output}\n```")
+        remark = KEPT / f"{benchmark.name}.md"
+        if remark.exists():
+            parts.append(remark.read_text().strip())
+    parts.append(RECORD.read_text().strip())
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, measures, and writes the page."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
+    given, more = parser.parse_known_args(arguments)
+    end_in_order()
+    if more and len(given.only or ()) != 1:
+        parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
+    for benchmark in [] if given.page_only else BENCHMARKS:
+        if given.only and benchmark.name not in given.only:
+            continue
+        if benchmark.needs and not os.environ.get(benchmark.needs):
+            if given.only:
+                parser.error(f"{benchmark.name} needs {benchmark.needs} to be set; see docs/rollouts.md")
+            print(f"{benchmark.name} is left out: {benchmark.needs} is not set", file=sys.stderr)
+            continue
+        measured = measure(benchmark, quick=given.quick, more=more)
+        (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
+        print(measured.output)
+    PAGE.write_text(page())

@@ -1,0 +1,1 @@
+"""The local runner: a job group as processes on this machine."""

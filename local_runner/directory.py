@@ -1,0 +1,220 @@
+"""Run directories: how a person names one, and what it says of its runner, its state and its size."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from local_runner.environment import Run
+from services.core.errors import ConfigurationError
+
+FILE = "nodes.json"
+LOCK = "runner.lock"
+RUNS = Path("runs")
+MARKS = (FILE, LOCK, "metrics.jsonl", "components")
+"""Any of these makes a directory a run's; config.json is in models, too."""
+LAST_FILES_SECONDS = 300
+"""A run that has succeeded writes its last files within that long of its summary."""
+QUIET_SECONDS = 24 * 3600
+"""A run that no runner of this machine accounts for may be under way elsewhere until nothing has been written that
+long: a step, or a wait for nodes, may take hours."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A runner's process, and ``host:port`` of everything that its nodes listen on, as JOBGROUP_ENDPOINTS has it."""
+
+    pid: int
+    started: float
+    endpoints: dict[str, str]
+    machine: str = ""
+    """The host name of the runner's machine; empty in directories of former versions."""
+
+    @property
+    def is_here(self) -> bool:
+        """Return whether the runner was started on this machine, so that its process can be looked up."""
+        return self.machine in ("", socket.gethostname())
+
+    def is_running(self) -> bool:
+        """Return whether the runner still runs on this machine, and its number is not another process's."""
+        try:
+            return self.is_here and psutil.Process(self.pid).create_time() == self.started
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The disk space that a run takes, in bytes, and when a file of it was last written."""
+
+    size: int
+    written: float
+
+
+def record_nodes(run: Run) -> None:
+    """Write down that this process runs ``run``, and where.
+
+    Raises:
+        ConfigurationError: the run directory cannot be written.
+    """
+    content = {
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+        "machine": socket.gethostname(),
+        "endpoints": run.addresses.endpoints,
+    }
+    try:
+        write_object(run.run_dir / FILE, content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the run directory {run.run_dir} cannot be written: {error}; make room there"
+        ) from error
+
+
+def read_nodes(run_dir: Path) -> Nodes | None:
+    """What was written down; None of a run that no local runner has run."""
+    content = read_object(run_dir / FILE)
+    return Nodes(**content) if content else None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    if not path.exists():
+        return {}
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def write_object(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object; a file that was there stays whole where the disk is full."""
+    partial = path.with_name(f".{path.stem}.partial")
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory's lock, which its runner has as long as it runs, on a shared volume for all machines.
+
+    Raises:
+        BlockingIOError: somebody else has it.
+    """
+    with (run_dir / LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def under_way(run_dir: Path, written: float) -> str | None:
+    """Return why the run is, or may be, under way; None when it is over.
+
+    The runner's lock and its process tell of a local run. A run of another machine, or of a cluster, which has no such
+    runner, counts as over when it has succeeded, or when nothing has been written for QUIET_SECONDS.
+
+    Args:
+        run_dir: the run.
+        written: when a file of it was last written.
+    """
+    nodes = read_nodes(run_dir)
+    if nodes is not None and nodes.is_running():
+        return f"its runner is process {nodes.pid} of this machine"
+    if (run_dir / LOCK).exists():
+        try:
+            with locked(run_dir):
+                pass
+        except BlockingIOError:
+            return f"{LOCK} is held by its runner"
+        except OSError:
+            pass  # a file system without locks, or another user's file: the other signs decide
+    if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
+        return None
+    ago = max(time.time() - written, 0.0)
+    if ago < QUIET_SECONDS:
+        where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
+        return (
+            f"it may go on in {where}, since it has not succeeded and was last written {ago / 60:.0f} minutes ago; "
+            f"if it is over, remove it by hand: rm -r {run_dir}"
+        )
+    return None
+
+
+def _has_succeeded(run_dir: Path, written: float) -> bool:
+    """Return whether the run has succeeded and was not resumed since."""
+    summary = run_dir / "summary.json"
+    if read_object(summary).get("status") != "succeeded":
+        return False
+    return written < summary.stat().st_mtime + LAST_FILES_SECONDS
+
+
+def state_of(run_dir: Path, nodes: Nodes | None) -> str:
+    """One word: running, or how the run ended, or unknown where neither its runner nor its trainer has said."""
+    if nodes is not None and nodes.is_running():
+        return "running"
+    status: str | None = read_object(run_dir / "summary.json").get("status")
+    if status is None and nodes is not None:
+        return "ended without a summary" if nodes.is_here else f"unknown: started on {nodes.machine}"
+    return status or "unknown"
+
+
+def usage(run_dir: Path) -> Usage:
+    """Measure a run directory; a file with several links counts once, and links elsewhere do not count."""
+    sizes: dict[tuple[int, int], int] = {}
+    written = 0.0
+    for parent, _, names in os.walk(run_dir):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile by a run that goes on
+                status = os.lstat(os.path.join(parent, name))
+                sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+                written = max(written, status.st_mtime)
+    return Usage(sum(sizes.values()), written or run_dir.stat().st_mtime)
+
+
+def find_run(given: str | None, runs: Path = RUNS) -> Path:
+    """Return the directory of a run, given by its id (a directory in ``runs``) or its directory; by default the newest.
+
+    Raises:
+        ConfigurationError: there is no such run.
+    """
+    if given is None:
+        newest = next(iter(all_runs(runs)), None)
+        if newest is None:
+            raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
+        return newest
+    found = named_run(given, runs)
+    if found is None:
+        there = ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
+        raise ConfigurationError(
+            f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {there}"
+        )
+    return found
+
+
+def named_run(given: str, runs: Path = RUNS) -> Path | None:
+    """Return the run directory that ``given`` names, as id or directory; None where there is none."""
+    return next((path for path in (runs / given, Path(given)) if is_run(path)), None)
+
+
+def is_run(path: Path) -> bool:
+    """Return whether ``path`` is a run's directory."""
+    return path.is_dir() and any((path / mark).exists() for mark in MARKS)
+
+
+def all_runs(runs: Path = RUNS) -> list[Path]:
+    """Return the runs in the directory ``runs``, the newest first: the one that was last written to."""
+    return sorted(filter(is_run, runs.glob("*")), key=_last_written, reverse=True)
+
+
+def _last_written(run_dir: Path) -> float:
+    return max(path.stat().st_mtime for path in [run_dir, *run_dir.glob("*.json*"), *run_dir.glob("logs/*.log")])

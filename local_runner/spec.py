@@ -1,0 +1,240 @@
+"""Reads a job group's YAML into what the local runner needs, and refuses what SkyPilot would silently ignore."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.core.errors import ConfigurationError
+
+HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter_connection"}
+RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+DURATION = re.compile(r"(\d+)\s*([smh]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One task: what runs on each of its nodes, and what happens when it ends."""
+
+    name: str
+    run: str
+    num_nodes: int = 1
+    gpus_per_node: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    declared: frozenset[str] = frozenset()
+    """The variables that the file itself names."""
+    mounts: Mapping[str, str] = field(default_factory=dict)
+    """Mount path to volume name."""
+    max_restarts_on_errors: int = 0
+    recover_on_exit_codes: frozenset[int] = frozenset()
+    termination_delay: float = 0.0
+    """Seconds that the task outlives the primary tasks."""
+    is_primary: bool = False
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """A job group: tasks that run side by side, at least one of them primary."""
+
+    name: str
+    tasks: tuple[TaskSpec, ...]
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line adds: variables for every task, and node counts by task."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    num_nodes: Mapping[str, int] = field(default_factory=dict)
+
+
+def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
+    """The job group of the file ``path``.
+
+    Variables come from a task's ``envs`` and ``secrets``, then ``overrides``, which reach every task. One that the file
+    leaves null must be among the overrides, as with SkyPilot.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or something in it is unknown, missing or of the wrong kind.
+    """
+    overrides = overrides or Overrides()
+    header, *documents = _documents(path)
+    if unknown := set(header) - HEADER_KEYS:
+        raise ConfigurationError(f"{path}: unknown header keys {sorted(unknown)}; allowed: {sorted(HEADER_KEYS)}")
+    if not NAME.fullmatch(str(header.get("name", ""))):
+        raise ConfigurationError(f"{path}: the header's name must be letters, digits, - and _")
+    if header.get("execution") != "parallel":
+        raise ConfigurationError(f"{path}: the header must say `execution: parallel`, else SkyPilot runs a pipeline")
+    tasks = [_task(path, document, overrides) for document in documents]
+    names = [task.name for task in tasks]
+    if not tasks or len(set(names)) != len(names):
+        raise ConfigurationError(f"{path}: the tasks need names of their own, got {names}")
+    if unknown := set(overrides.num_nodes) - set(names):
+        raise ConfigurationError(f"node counts were given for {sorted(unknown)}; the tasks of {path} are {names}")
+    primary = header.get("primary_tasks") or names
+    if unknown := set(primary) - set(names):
+        raise ConfigurationError(f"{path}: primary_tasks names {sorted(unknown)}; the tasks are {names}")
+    delays = _delays(path, header.get("termination_delay"), names)
+    return JobGroup(
+        name=str(header["name"]),
+        tasks=tuple(
+            replace(task, is_primary=task.name in primary, termination_delay=delays[task.name]) for task in tasks
+        ),
+    )
+
+
+def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
+    """``K=V`` pairs of a command line as a dictionary; ``K`` alone takes its value from this process's environment.
+
+    Raises:
+        ConfigurationError: ``K`` is empty, or alone and not set.
+    """
+    result = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            if name not in os.environ:
+                raise ConfigurationError(f"{option} {pair}: not set in the environment; give {option} {pair}=VALUE")
+            value = os.environ[name]
+        if not name:
+            raise ConfigurationError(f"{option} {pair!r}: expected NAME=VALUE")
+        result[name] = value
+    return result
+
+
+def env_file(path: Path) -> dict[str, str]:
+    """The variables of a file with a ``NAME=VALUE`` a line; blank lines and those that begin with ``#`` say nothing.
+
+    Raises:
+        ConfigurationError: it cannot be read or has another line.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigurationError(f"cannot read --env-file: {error}") from error
+    result = {}
+    for number, line in enumerate(lines, start=1):
+        if not line or line.startswith("#"):
+            continue
+        name, separator, value = line.partition("=")
+        if not separator or not name:
+            raise ConfigurationError(f"{path}, line {number}: expected NAME=VALUE")
+        result[name] = value
+    return result
+
+
+def counts(pairs: Sequence[str]) -> dict[str, int]:
+    """``TASK=COUNT`` pairs of a command line as a dictionary.
+
+    Raises:
+        ConfigurationError: a pair is something else.
+    """
+    result = {}
+    for pair in pairs:
+        task, _, count = pair.partition("=")
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigurationError(f"--num-nodes {pair}: expected TASK=COUNT with a count of 1 or more")
+        result[task] = int(count)
+    return result
+
+
+def seconds(duration: str | int) -> float:
+    """``30``, ``"30s"``, ``"5m"`` or ``"1h"`` in seconds.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = DURATION.fullmatch(str(duration))
+    if match is None:
+        raise ValueError(f"{duration!r} is not a duration such as 30, 30s, 5m or 1h")
+    return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2].lower()]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """A loader to which a repeated key is an error; YAML and SkyPilot let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
+        if repeated:
+            raise yaml.constructor.ConstructorError(None, None, f"repeated keys {repeated}", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _documents(path: Path) -> list[dict[str, Any]]:
+    try:
+        documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))  # a subclass of SafeLoader
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the job group: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path} is not valid YAML: {error}") from error
+    if len(documents) < 2 or not all(isinstance(document, dict) for document in documents):
+        raise ConfigurationError(f"{path}: a job group is a header document and one document a task")
+    return documents
+
+
+def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpec:
+    name = str(document.get("name", ""))
+    if not NAME.fullmatch(name):
+        raise ConfigurationError(f"{path}: a task's name must be letters, digits, - and _, got {name!r}")
+    if not isinstance(document.get("run"), str):
+        raise ConfigurationError(f"{path}: task {name} has no `run` command")
+    resources = document.get("resources") or {}
+    recovery = resources.get("job_recovery") or {}
+    if not isinstance(recovery, dict) or set(recovery) - RECOVERY_KEYS:
+        raise ConfigurationError(f"{path}: job_recovery of task {name} takes {sorted(RECOVERY_KEYS)}, got {recovery}")
+    codes = recovery.get("recover_on_exit_codes", [])
+    num_nodes = overrides.num_nodes.get(name, int(document.get("num_nodes", 1)))
+    if num_nodes < 1:
+        raise ConfigurationError(f"task {name} has {num_nodes} nodes; allowed are 1 and more")
+    variables = _given(path, name, document.get("envs") or {}, overrides.environment, "--env")
+    secrets = _given(path, name, document.get("secrets") or {}, overrides.secrets, "--secret")
+    return TaskSpec(
+        name=name,
+        run=document["run"],
+        num_nodes=num_nodes,
+        gpus_per_node=_gpus(resources.get("accelerators")),
+        environment=variables | secrets,
+        declared=frozenset((document.get("envs") or {}) | (document.get("secrets") or {})),
+        mounts={str(mount): str(volume) for mount, volume in (document.get("volumes") or {}).items()},
+        max_restarts_on_errors=int(recovery.get("max_restarts_on_errors", 0)),
+        recover_on_exit_codes=frozenset([codes] if isinstance(codes, int) else codes),
+    )
+
+
+def _given(path: Path, task: str, declared: Mapping[str, Any], given: Mapping[str, str], option: str) -> dict[str, str]:
+    missing = sorted(name for name, value in declared.items() if value is None and name not in given)
+    if missing:
+        raise ConfigurationError(f"{path}: task {task} needs {missing}; give {option} {missing[0]}=VALUE")
+    return {name: str(value) for name, value in declared.items() if name not in given} | dict(given)
+
+
+def _gpus(accelerators: Any) -> int:
+    """How many GPUs ``H100``, ``H100:2`` or ``{H100: 2}`` asks for; of several choices, the first."""
+    if not accelerators:
+        return 0
+    if isinstance(accelerators, dict):
+        return math.ceil(float(next(iter(accelerators.values())) or 1))
+    first = accelerators if isinstance(accelerators, str) else next(iter(accelerators))
+    return math.ceil(float(str(first).partition(":")[2] or 1))
+
+
+def _delays(path: Path, value: Any, names: Sequence[str]) -> dict[str, float]:
+    """The termination delay of every task, in seconds."""
+    given = value if isinstance(value, dict) else {"default": value if value is not None else 0}
+    if unknown := set(given) - set(names) - {"default"}:
+        raise ConfigurationError(f"{path}: termination_delay names {sorted(unknown)}; the tasks are {list(names)}")
+    try:
+        parsed = {name: seconds(duration) for name, duration in given.items()}
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: termination_delay: {error}") from error
+    return {name: parsed.get(name, parsed.get("default", 0.0)) for name in names}

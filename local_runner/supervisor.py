@@ -1,0 +1,289 @@
+"""Runs the tasks of a job group as SkyPilot's controller would, and leaves no process behind.
+
+- A task's nodes start together. When one ends with an error the others are killed (137), and the whole task restarts if
+  its ``job_recovery`` says so: always on a listed exit code, else while ``max_restarts_on_errors`` lasts.
+- The run ends with its primary tasks. Auxiliaries outlive them by their ``termination_delay``, or not at all when a
+  primary failed.
+
+In two cases a restart could only fail alike, and the run stops with the reason instead, where SkyPilot would go on: a
+task that exits with 78 has a setting, dataset or model that cannot be had, or an engine that never came up; and a
+primary that fails after an auxiliary is gone for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+from local_runner import processes
+from local_runner.environment import Run, node_environment
+from local_runner.spec import TaskSpec
+from services.core.errors import EXIT_CONFIGURATION
+
+# After Ctrl-C everything is gone within 10 s: most of it is the trainer's, to write a checkpoint, then until the second
+# time, also counted from Ctrl-C, the services'. The rest is for killing on a busy machine.
+PRIMARY_STOP_SECONDS = 7.0
+AUXILIARY_STOP_SECONDS = 8.0
+# At the end of a run nobody waits for anything of the auxiliaries.
+AUXILIARY_END_SECONDS = 5.0
+KILLED = 128 + signal.SIGKILL
+LONG_ENOUGH_SECONDS = 60.0
+LONGEST_BACKOFF_SECONDS = 30.0
+
+
+# Begins the line in a log at which a start or restart begins.
+LIFE_MARK = "=== "
+
+
+class State(StrEnum):
+    """What a node is doing."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    ENDED = "ended"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    reason: str
+    seconds: float
+    restarts: dict[str, int]
+
+
+@dataclass
+class _Life:
+    """What has become of a task."""
+
+    restarts: int = 0
+    errors: int = 0
+    exit_code: int | None = None
+
+
+Report = Callable[[TaskSpec, int | None, State, str], None]
+"""Called with a task, a rank (None: the task as a whole), the state it is in now and a few words on why."""
+
+
+StartNode = Callable[[TaskSpec, int, IO[bytes]], Awaitable[asyncio.subprocess.Process]]
+"""Starts a task's command as the node of a rank, which writes to the given log; its processes carry the node's mark."""
+
+
+class Supervisor:
+    """Starts, restarts and ends the processes of one run."""
+
+    def __init__(self, run: Run, report: Report, start_node: StartNode | None = None) -> None:
+        """Makes a supervisor that has not started anything.
+
+        Args:
+            run: the run.
+            report: told of every change.
+            start_node: how a node is started; by default as a process of this machine.
+        """
+        self._run = run
+        self._report = report
+        self._start_node = start_node or self._start_here
+        self._lives = {task.name: _Life() for task in run.group.tasks}
+        self._stop: asyncio.Future[int] | None = None
+        self._impatient = asyncio.Event()
+        self._ending = False
+        self._told_of_logs = False
+
+    async def run(self) -> Outcome:
+        """Runs the group to its end; returns when no process of it is left."""
+        started = time.monotonic()
+        self._stop = asyncio.get_running_loop().create_future()
+        jobs = {task.name: asyncio.create_task(self._live(task), name=task.name) for task in self._run.group.tasks}
+        try:
+            exit_code, reason = await self._until_over(jobs)
+            await self._end(jobs, exit_code)
+        finally:
+            self._ending = True
+            for job in jobs.values():
+                job.cancel()
+            await asyncio.gather(*jobs.values(), return_exceptions=True)
+            await asyncio.to_thread(processes.end, [self._run.mark], 0)
+        restarts = {name: life.restarts for name, life in self._lives.items() if life.restarts}
+        return Outcome(exit_code, reason, time.monotonic() - started, restarts)
+
+    def stop(self, signal_number: int) -> None:
+        """Ends the run early: the primary tasks first, that they may write a checkpoint. Called again: at once."""
+        if self._stop is not None and not self._stop.done():
+            self._stop.set_result(signal_number)
+        else:
+            self._impatient.set()
+
+    async def _until_over(self, jobs: dict[str, asyncio.Task[int]]) -> tuple[int, str]:
+        """Waits until the run's fate is clear; returns the exit code and the reason."""
+        assert self._stop is not None
+        primaries = {task.name for task in self._run.group.tasks if task.is_primary}
+        names: dict[asyncio.Future[int], str] = {job: name for name, job in jobs.items()}
+        while True:
+            done, _ = await asyncio.wait({*names, self._stop}, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.done():
+                number = self._stop.result()
+                return 128 + number, f"stopped by {signal.Signals(number).name}"
+            for job in done:
+                name, code = names.pop(job), job.result()
+                if code and name in primaries:
+                    return code, f"{name} failed with exit code {code}"
+                if code == EXIT_CONFIGURATION:
+                    return code, f"{name} cannot run as it is configured (exit code {code})"
+            if all(self._lives[name].exit_code == 0 for name in primaries):
+                return 0, "done"
+
+    async def _end(self, jobs: dict[str, asyncio.Task[int]], exit_code: int) -> None:
+        """Ends what still runs: in order after a success or a request to stop, at once after a failure."""
+        self._ending = True
+        assert self._stop is not None
+        tasks = self._run.group.tasks
+        if self._stop.done():
+            asked = time.monotonic()
+            await self._end_tasks([task for task in tasks if task.is_primary], PRIMARY_STOP_SECONDS)
+            left = asked + AUXILIARY_STOP_SECONDS - time.monotonic()
+            await self._end_tasks([task for task in tasks if not task.is_primary], max(left, 0.0))
+        elif exit_code:
+            await self._end_tasks(list(tasks), AUXILIARY_END_SECONDS)
+        else:
+            await asyncio.gather(*(self._end_after_delay(task) for task in tasks if not jobs[task.name].done()))
+
+    async def _end_after_delay(self, task: TaskSpec) -> None:
+        assert self._stop is not None
+        # Ctrl-C cuts the delay short; the run has succeeded by then.
+        await asyncio.wait({self._stop}, timeout=task.termination_delay)
+        await self._end_tasks([task], AUXILIARY_END_SECONDS)
+
+    async def _end_tasks(self, tasks: list[TaskSpec], grace_seconds: float) -> None:
+        marks = [self._run.node_mark(task, rank) for task in tasks for rank in range(task.num_nodes)]
+        ended = asyncio.create_task(asyncio.to_thread(processes.end, marks, grace_seconds))
+        impatient = asyncio.create_task(self._impatient.wait())
+        await asyncio.wait({ended, impatient}, return_when=asyncio.FIRST_COMPLETED)
+        impatient.cancel()
+        if not ended.done():
+            await asyncio.to_thread(processes.end, marks, 0)
+        await ended
+
+    async def _live(self, task: TaskSpec) -> int:
+        """Runs ``task``, restarts included; returns its last exit code, 0 when all nodes succeeded."""
+        life = self._lives[task.name]
+        while True:
+            started = time.monotonic()
+            codes = await self._run_once(task)
+            if self._ending:
+                return 0
+            code = next((code for code in codes if code not in (0, KILLED)), max(codes))
+            refusal = self._refuses_restart(task, codes) if code else None
+            if not code or refusal:
+                life.exit_code = code
+                if code:
+                    self._report(task, None, State.FAILED, f"exit code {code}{refusal}")
+                return code
+            life.restarts += 1
+            if time.monotonic() - started > LONG_ENOUGH_SECONDS:
+                pause = 1.0
+            else:
+                pause = min(2.0 ** (life.restarts - 1), LONGEST_BACKOFF_SECONDS)
+            self._report(task, None, State.RESTARTING, f"exit code {code}; restart {life.restarts} in {pause:.0f} s")
+            await asyncio.sleep(pause)
+            if self._ending:
+                return 0
+
+    def _refuses_restart(self, task: TaskSpec, codes: list[int]) -> str | None:
+        """Why ``task``, whose nodes ended with ``codes``, is not restarted; None if it is, which may cost budget."""
+        life = self._lives[task.name]
+        gone = [
+            other.name
+            for other in self._run.group.tasks
+            if not other.is_primary and self._lives[other.name].exit_code not in (None, 0)
+        ]
+        if EXIT_CONFIGURATION in codes:
+            return ": a restart would fail alike"
+        if task.is_primary and gone:
+            return f": not restarted, since {', '.join(gone)} failed for good"
+        if task.recover_on_exit_codes.intersection(codes):
+            return None
+        life.errors += 1
+        if life.errors > task.max_restarts_on_errors:
+            return f" after {life.errors - 1} of {task.max_restarts_on_errors} restarts on errors"
+        return None
+
+    async def _run_once(self, task: TaskSpec) -> list[int]:
+        """Runs all nodes of ``task`` once; returns their exit codes by rank, 137 where another's end killed it."""
+        leaders = [await self._start(task, rank) for rank in range(task.num_nodes)]
+        waits = [asyncio.create_task(leader.wait()) for leader in leaders]
+        try:
+            pending = set(waits)
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                if any(wait.result() for wait in done):
+                    break
+            killed = {waits.index(wait) for wait in pending}
+        finally:
+            # Nothing of this life may reach into the next: neither other nodes nor what a node left behind.
+            if not self._ending:
+                marks = [self._run.node_mark(task, rank) for rank in range(task.num_nodes)]
+                await asyncio.to_thread(processes.end, marks, 0)
+        codes = [_shell_code(await wait) for wait in waits]
+        for rank, code in enumerate(codes):
+            own_end = State.FAILED if code else State.ENDED
+            state = State.STOPPED if self._ending or (rank in killed and code == KILLED) else own_end
+            self._report(task, rank, state, f"exit code {code}")
+        return codes
+
+    async def _start(self, task: TaskSpec, rank: int) -> asyncio.subprocess.Process:
+        path = self._run.log(task, rank)
+        log, failure = _open_log(path, self._lives[task.name].restarts)
+        with log:
+            leader = await self._start_node(task, rank, log)
+        why = f"pid {leader.pid}"
+        if failure is not None and not self._told_of_logs:
+            self._told_of_logs = True
+            why += f"; the run goes on, but its logs cannot be written: {path}: {failure.strerror}"
+        self._report(task, rank, State.RUNNING, why)
+        return leader
+
+    async def _start_here(self, task: TaskSpec, rank: int, log: IO[bytes]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            "bash",
+            "-c",
+            task.run,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env=node_environment(self._run, task, rank),
+            start_new_session=True,
+        )
+
+
+def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
+    """Open a node's log and write its first line; return with it what prevented that, such as a full disk.
+
+    A log that cannot be opened is the null device; the others may be written to again once there is space.
+    """
+    what = f"restart {restarts}" if restarts else "start"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log: IO[bytes] = path.open("ab", buffering=0)
+    except OSError as error:
+        return open(os.devnull, "wb"), error
+    try:
+        log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
+    except OSError as error:
+        return log, error
+    return log, None
+
+
+def _shell_code(returncode: int) -> int:
+    """An exit code as a shell tells it: 128 + n for a process that signal n ended."""
+    return 128 - returncode if returncode < 0 else returncode

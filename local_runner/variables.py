@@ -1,0 +1,110 @@
+"""Checks the variables of a run before anything starts: that somebody reads each, and that the values are allowed.
+
+Components ignore the variables of others, since ``--env`` reaches every task; so none of them can tell a misspelt name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+
+from local_runner.environment import Run, node_environment
+from local_runner.settings_classes import READERS
+from local_runner.spec import JobGroup
+from services.core.errors import ConfigurationError
+
+LIBRARIES = (
+    *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
+    *("GOMP_", "GOOGLE_", "HF_", "HSA_", "HUGGING", "KMP_", "KUBE", "LC_", "LD_", "LIBC_", "MALLOC_", "MKL_", "NCCL_"),
+    *("NVIDIA_", "NVTE_", "OMP_", "ONEDNN_", "OPENAI_", "OPENBLAS_", "OTEL_", "PIP_", "PYTHON", "PYTORCH_", "RAY_"),
+    *("REQUESTS_", "ROCR_", "RUST_", "S3_", "SGLANG_", "SGL_", "SKYPILOT_", "SSL_", "TOKENIZERS_", "TORCH", "TRITON_"),
+    *("TRANSFORMERS_", "UCX_", "UV_", "VIRTUAL_ENV", "WANDB_", "XDG_"),
+)
+"""The prefixes of variables that libraries and the system read."""
+
+SYSTEM = {"CI", "DEBUG", "HOME", "HOSTNAME", "LANG", "NO_COLOR", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
+LIKE_A_SETTING = 0.9
+"""The similarity (difflib's ratio) to one of our settings from which a library's variable counts as misspelt."""
+
+
+def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str, str]) -> None:
+    """Check that every variable given has a reader; a name that the job group's file declares has one.
+
+    Args:
+        group: the job group.
+        options: given one by one, for this job group: a component of it must read them.
+        files: from files, which may serve several job groups: a component of any must read them.
+
+    Raises:
+        ConfigurationError: nothing reads a variable; the message has the nearest names.
+    """
+    readers: dict[str, list[str]] = {}
+    for reader in READERS:
+        for field in reader.settings_class().model_fields:
+            readers.setdefault(field.upper(), []).extend(reader.tasks)
+    tasks = {task.name for task in group.tasks}
+    declared = {name for task in group.tasks for name in task.declared}
+    problems = []
+    for name in dict.fromkeys((*options, *files)):
+        if name in declared or _is_foreign(name, readers):
+            continue
+        if name.upper() not in readers:
+            problems.append(
+                f"{name} is read by no component{_nearest(name, {*readers, *declared})}. If your own code reads it, "
+                "declare it under `envs` of its task in the job group's file"
+            )
+        elif name in options and not tasks.intersection(readers[name.upper()]):
+            owners = " and ".join(readers[name.upper()])
+            problems.append(f"{name} is read by {owners} alone, which job group {group.name} does not have")
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def check_values(run: Run) -> None:
+    """Load the settings of every task as its first node will, from the file, the options and this environment.
+
+    Raises:
+        ConfigurationError: values that are not allowed, with the tasks that refuse them.
+    """
+    problems: dict[str, list[str]] = {}
+    for task in run.group.tasks:
+        for reader in READERS:
+            if task.name not in reader.tasks:
+                continue
+            with _environment(node_environment(run, task, 0)):
+                try:
+                    reader.settings_class().load()
+                except ConfigurationError as error:
+                    problems.setdefault(str(error), []).append(task.name)
+    if problems:
+        raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+
+
+def _is_foreign(name: str, settings: Iterable[str]) -> bool:
+    """Return whether a library or the system reads ``name``, and it is no misspelt setting of ours."""
+    upper = name.upper()
+    if upper in settings:
+        return False
+    if upper in SYSTEM or upper.endswith("_PROXY"):
+        return True
+    return upper.startswith(LIBRARIES) and not difflib.get_close_matches(upper, settings, 1, LIKE_A_SETTING)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name.upper(), known, 1)
+    return f"; the nearest setting is {found[0]}" if found else ""
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have ``variables`` as this process's environment within it."""
+    before = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(variables)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,226 @@
+"""The runner's output: a live view on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from local_runner.commands import shown_path
+from local_runner.environment import Run
+from local_runner.health import TrainerStatus
+from local_runner.progress import Pace, Step
+from local_runner.spec import TaskSpec
+from local_runner.supervisor import LIFE_MARK, State
+from services.core.endpoints import STATUS_PORT, Task
+
+# A component that answered once counts as silent after so many unanswered questions in a row.
+SILENT_AFTER = 15
+TAIL_LINES = 15
+
+_STYLES = {
+    "up": "green",
+    "ended": "green",
+    "failed": "bold red",
+    "silent": "bold yellow",
+    "restarting": "yellow",
+    "stopped": "dim",
+}
+
+# The phase while the trainer itself cannot tell; after its end the services end.
+_TRAINER_PHASES = {State.RUNNING: "starting", State.ENDED: "ending", State.STOPPED: "ending", State.FAILED: "ending"}
+
+
+@dataclass
+class _Node:
+    state: str = State.WAITING.value
+    unanswered: int = 0
+
+
+class View:
+    """Prints what happens as it happens; as a context manager it also keeps a live view below, on a terminal."""
+
+    def __init__(self, run: Run, console: Console, *, live: bool) -> None:
+        self._run = run
+        self._console = console
+        self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
+        self._step: Step | None = None
+        self._trainer = TrainerStatus("starting", 0, 0)
+        self._phase_began = time.monotonic()
+        self._pace = Pace()
+        self._memory = 0
+        self._explained: dict[str, str] = {}
+        self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
+
+    def __enter__(self) -> View:
+        """Starts the live view."""
+        self._console.print(
+            f"run {self._run.run_id}, logs in {shown_path(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
+        )
+        page = self._run.addresses.endpoints.get(f"{Task.TRAINER.value}-0:{STATUS_PORT}")
+        if page is not None:
+            self._console.print(f"run page http://{page} once the trainer is up", highlight=False, soft_wrap=True)
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves its last picture standing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
+        """The state of a node changed, or that of a whole task."""
+        for own_rank in range(task.num_nodes) if rank is None else [rank]:
+            self._nodes[task.name, own_rank] = _Node(state.value)
+        if task.name == Task.TRAINER and not rank and state in _TRAINER_PHASES:
+            self.trainer(replace(self._trainer, phase=_TRAINER_PHASES[state]))
+        name = task.name if rank is None else f"{task.name}-{rank}"
+        self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
+        if state is State.FAILED and rank is not None:
+            self._explain(task, rank)
+
+    def health(self, task: str, rank: int, is_up: bool) -> None:
+        """A node answered, or did not."""
+        node = self._nodes[task, rank]
+        if node.state not in (State.RUNNING, "up", "silent"):
+            return
+        node.unanswered = 0 if is_up else node.unanswered + 1
+        if is_up and node.state != "up":
+            node.state = "up"
+            self._say(f"{task}-{rank} up", "green")
+        elif node.state == "up" and node.unanswered >= SILENT_AFTER:
+            node.state = "silent"
+            self._say(f"{task}-{rank} does not answer", "bold yellow")
+
+    def step(self, step: Step) -> None:
+        """A step ended."""
+        self._step = step
+        self._pace.seen(step)
+        total = self._trainer.total_steps
+        width = self._console.width if self._console.is_terminal else None
+        self._say(describe(step, total, self._pace.seconds_left(total), width))
+
+    def trainer(self, status: TrainerStatus) -> None:
+        """The trainer said what it is doing."""
+        if status.phase != self._trainer.phase:
+            self._phase_began = time.monotonic()
+        self._trainer = status
+
+    def memory(self, memory_bytes: int) -> None:
+        """The memory of all processes together was measured."""
+        self._memory = memory_bytes
+
+    def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
+        """What watches the run for this view ended; by an error, unless it was cancelled."""
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            self._say(f"the view goes on without a part, the run is not affected: {error!r}", "yellow")
+
+    def _say(self, text: str, style: str = "") -> None:
+        # A terminal would break long lines within words; elsewhere they are for programs, and stay whole.
+        self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
+
+    def _explain(self, task: TaskSpec, rank: int) -> None:
+        """Prints why a node failed: its own last error if it named one, else the end of its log."""
+        log = self._run.log(task, rank)
+        lines = last_life(log)
+        error = last_error(lines)
+        if error is None:
+            self._say(
+                f"the end of {shown_path(log)}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), "dim"
+            )
+        elif error != self._explained.get(task.name):
+            self._say(f"  {error}", "red")
+            self._explained[task.name] = error
+
+    def _render(self) -> RenderableType:
+        table = Table(box=None, pad_edge=False)
+        for column in ("component", "state", "address"):
+            table.add_column(column, overflow="fold")
+        for task in self._run.group.tasks:
+            for rank in range(task.num_nodes):
+                node = self._nodes[task.name, rank]
+                table.add_row(
+                    f"{task.name}-{rank}",
+                    Text(node.state, style=_STYLES.get(node.state, "")),
+                    self._run.addresses.hosts[task.name][rank],
+                )
+        return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
+
+    def _bar(self) -> RenderableType:
+        total = self._trainer.total_steps
+        phase = f"{self._trainer.phase} {duration(time.monotonic() - self._phase_began)}"
+        if not total:
+            return Text(f"no step yet, {phase}", style="dim")
+        grid = Table.grid(padding=(0, 1))
+        step = self._step
+        done = step.step if step else self._trainer.step
+        left = self._pace.seconds_left(total)
+        grid.add_row(
+            ProgressBar(total=total, completed=done, width=max(10, min(40, self._console.width - 60))),
+            f"step {done}/{total}",
+            f"reward {step.reward:.3f}" if step else "",
+            phase,
+            f"{duration(left)} of steps left" if left is not None else "",
+        )
+        return grid
+
+
+def last_life(log: Path) -> list[str]:
+    """The lines of a node's log since its last start."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    start = max((number for number, line in enumerate(lines) if line.startswith(LIFE_MARK)), default=-1)
+    return lines[start + 1 :]
+
+
+def last_error(lines: list[str]) -> str | None:
+    """The last of ``lines`` in which a component names the error that ended it."""
+    return next((line for line in reversed(lines) if line.startswith("error: ")), None)
+
+
+def describe(step: Step, total_steps: int, seconds_left: float | None, width: int | None = None) -> str:
+    """Return a step's line: number, reward, loss, seconds by phase, time left.
+
+    Args:
+        step: the step.
+        total_steps: of the run; 0 while unknown.
+        seconds_left: until the last step; None while unknown.
+        width: characters that the line may have; the shortest phases, then the loss, are left out of a longer one.
+    """
+    name = f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}"
+    loss = [] if step.loss is None else [f"loss {step.loss:+.4f}"]
+    left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
+    shortest_first = sorted(step.seconds, key=lambda phase: step.seconds[phase])
+    line = ""
+    for omitted in range(len(shortest_first) + 2):
+        phases = {phase: step.seconds[phase] for phase in step.seconds if phase not in shortest_first[:omitted]}
+        seconds = [" ".join(f"{phase} {value:.1f}s" for phase, value in phases.items())] if phases else []
+        shown_loss = loss if omitted <= len(shortest_first) else []
+        line = "  ".join([name, f"reward {step.reward:.3f}", *shown_loss, *seconds, *left])
+        if width is None or len(line) <= width:
+            break
+    return line
+
+
+def duration(seconds: float) -> str:
+    """Return ``45s``, ``3m05s``, ``2h07m`` or ``12d``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86_400}d"
+
+
+def gigabytes(size: int) -> str:
+    """Return a size in bytes as ``3.1 GB`` or ``27 MB``."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -1,1 +1,0 @@
-"""The local runner: the tasks of jobgroup.yaml as processes on one machine, for development, demos and tests."""

@@ -1,0 +1,1 @@
+"""Generators of the reference documents: configuration, metrics and the Grafana dashboard."""

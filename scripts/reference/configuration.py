@@ -1,0 +1,70 @@
+"""Writes docs/configuration.md from the settings classes: ``python -m scripts.reference.configuration [--check]``."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from local_runner.settings_classes import READERS
+from scripts.reference.generated import ROOT, write_or_check
+from services.core.settings import Settings
+
+TARGET = ROOT / "docs" / "configuration.md"
+
+INTRODUCTION = """# Configuration
+
+Every component reads environment variables. `sky jobs launch jobgroup.yaml --env NAME=VALUE` (or `python -m
+scripts.run_local jobgroup.yaml --env NAME=VALUE`) gives a variable to every task; each component reads its own and
+stops with one line when a value is not allowed. An empty value is as good as none.
+
+A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts
+`--env BATCHSIZE=8` without a word. `python -m scripts.run_local jobgroup.yaml --dry-run` with the same `--env`,
+`--secret` and `--env-file` checks names and values without a cluster and starts nothing: a name that no component reads
+is refused with the nearest one. Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that
+your own code reads, such as a reward function's, under `envs` of its task in the job group's file.
+
+This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    common = set(Settings.model_fields)
+    parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
+    for reader in READERS:
+        own = {name: field for name, field in reader.settings_class().model_fields.items() if name not in common}
+        parts += [f"## {reader.heading}\n", _table(own)]
+    return "\n".join(parts)
+
+
+def _table(fields: dict[str, FieldInfo]) -> str:
+    rows = [
+        f"| `{name.upper()}` | {_default(field)} | {_text(field.description or '')} |" for name, field in fields.items()
+    ]
+    return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows, ""])
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.default
+    if value is PydanticUndefined or value is None:
+        return ""
+    return (
+        f"`{str(value).lower() if isinstance(value, bool) else value.value if isinstance(value, StrEnum) else value}`"
+    )
+
+
+def _text(description: str) -> str:
+    return description.replace("|", "\\|").replace("\n", " ")
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the page, or with --check says whether it is up to date."""
+    return write_or_check(TARGET, page(), "scripts.reference.configuration", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

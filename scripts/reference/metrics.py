@@ -1,0 +1,123 @@
+"""Writes docs/metrics.md from what the components register: ``python -m scripts.reference.metrics [--check]``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+
+from prometheus_client import REGISTRY
+
+from scripts.reference.generated import ROOT, write_or_check
+
+TARGET = ROOT / "docs" / "metrics.md"
+
+# What registers metrics on import, through what it imports in turn.
+MODULES = (
+    "services.http.app",
+    "services.http.client",
+    "services.data_server.app",
+    "services.embedded_engine.http.app",
+    "services.reward_server.app",
+    "services.replay_buffer.app",
+    "services.environment_server.app",
+    "services.evaluation_head.app",
+    "services.evaluation_head.batcher",
+    "trainer.collector",
+    "trainer.reporting.metrics",
+    "trainer.publishing.workers",
+)
+
+# Headings of the tables, and how the names of their metrics begin.
+TABLES = (
+    ("Every component", ("http_", "client_")),
+    ("ppo-trainer", ("trainer_",)),
+    ("ppo-trainer and collectors", ("rollout_", "collector_")),
+    ("data-server", ("data_",)),
+    ("rollout-server: engine", ("sglang:", "engine_")),
+    ("reward-server", ("reward_",)),
+    ("replay-buffer", ("replay_",)),
+    ("environment-server", ("environment_",)),
+    ("evaluation-head", ("head_",)),
+)
+HEAD = "| metric | kind | labels | meaning |\n|---|---|---|---|"
+# Of the Python process, by prometheus_client; and of retries, by stamina from the first one on.
+STANDARD = ("python_", "process_", "stamina_")
+
+INTRODUCTION = """# Metrics
+
+Every component serves `/metrics` in Prometheus' text format, on its own port; the router's are on :29000 of
+rollout-server's node 0. Where there is a `JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`,
+`python_*` and `stamina_*` are there besides. Import [grafana.json](grafana.json) for a dashboard of these: it asks for
+the data source.
+
+Engines of SGLang export more; those below with `sglang:` in front the embedded engine has too.
+
+This page is generated from the code by `make docs`; `make test` checks that it is up to date.
+"""
+
+COLUMNS = """## Columns of metrics.jsonl
+
+What the trainer says of each step, and the metric that carries it. A counter adds up what the steps say; a gauge keeps
+the newest value.
+
+| column | meaning | metric |
+|---|---|---|"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A metric as the components export it: ``name`` as in expressions, without a histogram's suffixes."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+
+
+def exported() -> dict[str, Exported]:
+    """Every metric of the components, by name."""
+    for module in MODULES:
+        importlib.import_module(module)
+    found = {}
+    for collector in list(REGISTRY._collector_to_names):
+        for family in getattr(collector, "describe", list)():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            labels = tuple(getattr(collector, "_labelnames", ()))
+            if not name.startswith(STANDARD):
+                found[name] = Exported(name, family.type, family.documentation, labels)
+    return dict(sorted(found.items()))
+
+
+def page() -> str:
+    """The whole page."""
+    metrics = exported()
+    parts = [INTRODUCTION]
+    for heading, prefixes in TABLES:
+        own = [metric for name, metric in metrics.items() if name.startswith(prefixes)]
+        rows = [f"| `{metric.name}` | {metric.kind} | {_code(metric.labels)} | {metric.help} |" for metric in own]
+        parts.append("\n".join([f"## {heading}\n", HEAD, *rows, ""]))
+    return "\n".join([*parts, COLUMNS, *_columns(), ""])
+
+
+def _columns() -> list[str]:
+    from trainer.reporting.metrics import DERIVED, MEASURES, NAMED
+
+    rows = []
+    for measure in (*MEASURES, *(measure for measure, _ in NAMED)):
+        labels = ",".join(f'{name}="{value}"' for name, value in measure.labels.items())
+        rows.append(f"| `{measure.column}` | {measure.help} | `{measure.name}{f'{{{labels}}}' if labels else ''}` |")
+    return rows + [f"| `{column}` | {text} | |" for column, text in DERIVED.items()]
+
+
+def _code(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the page, or with --check says whether it is up to date."""
+    return write_or_check(TARGET, page(), "scripts.reference.metrics", arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

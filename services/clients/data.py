@@ -1,0 +1,73 @@
+"""The client of data-server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+from services.clients.base import ServiceClient
+from services.core.endpoints import Task
+from services.protocol import (
+    Cursor,
+    CursorRequest,
+    DataStats,
+    PromptBatch,
+    PromptsRequest,
+    Split,
+    SuccessRatesReply,
+    SuccessRatesRequest,
+)
+
+
+class DataClient(ServiceClient):
+    """The data-server: prompts with their ground truths."""
+
+    task = Task.DATA_SERVER
+
+    async def prompts(
+        self,
+        batch_size: int,
+        split: Split | str = Split.TRAIN,
+        cursor: Cursor | None = None,
+        consumer: str = "trainer",
+        *,
+        shard: tuple[int, int] = (0, 1),
+    ) -> PromptBatch:
+        """Return the next ``batch_size`` prompts and the cursor after them.
+
+        With a ``cursor``, the reply depends on the cursor and on ``shard`` (index and count) alone. Without one, the
+        server advances its own cursor of ``consumer``.
+        """
+        if cursor is not None:
+            request = PromptsRequest(
+                batch_size=batch_size, split=Split(split), cursor=cursor, shard_index=shard[0], shard_count=shard[1]
+            )
+            return await self.call("POST", "/prompts", PromptBatch, request)
+        params = {
+            "batch_size": batch_size,
+            "split": Split(split).value,
+            "consumer": consumer,
+            # A repeated request must not use up a second batch.
+            "request_id": uuid.uuid4().hex,
+            "shard_index": shard[0],
+            "shard_count": shard[1],
+        }
+        return await self.call("GET", "/prompts", PromptBatch, params=params)
+
+    async def cursor(self, consumer: str) -> Cursor:
+        """Return the server's own cursor of ``consumer`` in the training split."""
+        params = {"consumer": consumer, "split": Split.TRAIN.value}
+        return await self.call("GET", "/cursor", Cursor, params=params)
+
+    async def set_cursor(self, consumer: str, cursor: Cursor) -> Cursor:
+        """Set the server's own cursor of ``consumer`` in the training split."""
+        return await self.call("PUT", "/cursor", Cursor, CursorRequest(consumer=consumer, cursor=cursor))
+
+    async def record_success_rates(self, success_rates: Mapping[str, float]) -> SuccessRatesReply:
+        """Report the share of right completions by prompt id to the curriculum."""
+        request = SuccessRatesRequest(success_rates=dict(success_rates))
+        return await self.call("POST", "/success_rates", SuccessRatesReply, request)
+
+    async def stats(self) -> DataStats:
+        """Return the server's statistics."""
+        return await self.call("GET", "/stats", DataStats)

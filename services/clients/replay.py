@@ -1,0 +1,100 @@
+"""The client of replay-buffer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+
+from services.clients.base import ServiceClient
+from services.core.endpoints import Task
+from services.protocol import (
+    AcknowledgeReply,
+    AcknowledgeRequest,
+    AddGroupsReply,
+    AddGroupsRequest,
+    Group,
+    LeaseReply,
+    LeaseRequest,
+    ReplayStats,
+    SampledGroup,
+    SampleGroupsReply,
+    SampleGroupsRequest,
+    SnapshotReply,
+    SnapshotRequest,
+    UpdatePrioritiesReply,
+    UpdatePrioritiesRequest,
+)
+
+GROUPS_A_REQUEST = 32
+"""Bounds the size of a body, and the time for which one request delays the others."""
+
+
+class ReplayClient(ServiceClient):
+    """The replay-buffer: the store of groups, and the queue of fresh groups."""
+
+    task = Task.REPLAY_BUFFER
+
+    async def add(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
+        """Store groups; a group whose id is known already stays as it is."""
+        return await self._add("/groups", groups, priorities)
+
+    async def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
+        """Append fresh groups to the queue; a group whose id is known already stays as it is."""
+        return await self._add("/queue", groups, priorities)
+
+    async def _add(self, path: str, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
+        if priorities is not None and len(priorities) != len(groups):
+            raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
+        added = duplicates = size = 0
+        for start in range(0, max(len(groups), 1), GROUPS_A_REQUEST):
+            part = slice(start, start + GROUPS_A_REQUEST)
+            request = AddGroupsRequest.model_construct(
+                groups=list(groups[part]), priorities=None if priorities is None else list(priorities[part])
+            )
+            reply = await self.call("POST", path, AddGroupsReply, request)
+            added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
+        return AddGroupsReply(added=added, duplicates=duplicates, size=size)
+
+    async def sample(self, request: SampleGroupsRequest) -> list[SampledGroup]:
+        """Draw groups without replacement; return fewer than asked for when fewer qualify."""
+        return (await self.call("POST", "/groups/sample", SampleGroupsReply, request)).groups
+
+    async def update_priorities(self, priorities: Mapping[str, float]) -> UpdatePrioritiesReply:
+        """Set the priorities of groups by id."""
+        request = UpdatePrioritiesRequest(priorities=dict(priorities))
+        return await self.call("POST", "/groups/priorities", UpdatePrioritiesReply, request)
+
+    async def lease(self, request: LeaseRequest) -> LeaseReply:
+        """Take fresh groups from the front of the queue, until they are acknowledged or the lease expires."""
+        if request.request_id is None:
+            # A repeated request gets the same lease, not a second one.
+            request = request.model_copy(update={"request_id": uuid.uuid4().hex})
+        wait = request.wait_seconds
+        return await self.call(
+            "POST",
+            "/queue/lease",
+            LeaseReply,
+            request,
+            attempt_seconds=self.timeout + wait,
+            deadline=self.deadline + wait,
+        )
+
+    async def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
+        """Report that a lease's groups were trained on."""
+        return await self.call("POST", "/queue/acknowledge", AcknowledgeReply, request)
+
+    async def save_snapshot(self, label: str) -> SnapshotReply:
+        """Save store and queue as they are now under ``label``; replace a snapshot of that label."""
+        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label))
+
+    async def restore_snapshot(self, label: str) -> SnapshotReply:
+        """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""
+        return await self.call("POST", "/snapshots/restore", SnapshotReply, SnapshotRequest(label=label))
+
+    async def drop_snapshot(self, label: str) -> SnapshotReply:
+        """Delete a snapshot; a snapshot that does not exist holds 0 groups."""
+        return await self.call("DELETE", f"/snapshots/{label}", SnapshotReply)
+
+    async def stats(self) -> ReplayStats:
+        """Return the buffer's statistics."""
+        return await self.call("GET", "/stats", ReplayStats)

@@ -1,0 +1,34 @@
+"""The client of reward-server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from services.clients.base import ServiceClient
+from services.core.endpoints import Task
+from services.core.errors import DependencyLostError
+from services.protocol import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+
+REWARDS_A_REQUEST = 1024
+"""Bounds the size of a body, and the time for which one request delays the others."""
+
+
+class RewardClient(ServiceClient):
+    """The reward-server: rewards of answers."""
+
+    task = Task.REWARD_SERVER
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Return one result an item, in order; ``reward`` is None where an answer could not be scored."""
+        chunks = [items[i : i + REWARDS_A_REQUEST] for i in range(0, len(items), REWARDS_A_REQUEST)]
+        scored = await asyncio.gather(*(self._score(list(chunk)) for chunk in chunks))
+        return [result for results in scored for result in results]
+
+    async def _score(self, items: list[RewardItem]) -> list[RewardResult]:
+        # One attempt may take the whole deadline: repeating a request whose answers are slow would double the work.
+        request = BatchRewardRequest(items=items)
+        reply = await self.call("POST", "/batch_reward", BatchRewardReply, request, attempt_seconds=self.deadline)
+        if len(reply.rewards) != len(items):
+            raise DependencyLostError(f"{self.service} scored {len(reply.rewards)} of {len(items)} answers")
+        return reply.rewards

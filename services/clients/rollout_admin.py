@@ -1,0 +1,215 @@
+"""Clients for administering the rollout tier: the router's list of workers, and a worker's weight updates.
+
+The router forwards no weight updates, so each worker is called directly. The routes are SGLang's; the embedded engine
+has the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from pydantic import BaseModel
+
+from services.core.endpoints import Endpoint, Task, endpoint
+from services.http.client import HttpClient, RequestRefusedError
+
+ROUTER_SECONDS = 30.0
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+
+class WorkerRefusedError(Exception):
+    """A worker refused or failed a request; the message has its URL, the route and its answer."""
+
+
+class _Worker(BaseModel):
+    """The fields that we read of a worker in the router's list."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
+class _Workers(BaseModel):
+    """The reply of the router's GET /workers."""
+
+    workers: list[_Worker]
+
+
+class RouterAdmin(HttpClient):
+    """The router's list of workers. An async context manager."""
+
+    def __init__(self, address: Endpoint | None = None, token: str | None = None) -> None:
+        url = (address or endpoint(Task.ROLLOUT_SERVER)).url
+        super().__init__(url, token=token, service="router", timeout=10, deadline=ROUTER_SECONDS)
+        self._token = token
+
+    async def workers(self) -> list[str]:
+        """Return the URLs of the registered workers, sorted."""
+        return sorted(worker.url for worker in await self._workers())
+
+    async def registrations(self) -> dict[str, str]:
+        """Return the router's id of each registered worker, by its URL; a worker that registers again gets a new id."""
+        return {worker.url: worker.id for worker in await self._workers()}
+
+    async def healthy_workers(self) -> list[str]:
+        """Return the URLs of the workers that the router sends requests to, sorted."""
+        return sorted(worker.url for worker in await self._workers() if worker.is_healthy)
+
+    async def add(self, url: str) -> None:
+        """Register a worker; the router asks it for its model and then routes to it."""
+        # The router's own requests to a worker carry the token only when it is given here.
+        key = {"api_key": self._token} if self._token else {}
+        await self.request("POST", "/workers", {"url": url, **key})
+
+    async def remove(self, url: str) -> None:
+        """Take a worker out of the routing; an unregistered worker is no error."""
+        for worker in await self._workers():
+            if worker.url == url:
+                try:
+                    await self.request("DELETE", f"/workers/{worker.id}")
+                except RequestRefusedError as error:
+                    if error.status != 404:
+                        raise
+
+    async def _workers(self) -> list[_Worker]:
+        return (await self.call("GET", "/workers", _Workers)).workers
+
+
+class WorkerAdmin(HttpClient):
+    """One rollout worker. An async context manager.
+
+    No request is retried: a worker that failed must catch up, which its launcher takes care of. Every method raises
+    WorkerRefusedError when the worker answers with an error, and DependencyLostError when it does not answer within
+    ``timeout`` seconds.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, timeout: float) -> None:
+        super().__init__(url, token=token, service="worker", timeout=timeout)
+
+    async def version(self) -> int | None:
+        """Return the policy version that the worker serves; None for a version that is not one of ours."""
+        text = str((await self._ask("GET", "/model_info")).get("weight_version"))
+        return int(text) if text.isdecimal() else None
+
+    async def tensor_parallel_size(self) -> int:
+        """Return the number of ranks that the worker is spread over; each joins a broadcast group by itself."""
+        return int((await self._ask("GET", "/server_info")).get("tp_size", 1))
+
+    async def update_from_disk(self, path: Path | str, version: int, *, flush_cache: bool = True) -> None:
+        """Load a model directory as ``version``. Requests in flight end first, unless generation is paused."""
+        payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        await self._ask("POST", "/update_weights_from_disk", payload)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause generation.
+
+        ``in_place`` keeps requests and their caches, ``retract`` keeps requests only, ``abort`` ends requests.
+        """
+        await self._ask("POST", "/pause_generation", {"mode": mode})
+
+    async def drain(self) -> None:
+        """Wait until the requests in flight have ended; new requests wait meanwhile."""
+        # No route does this, but an update waits for the requests, and an update without tensors changes nothing.
+        await self.begin_update()
+        await self.end_update()
+
+    async def hold(self, *, finishes_requests: bool) -> None:
+        """Stop generation for a change of weights; requests in flight end first, or continue after ``resume``.
+
+        Continued requests are computed anew up to where they stopped, so that later tokens depend on the new weights
+        alone. Without a hold, an update starts when the requests have ended, but SGLang then fails to flush its cache
+        if new requests have come.
+        """
+        if finishes_requests:
+            await self.drain()
+            # Requests that came since are aborted, and their client sends them again.
+            await self.pause("abort")
+        else:
+            await self.pause("retract")
+
+    async def resume(self) -> None:
+        """Continue to generate."""
+        await self._ask("POST", "/continue_generation", {})
+
+    async def init_group(
+        self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
+    ) -> None:
+        """Join a broadcast group whose rank 0 is the trainer; wait until all its members have joined."""
+        payload = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._ask("POST", "/init_weights_update_group", payload)
+
+    async def destroy_group(self, group_name: str) -> None:
+        """Leave a broadcast group."""
+        await self._ask("POST", "/destroy_weights_update_group", {"group_name": group_name})
+
+    async def begin_update(self) -> None:
+        """Begin a weight update by broadcast. Requests in flight end first, unless generation is paused."""
+        await self._ask("POST", "/begin_weight_update", {"selector": "all"})
+
+    async def receive_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group_name: str,
+        version: int | None,
+    ) -> None:
+        """Receive tensors by broadcast in the order of ``names``; return when all have come.
+
+        An update of several calls passes its ``version`` with the last call and None with the others.
+        """
+        payload = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "flush_cache": True,
+            "weight_version": None if version is None else str(version),
+        }
+        await self._ask("POST", "/update_weights_from_distributed", payload)
+
+    async def end_update(self) -> None:
+        """End a weight update by broadcast."""
+        await self._ask("POST", "/end_weight_update", {})
+
+    async def rescore(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of ``token_ids[1:]``, each given the tokens before it."""
+        payload = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        reply = await self._ask("POST", "/generate", payload)
+        try:
+            # The first token has no logprob.
+            return [float(entry[0]) for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+        except (KeyError, IndexError, TypeError) as error:
+            raise WorkerRefusedError(f"worker {self.url}/generate answered without input logprobs") from error
+
+    async def _ask(self, method: str, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
+        response = await self.send_once(method, path, payload, seconds=self.timeout)
+        body = self._json(path, response)
+        if response.status_code >= 400 or (isinstance(body, dict) and body.get("success") is False):
+            raise WorkerRefusedError(f"worker {self.url}{path}: {response.status_code} {response.text[:500]}")
+        return body if isinstance(body, dict) else {}
+
+    def _json(self, path: str, response: httpx.Response) -> Any:
+        # Some routes answer with a line of text.
+        if not response.content or not response.headers.get("content-type", "").startswith("application/json"):
+            return {}
+        try:
+            return response.json()
+        except ValueError:
+            raise WorkerRefusedError(f"worker {self.url}{path} answered broken JSON: {response.text[:200]}") from None

@@ -1,0 +1,1 @@
+"""Settings, endpoints, errors, logs and helpers that every component uses."""

@@ -1,0 +1,169 @@
+"""Task names, ports and addresses: where each component listens, and where the others reach it.
+
+Under SkyPilot, every node of the job group reaches node r of a task as ``{task}-{r}.{group}``, on the task's usual
+port. The local runner gives every node its own address instead and lists them in ``JOBGROUP_ENDPOINTS``, a JSON object
+from ``{task}-{rank}:{port}`` to ``host:port``. Every component asks this module before it connects or listens, so that
+nothing else differs between a laptop and a cluster. The module resolves no names: each new connection resolves them
+anew, because a recovered node has a new address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+
+from services.core.errors import ConfigurationError
+
+
+class Task(StrEnum):
+    """The tasks of the job group, by their names in jobgroup.yaml, and the two services of the evaluation system."""
+
+    DATA_SERVER = "data-server"
+    ROLLOUT_SERVER = "rollout-server"
+    REWARD_SERVER = "reward-server"
+    REPLAY_BUFFER = "replay-buffer"
+    TRAINER = "ppo-trainer"
+    COLLECTOR = "collector"
+    EVALUATION_HEAD = "evaluation-head"
+    ENVIRONMENT_SERVER = "environment-server"
+
+
+DATA_PORT = 8000
+ROUTER_PORT = 30000
+ENGINE_PORT = 30001
+ROUTER_METRICS_PORT = 29000
+ROUTER_INNER_PORT = 30002
+"""The router's port on its own node, when JOBGROUP_TOKEN is set and the authenticating proxy has ROUTER_PORT."""
+REWARD_PORT = 8002
+REPLAY_PORT = 8003
+STATUS_PORT = 8004
+TRAINER_RENDEZVOUS_PORT = 29500
+WEIGHTS_BROADCAST_PORT = 29600
+EVALUATION_HEAD_PORT = 8080
+ENVIRONMENT_PORT = 8081
+
+PORTS: dict[Task, tuple[int, ...]] = {
+    Task.DATA_SERVER: (DATA_PORT,),
+    Task.ROLLOUT_SERVER: (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT),
+    Task.REWARD_SERVER: (REWARD_PORT,),
+    Task.REPLAY_BUFFER: (REPLAY_PORT,),
+    Task.TRAINER: (STATUS_PORT, TRAINER_RENDEZVOUS_PORT, WEIGHTS_BROADCAST_PORT),
+    Task.COLLECTOR: (),
+    Task.EVALUATION_HEAD: (EVALUATION_HEAD_PORT,),
+    Task.ENVIRONMENT_SERVER: (ENVIRONMENT_PORT,),
+}
+"""The ports of each task, its main port first."""
+
+ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
+NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
+"""Set by SkyPilot on every node of every task."""
+EVERYWHERE = "0.0.0.0"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A host (name or address) and a port."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The base URL, without a trailing slash."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+def endpoint(task: Task, port: int | None = None, rank: int = 0) -> Endpoint:
+    """Return where every node of the job group reaches ``port`` (default: the main one) of node ``rank`` of ``task``.
+
+    Outside a job group (no SKYPILOT_JOBGROUP_NAME) that is this machine.
+
+    Raises:
+        ConfigurationError: JOBGROUP_ENDPOINTS is malformed or lacks the node.
+    """
+    port = PORTS[task][0] if port is None else port
+    mapped = _mapped(task, port, rank)
+    if mapped is not None:
+        return mapped
+    group = os.environ.get("SKYPILOT_JOBGROUP_NAME")
+    return Endpoint(f"{task.value}-{rank}.{group}" if group else "127.0.0.1", port)
+
+
+def bind_address(task: Task, port: int | None = None, rank: int | None = None) -> Endpoint:
+    """Return where node ``rank`` of ``task`` (default: this node) listens for ``port`` (default: the main one).
+
+    A node under SkyPilot listens on every interface, because the other nodes must reach it; elsewhere a component
+    listens on 127.0.0.1 alone.
+    """
+    port = PORTS[task][0] if port is None else port
+    mapped = _mapped(task, port, node_rank() if rank is None else rank)
+    if mapped is not None:
+        return mapped
+    return Endpoint(EVERYWHERE if NODE_RANK_VARIABLE in os.environ else "127.0.0.1", port)
+
+
+def reached_at(bind: Endpoint, usual: Endpoint) -> Endpoint:
+    """Return where others reach a listener on ``bind``: if it is every interface, at the host of ``usual``."""
+    return Endpoint(usual.host, bind.port) if bind.host in (EVERYWHERE, "::") else bind
+
+
+def node_rank() -> int:
+    """Return this node's rank within its task."""
+    return _integer(NODE_RANK_VARIABLE, 0)
+
+
+def num_nodes() -> int:
+    """Return the number of nodes of this node's task."""
+    return _integer("SKYPILOT_NUM_NODES", 1)
+
+
+def node_addresses() -> list[str]:
+    """Return the addresses of the nodes of this node's task, by rank."""
+    return os.environ.get("SKYPILOT_NODE_IPS", "127.0.0.1").split()
+
+
+def mapped_addresses() -> dict[str, str]:
+    """Return the content of JOBGROUP_ENDPOINTS: ``host:port`` by ``{task}-{rank}:{port}``; empty if it is not set."""
+    text = os.environ.get(ENDPOINTS_VARIABLE)
+    return dict(_parse_mapping(text)) if text else {}
+
+
+def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
+    if not (mapping := mapped_addresses()):
+        return None
+    key = f"{task.value}-{rank}:{port}"
+    address = mapping.get(key)
+    if address is None:
+        raise ConfigurationError(
+            f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"
+        )
+    host, _, number = address.rpartition(":")
+    if not host or not number.isdecimal():
+        raise ConfigurationError(f"{ENDPOINTS_VARIABLE}[{key!r}] is {address!r}; allowed is 'host:port'")
+    return Endpoint(host, int(number))
+
+
+@lru_cache(maxsize=8)
+def _parse_mapping(text: str) -> dict[str, str]:
+    try:
+        mapping = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(
+            f'{ENDPOINTS_VARIABLE} is not JSON ({error}); allowed is {{"task-rank:port": "host:port"}}'
+        ) from error
+    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
+        raise ConfigurationError(f"{ENDPOINTS_VARIABLE} must be a JSON object of strings")
+    return mapping
+
+
+def _integer(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal():
+        raise ConfigurationError(f"{name} is {text!r}; allowed is a whole number")
+    return int(text)

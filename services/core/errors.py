@@ -1,0 +1,58 @@
+"""Errors that end a component, and the exit codes that SkyPilot's ``job_recovery`` reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+EXIT_FAILED = 1
+"""An unexpected error, or a dependency that never came up. Not listed in ``recover_on_exit_codes``, so
+``max_restarts_on_errors`` bounds the restarts."""
+
+EXIT_RECOVERABLE = 33
+"""A dependency was lost that had answered before; a restart may help. Listed in ``recover_on_exit_codes`` of every
+task, so restarts are unbounded: an error that a restart cannot cure must not use this code."""
+
+EXIT_PEER_LOST = 34
+"""Another rank of the trainer went away. That rank knows the reason, and the reason may recur, so this code is not
+listed either. SkyPilot recovers a lost node whatever the exit codes are."""
+
+EXIT_CONFIGURATION = 78
+"""A setting is wrong, a dataset or model cannot be loaded, or an engine never came up in several starts. A restart
+would fail again. sysexits.h calls this code EX_CONFIG."""
+
+
+class ConfigurationError(Exception):
+    """A wrong setting, or a dataset or model that cannot be loaded. The message says what, where and what to do."""
+
+
+class DependencyLostError(Exception):
+    """A service did not answer within its deadline, retries included. The message names it and the last error."""
+
+
+class NeverReadyError(Exception):
+    """A dependency was missing when a component started, and did not come up within the deadline of the start."""
+
+
+def exit_code_of(main: Callable[[], None]) -> int:
+    """Run ``main`` and return the exit code for SkyPilot's ``job_recovery``; write an error's line to stderr."""
+    try:
+        main()
+    except ConfigurationError as error:
+        say_error(error)
+        return EXIT_CONFIGURATION
+    except DependencyLostError as error:
+        say_error(error)
+        return EXIT_RECOVERABLE
+    except NeverReadyError as error:
+        say_error(error)
+        return EXIT_FAILED
+    return 0
+
+
+def say_error(error: Exception) -> None:
+    """Write an error's line to stderr; a log on a full disk must not change the exit code."""
+    # Not through sys.stderr: when the log's disk is full and its buffer is not empty, Python exits with 120.
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {error}\n".encode("utf-8", "backslashreplace"))

@@ -1,0 +1,72 @@
+"""The extras of pyproject.toml that each program needs, and the command that installs them.
+
+This module imports the standard library only, because any other package may be missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from services.core.errors import EXIT_CONFIGURATION
+
+OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
+"""The project's own packages, which no extra installs."""
+
+EXTRAS: dict[str, tuple[str, ...]] = {
+    "services.data_server": ("data",),
+    "services.environment_server": ("environment",),
+    "services.evaluation_head": ("head",),
+    "services.replay_buffer": ("replay",),
+    "services.reward_server": ("reward",),
+    "services.rollout_server": ("rollout",),
+    "trainer": ("trainer",),
+    "trainer.collector": ("collector",),
+    "scripts.cartpole_policy": ("head",),
+    "scripts.clean": ("local",),
+    "scripts.evaluate": ("data", "evaluation", "local"),
+    "scripts.logs": ("local",),
+    "scripts.prepare_demo_model": ("demo", "local", "rollout"),
+    "scripts.run_local": ("local",),
+    "scripts.status": ("local",),
+    "scripts.tiny_model": ("local", "rollout"),
+    "scripts.view": ("local",),
+    "local_runner": ("local",),
+    # Generators of documents, and benchmarks, need what `make test` installs.
+    "scripts": ("demo", "test"),
+    "benchmarks": ("demo", "test"),
+}
+"""Extras by program (``python -m services.data_server``) or package; the longest matching name counts."""
+
+
+def extras_of(program: str) -> tuple[str, ...]:
+    """Return the extras that the module ``program`` needs; none for a program of another project."""
+    parts = program.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((EXTRAS[name] for name in names if name in EXTRAS), ())
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs extras into this environment from the project's directory."""
+    python = Path(sys.executable)
+    shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
+
+
+def explain_missing_packages() -> None:
+    """Install an exception hook: a missing package ends the program with one line and EXIT_CONFIGURATION."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        program = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "").removesuffix(".__main__")
+        extras = extras_of(program)
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not extras or missing is None or missing.partition(".")[0] in OWN:
+            previous(kind, error, trace)
+            return
+        sys.stderr.write(f"error: {program} needs {missing}, which is not installed; run: {install_command(*extras)}\n")
+        # Python exits with the code of a SystemExit that a hook raises.
+        raise SystemExit(EXIT_CONFIGURATION)
+
+    sys.excepthook = hook

@@ -1,0 +1,104 @@
+"""The log format of every component: one line an event on stderr, with time, level, component, event and fields.
+
+``LOG_FORMAT=json`` writes one JSON object a line instead, for log collectors. Records of the standard library's logging
+(uvicorn, transformers, ...) have the same format.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import orjson
+import structlog
+
+from services.core.errors import ConfigurationError
+
+LOG_FORMAT_VARIABLE = "LOG_FORMAT"
+
+# They log every request or connection, which the metrics count already.
+_VERBOSE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
+
+
+def configure(component: str, level: str = "info") -> None:
+    """Set up this process's logging; every line names ``component``, such as ``data-server``.
+
+    Raises:
+        ConfigurationError: LOG_FORMAT is neither ``text`` nor ``json``.
+    """
+    log_format = os.environ.get(LOG_FORMAT_VARIABLE) or "text"
+    if log_format not in ("text", "json"):
+        raise ConfigurationError(f"{LOG_FORMAT_VARIABLE} is {log_format!r}; allowed are 'text' and 'json'")
+    number = logging.getLevelNamesMapping()[level.upper()]
+
+    def add_component(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return {"component": component, **event}
+
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_component,
+        structlog.processors.StackInfoRenderer(),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                _json_line if log_format == "json" else _text_line,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(number)
+    for name in _VERBOSE:
+        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+
+
+def get_logger(name: str | None = None) -> structlog.stdlib.BoundLogger:
+    """Return a module's logger: ``log = get_logger(__name__)``, then ``log.info("step done", step=3)``."""
+    logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(name)
+    return logger
+
+
+def _json_line(_logger: Any, _method: str, event: structlog.typing.EventDict) -> str:
+    return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def _text_line(_logger: Any, _method: str, event: structlog.typing.EventDict) -> str:
+    """Return ``2026-01-31T12:00:00.123456Z info data-server: loaded rows=7473``, with any traceback below."""
+    time = event.pop("timestamp", "")
+    level = event.pop("level", "info")
+    component = event.pop("component", "")
+    text = str(event.pop("event", ""))
+    trace = "".join(f"\n{event.pop(key)}" for key in ("exception", "stack") if event.get(key))
+    fields = "".join(f" {key}={_field(value)}" for key, value in event.items() if value is not None)
+    # A newline in a value would let a request forge log lines.
+    return f"{time} {level} {component}: {_one_line(text)}{fields}{trace}"
+
+
+def _field(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = str(value)
+    return repr(text) if " " in text or not text.isprintable() else text
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\r", "\\r").replace("\n", "\\n")

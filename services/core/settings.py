@@ -1,0 +1,102 @@
+"""The base of every settings class: typed, read from environment variables, and strict.
+
+Each service and the trainer has one subclass. The fields' descriptions are their documentation, from which
+docs/configuration.md is generated. ``sky jobs launch jobgroup.yaml --env NAME=VALUE`` gives every task the same
+variables, so a class ignores variables of the other classes. A value that is not allowed stops the program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from services.core.errors import ConfigurationError
+from services.core.retired import RETIRED
+
+
+class Settings(BaseSettings):
+    """The settings of every component."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_ignore_empty=True, allow_inf_nan=False)
+
+    jobgroup_token: SecretStr | None = Field(
+        default=None, description="When set, every route but /health asks for `Authorization: Bearer <token>`."
+    )
+    shared_dir: Path = Field(
+        default=Path("shared-volume"), description="The volume that the rollout and trainer nodes share; holds `runs/`."
+    )
+    run_id: str = Field(
+        default_factory=lambda: default_run_id(),
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. "
+        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree; a "
+        "run of that name that has succeeded is left alone.",
+    )
+    log_level: str = Field(
+        default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
+    )
+    log_format: str = Field(
+        default="text", pattern=r"^(text|json)$", description="`text`, or `json` for one object a line."
+    )
+
+    @classmethod
+    def load(cls, **overrides: Any) -> Self:
+        """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
+
+        Raises:
+            ConfigurationError: a value is not allowed, or a variable is retired. The message has the name, the value
+                and the allowed values.
+        """
+        if retired := [
+            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if os.environ.get(name)
+        ]:
+            raise ConfigurationError("; ".join(retired))
+        try:
+            return cls(**{name: value for name, value in overrides.items() if value is not None})
+        except ValidationError as error:
+            lines = [_describe(problem) for problem in error.errors()]
+            raise ConfigurationError("; ".join(lines)) from error
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.shared_dir / "runs" / self.run_id
+
+    @property
+    def policy_dir(self) -> Path:
+        """The directory of published policy versions, each a directory that is renamed into place."""
+        return self.run_dir / "policy"
+
+    @property
+    def token(self) -> str | None:
+        """The shared token in plain text, or None."""
+        return self.jobgroup_token.get_secret_value() if self.jobgroup_token else None
+
+
+def default_run_id() -> str:
+    """Return the managed job's name and number, equal in all its tasks and after recoveries; elsewhere ``local``."""
+    found = parse_task_id()
+    group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
+    return f"{group}-{found['job']}" if found else group
+
+
+def parse_task_id() -> dict[str, str] | None:
+    """Return the managed job's number (``job``) and its controller's start (``time``); None without SkyPilot.
+
+    A restarted jobs controller has another start and counts jobs from 1 again.
+    """
+    # sky-managed-<time>_<group>_<task>_<job>-<task number>
+    match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
+    return match.groupdict() if match else None
+
+
+def _describe(problem: Any) -> str:
+    name = "_".join(str(part) for part in problem["loc"]).upper() or "settings"
+    value = problem.get("input")
+    shown = "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
+    return f"{name}{shown}: {problem['msg'].removeprefix('Value error, ')}"

@@ -1,0 +1,36 @@
+"""A model's vocabulary size, for programs that do not load the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from services.core.errors import ConfigurationError
+
+
+def vocabulary_size(model: str, named_by: str) -> int:
+    """Return the vocabulary size from a model's config.json, without the seconds that importing transformers takes.
+
+    Args:
+        model: a Hugging Face name or a directory.
+        named_by: the setting or option that names the model, for the error.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or has no vocabulary size.
+    """
+    directory = Path(model).expanduser()
+    try:
+        path = directory if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
+        config: dict[str, Any] = json.loads((path / "config.json").read_text())
+        # Multimodal models have a configuration for each modality.
+        return int((config | (config.get("text_config") or {}))["vocab_size"])
+    except KeyError:
+        reason = "its config.json has no vocab_size"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    raise ConfigurationError(
+        f"{named_by} {model!r}: its configuration cannot be loaded: {reason}; give a Hugging Face name or directory"
+    )

@@ -1,0 +1,1 @@
+"""The computation of the embedded engine: the model, its batch, its key-value cache and its weights."""

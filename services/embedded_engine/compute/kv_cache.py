@@ -1,0 +1,97 @@
+"""Keys and values of the running sequences, in one block of bounded memory.
+
+Running sequences occupy rows 0 to B - 1, without holes, so that one batched product covers them all. Every row has
+room for the longest sequence that now runs; the block is cut anew when that changes. So a token costs the same memory
+whether few long sequences run or many short ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from services.embedded_engine.compute.weights import Architecture
+
+STEP = 64
+"""Row lengths are multiples of this."""
+
+
+def round_up(length: int, step: int = STEP) -> int:
+    """``length`` to the next multiple of ``step``."""
+    return -(-length // step) * step
+
+
+class KVCache:
+    """Rows of keys and values. The memory is touched, and so taken, only as rows are used."""
+
+    def __init__(
+        self, architecture: Architecture, max_tokens: int, max_rows: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.max_rows = max_rows
+        self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
+        self.num_layers = architecture.num_layers
+        self._memory = _zeros((2, self.num_layers, max_tokens * self.num_heads * self.head_dim), dtype, device)
+        self.row_length = 0
+        self.rows = 0
+        self._view = self._memory
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._cut(min(STEP, max_tokens))
+
+    def capacity(self, length: int) -> int:
+        """How many sequences of up to ``length`` tokens fit at once."""
+        return min(self.max_rows, self.max_tokens // min(round_up(length), self.max_tokens))
+
+    def ensure(self, length: int, used_rows: int, used_length: int) -> None:
+        """Cuts rows for ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
+
+        Rows shrink only when none is in use, since cutting copies what is kept.
+        """
+        wanted = min(round_up(length), self.max_tokens)
+        if wanted == self.row_length or (wanted < self.row_length and used_rows):
+            return
+        old = [(self.keys[i], self.values[i]) for i in range(self.num_layers)]
+        kept = []
+        if used_rows:
+            kept = [tuple(side[:used_rows, :, :used_length].clone() for side in pair) for pair in old]
+        self._cut(wanted)
+        for layer, pair in enumerate(kept):
+            for side, content in zip((self.keys[layer], self.values[layer]), pair, strict=True):
+                side[:used_rows, :, :used_length] = content
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies a row's first ``length`` tokens onto another row."""
+        self._view[:, :, target, :, :length] = self._view[:, :, source, :, :length]
+
+    def read(self, row: int, length: int) -> Tensor:
+        """A copy of a row: [2, layers, heads, length, head dim], keys and values."""
+        return self._view[:, :, row, :, :length].clone()
+
+    def write(self, rows: slice, content: Tensor) -> None:
+        """Writes what ``read`` gave into each of ``rows``."""
+        self._view[:, :, rows, :, : content.shape[3]] = content.unsqueeze(2)
+
+    def clear(self) -> None:
+        """Overwrites everything with zeros, after values that were not finite."""
+        self._memory.zero_()
+
+    def _cut(self, length: int) -> None:
+        self.row_length = length
+        self.rows = self.max_tokens // length
+        used = self.rows * self.num_heads * length * self.head_dim
+        self._view = self._memory[:, :, :used].view(
+            2, self.num_layers, self.rows, self.num_heads, length, self.head_dim
+        )
+        self.keys = list(self._view[0].unbind(0))
+        self.values = list(self._view[1].unbind(0))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since what is masked is multiplied by 0 and must not be NaN; on a CPU they take memory when written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page; numpy gets zeroed ones from the system as they are touched.
+    same_size = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, same_size)).view(dtype)

@@ -1,0 +1,139 @@
+"""Loads a model for the embedded engine: configuration, tokenizer, weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+from services.core import compute, memory
+from services.core.compute import Compute
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.embedded_engine.compute.kv_cache import KVCache
+from services.embedded_engine.compute.model import Model, Weights, pack_weights
+from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
+from services.rollout_server.settings import RolloutSettings
+
+log = get_logger(__name__)
+
+DEFAULT_MAX_RUNNING = 64
+DEFAULT_MAX_TOTAL_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with what is needed to serve it."""
+
+    model: Model
+    cache: KVCache
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: frozenset[int]
+    max_running: int
+
+    def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        text = self.tokenizer.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text prompt, with the special tokens that the tokenizer adds."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def read_weights(self, directory: Path) -> Weights:
+        """Weights of a model directory, ready to replace the model's.
+
+        Raises:
+            WeightsError: they cannot be read or do not fit.
+        """
+        return self.pack(read_directory(directory, self.model.architecture))
+
+    def pack(self, tensors: dict[str, Tensor]) -> Weights:
+        """Weights, ready to replace the model's, from its named tensors, which are taken out of ``tensors``."""
+        with torch.inference_mode():
+            return pack_weights(self.model.architecture, tensors, self.model.dtype, self.model.device)
+
+
+def load(settings: RolloutSettings) -> Loaded:
+    """Loads MODEL_NAME.
+
+    Raises:
+        ConfigurationError: it cannot be had, or the embedded engine does not compute its kind.
+    """
+    if settings.engine_threads is not None:
+        torch.set_num_threads(settings.engine_threads)
+    chosen = choose_compute(settings)
+    log.info("computing", **vars(chosen))
+    device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
+    directory = find_model(settings.model_name)
+    max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        architecture = Architecture.of(config)
+        context_length = min(settings.engine_context_length or architecture.max_positions, max_tokens)
+        max_running = settings.engine_max_running_requests or DEFAULT_MAX_RUNNING
+        with torch.inference_mode():
+            weights = pack_weights(architecture, read_directory(directory, architecture), dtype, device)
+            model = Model(config, weights, dtype, device, context_length)
+            cache = KVCache(architecture, max_tokens, max_running, dtype, device)
+    except (WeightsError, OSError, ValueError) as error:
+        raise ConfigurationError(f"MODEL_NAME={settings.model_name}: {error}") from error
+    except MemoryError as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={settings.model_name} with ENGINE_MAX_TOTAL_TOKENS={max_tokens} does not fit into memory "
+            f"({error}); lower the number, or take a smaller model"
+        ) from error
+    memory.release()
+    return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer), max_running)
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model: ``name`` itself, or the hub's snapshot of it.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt"])
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={name} is neither a directory nor a model that the hub gives ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}); give a directory, or check the name and the network"
+        ) from error
+
+
+def choose_compute(settings: RolloutSettings) -> Compute:
+    """Return what the engine computes with on this machine."""
+    return compute.decide(
+        "ENGINE_DTYPE",
+        settings.engine_dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
+        threads=torch.get_num_threads(),
+    )
+
+
+def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion: those of the model, of its generation settings, and of the tokenizer."""
+    sources = [config.eos_token_id, tokenizer.eos_token_id]
+    if (directory / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(directory).eos_token_id)
+    ids: set[int] = set()
+    for source in sources:
+        ids.update([source] if isinstance(source, int) else source or [])
+    return frozenset(ids)

@@ -1,0 +1,233 @@
+"""The transformer: prefill of packed prompts and decoding of a whole batch, in plain torch operations.
+
+Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Projections
+of the same input are one product. Every operation computes a token from its own row only, in an order that does not
+depend on the other rows, so that what a sequence gets is the same whatever runs beside it.
+
+Shapes: N tokens or B sequences; H hidden size; Q query heads in K key-value heads of G = Q / K; D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from services.embedded_engine.compute.kv_cache import KVCache, round_up
+from services.embedded_engine.compute.linear import Linear, make_linear
+from services.embedded_engine.compute.weights import Architecture, WeightsError
+
+ATTENTION_STEP = 32
+"""Decoding looks at the cache in multiples of this, masking the rest."""
+
+StoreKeysValues = Callable[[int, int, Tensor, Tensor], None]
+"""Called with layer, sequence, and its keys and values, each [K, tokens, D]."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer."""
+
+    attention_norm: Tensor
+    query_key_value: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All weights of a model, ready to compute with."""
+
+    embedding: Tensor
+    layers: Sequence[Layer]
+    norm: Tensor
+    head: Linear
+
+
+def pack_weights(
+    architecture: Architecture, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """Makes weights from named tensors, which are taken out of ``tensors`` one by one to save memory.
+
+    All are copies: a single view of a mapped file would keep all of it in memory.
+    """
+
+    def take(*names: str) -> Tensor:
+        return torch.cat([tensors.pop(name).to(device=device, dtype=dtype) for name in names])
+
+    def linear(prefix: str, *names: str) -> Linear:
+        weight = take(*(f"{prefix}{name}.weight" for name in names))
+        biases = [f"{prefix}{name}.bias" for name in names if f"{prefix}{name}.bias" in tensors]
+        return make_linear(weight, take(*biases) if biases else None)
+
+    def layer(index: int) -> Layer:
+        prefix = f"model.layers.{index}."
+        return Layer(
+            attention_norm=take(f"{prefix}input_layernorm.weight"),
+            query_key_value=linear(f"{prefix}self_attn.", "q_proj", "k_proj", "v_proj"),
+            query_norm=take(f"{prefix}self_attn.q_norm.weight") if architecture.has_qk_norm else None,
+            key_norm=take(f"{prefix}self_attn.k_norm.weight") if architecture.has_qk_norm else None,
+            output=linear(f"{prefix}self_attn.", "o_proj"),
+            mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=linear(f"{prefix}mlp.", "gate_proj", "up_proj"),
+            down=linear(f"{prefix}mlp.", "down_proj"),
+        )
+
+    embedding = take("model.embed_tokens.weight")
+    head = make_linear(embedding, None) if architecture.has_tied_embeddings else linear("", "lm_head")
+    layers = [layer(index) for index in range(architecture.num_layers)]
+    return Weights(embedding, layers, take("model.norm.weight"), head)
+
+
+class Model:
+    """A decoder whose weights can be exchanged between calls."""
+
+    def __init__(
+        self, config: PretrainedConfig, weights: Weights, dtype: torch.dtype, device: torch.device, context_length: int
+    ) -> None:
+        self.architecture = Architecture.of(config)
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.context_length = context_length
+        self._cos, self._sin = _rotary_tables(config, context_length, dtype, device)
+        self._scale = self.architecture.head_dim**-0.5
+
+    def prefill(self, sequences: Sequence[Sequence[int]], store: StoreKeysValues | None) -> Tensor:
+        """Computes whole sequences from their first token, packed one after the other.
+
+        Args:
+            sequences: token ids.
+            store: is given the keys and values; None where nothing will be generated.
+
+        Returns:
+            Hidden states [N, H] after the last norm, for ``logits``.
+        """
+        weights = self.weights
+        lengths = [len(sequence) for sequence in sequences]
+        tokens = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
+        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        cos, sin = self._cos[positions], self._sin[positions]
+        x = weights.embedding[tokens].float()
+        for index, layer in enumerate(weights.layers):
+            query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
+            attended = torch.empty_like(query)
+            start = 0
+            for number, length in enumerate(lengths):
+                span = slice(start, start + length)
+                keys, values = key[span].transpose(0, 1).contiguous(), value[span].transpose(0, 1).contiguous()
+                attended[span] = self._attend_causally(query[span], keys, values)
+                if store is not None:
+                    store(index, number, keys, values)
+                start += length
+            x = x + layer.output(attended.flatten(1))
+            x = x + self._mlp(layer, x)
+        return self._norm(x, weights.norm)
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, longest: int) -> Tensor:
+        """Computes one more token of every running sequence.
+
+        Args:
+            tokens: the newest token of the sequence in each cache row from 0 on, [B].
+            positions: where these stand in their sequences, [B].
+            cache: has the tokens before; keys and values of ``tokens`` are added.
+            longest: the greatest position + 1.
+
+        Returns:
+            Logits [B, V] in float32.
+        """
+        weights, shape = self.weights, self.architecture
+        batch, kv_heads = len(tokens), shape.num_kv_heads
+        groups = shape.num_heads // kv_heads
+        length = min(round_up(longest, ATTENTION_STEP), cache.row_length)
+        cos, sin = self._cos[positions], self._sin[positions]
+        mask = torch.where(torch.arange(length, device=self.device) <= positions[:, None], 0.0, -torch.inf)
+        mask = mask.to(self.dtype)[:, None, None, :].expand(batch, kv_heads, groups, length)
+        mask = mask.reshape(batch * kv_heads, groups, length)
+        # Where in a layer's keys, seen as [rows * K * row length, D], the new ones go.
+        heads = torch.arange(batch * kv_heads, device=self.device)
+        places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
+        x = weights.embedding[tokens].float()
+        for index, layer in enumerate(weights.layers):
+            query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
+            keys, values = cache.keys[index], cache.values[index]
+            keys.view(-1, shape.head_dim).index_copy_(0, places, key.reshape(-1, shape.head_dim))
+            values.view(-1, shape.head_dim).index_copy_(0, places, value.reshape(-1, shape.head_dim))
+            seen_keys = keys[:batch, :, :length].flatten(0, 1).transpose(1, 2)
+            grouped = query.reshape(batch * kv_heads, groups, shape.head_dim)
+            scores = torch.baddbmm(mask, grouped, seen_keys, alpha=self._scale)
+            attended = torch.bmm(torch.softmax(scores, -1), values[:batch, :, :length].flatten(0, 1))
+            x = x + layer.output(attended.view(batch, -1))
+            x = x + self._mlp(layer, x)
+        return self.logits(self._norm(x, weights.norm))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] in float32 of hidden states [N, H]."""
+        return self.weights.head(hidden).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x.float(), weight.shape, weight.float(), self.architecture.norm_eps).to(self.dtype)
+
+    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, Q, D], keys and values [N, K, D], the first two rotated to their positions."""
+        shape = self.architecture
+        heads = layer.query_key_value(x).view(len(x), -1, shape.head_dim)
+        rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = self._norm(rotated[:, : shape.num_heads], layer.query_norm)
+            rotated = torch.cat([queries, self._norm(rotated[:, shape.num_heads :], layer.key_norm)], 1)
+        first, second = rotated.chunk(2, -1)
+        rotated = torch.addcmul(rotated * cos, torch.cat([second, first], -1), sin)
+        return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, -shape.num_kv_heads :]
+
+    def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one sequence to itself: [n, Q, D] from queries [n, Q, D] and keys and values [K, n, D]."""
+        groups = self.architecture.num_heads // self.architecture.num_kv_heads
+        attended = functional.scaled_dot_product_attention(
+            query.transpose(0, 1).contiguous().unsqueeze(0),
+            keys.repeat_interleave(groups, 0).unsqueeze(0),
+            values.repeat_interleave(groups, 0).unsqueeze(0),
+            is_causal=True,
+        )
+        return attended[0].transpose(0, 1)
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+        return layer.down(functional.silu(gate) * up)
+
+
+def _rotary_tables(
+    config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
+    frequencies, scaling = _rotary_frequencies(config)
+    angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    tables = torch.cat([cos, cos], -1)[:, None], torch.cat([-sin, sin], -1)[:, None]
+    return tables[0].to(device, dtype), tables[1].to(device, dtype)
+
+
+def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
+    """Angle a position, [D / 2] float32, and the factor of cosines and sines (RoPE, arXiv:2104.09864, and extensions).
+
+    As in transformers' models, whose modules take seconds to import.
+    """
+    parameters: dict[str, Any] = config.rope_parameters
+    kind = parameters["rope_type"]
+    if kind in ("dynamic", "longrope"):
+        raise WeightsError(f"rope type {kind!r}: the embedded engine computes fixed rotations only")
+    if kind == "default":
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies.float(), scaling

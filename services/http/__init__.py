@@ -1,0 +1,1 @@
+"""The HTTP layer of every service: application factory, middleware, problem documents, server, retrying client."""

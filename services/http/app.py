@@ -1,0 +1,158 @@
+"""The application factory of all services: common routes, problem documents, and the middleware."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from importlib import metadata
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, disable_created_metrics, generate_latest
+from pydantic import BaseModel
+
+from services.core.settings import Settings
+from services.http import problems, provenance
+from services.http.json_body import JsonRoute
+from services.http.lifecycle import Lifecycle, Lifespan, background_lifespan
+from services.http.middleware import MAX_BODY_BYTES, ServiceMiddleware
+from services.protocol import ComponentRecord, Health, Problem
+
+Stats = Mapping[str, Any]
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has no annotation there
+
+
+def version() -> str:
+    """Return this project's installed version."""
+    return metadata.version("skypilot-grpo")
+
+
+class JsonResponse(Response):
+    """A reply written by orjson, numpy arrays included. orjson writes NaN as null, so ``content`` must have none."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return ``content`` as JSON."""
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+
+
+def model_response(model: BaseModel, status: int = 200) -> Response:
+    """Return a reply from a valid model: serialised once, and not validated again as FastAPI would."""
+    return Response(model.__pydantic_serializer__.to_json(model), status, media_type="application/json")
+
+
+def create_service_app(
+    service: str,
+    *,
+    settings: Settings,
+    lifespan: Lifespan,
+    health: Callable[[], Health] | None = None,
+    stats: Callable[[], Stats | Awaitable[Stats]] | None = None,
+    description: str = "",
+    public: Collection[str] = (),
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """Make an application with /health, /metrics, /stats, /settings, /openapi.json, /docs, and ServiceMiddleware.
+
+    Args:
+        service: the service's name, such as ``data-server``; also the ``service`` label of its metrics.
+        settings: shown at /settings; the token is read from them.
+        lifespan: loads the service's data in the background while the port is open; the service is ready once it is
+            entered. Blocking work in it needs services.core.tasks.in_background.
+        health: returns the state while the service is ready; None: healthy.
+        stats: returns the content of GET /stats, plain data; may be a coroutine function.
+        description: shown on the OpenAPI page.
+        public: paths of pages without data, which a browser may load before it has the token.
+        max_body_bytes: larger bodies are refused with 413.
+    """
+    lifecycle = Lifecycle()
+    app = FastAPI(
+        title=service,
+        version=version(),
+        description=description,
+        lifespan=background_lifespan(lifespan, lifecycle),
+        responses=problems.PROBLEM_RESPONSES,
+        redoc_url=None,
+    )
+    app.router.route_class = JsonRoute
+    app.state.lifecycle = lifecycle
+    problems.install(app)
+    _add_common_routes(app, settings, lifecycle, health, stats)
+    _complete_openapi(app, asks_token=settings.token is not None)
+    app.add_middleware(
+        ServiceMiddleware,
+        service=service,
+        token=settings.token,
+        is_ready=lambda: lifecycle.is_serving,
+        public=public,
+        max_body_bytes=max_body_bytes,
+    )
+    return app
+
+
+def _add_common_routes(
+    app: FastAPI,
+    settings: Settings,
+    lifecycle: Lifecycle,
+    health: Callable[[], Health] | None,
+    stats: Callable[[], Stats | Awaitable[Stats]] | None,
+) -> None:
+    service = app.title
+
+    def current_health() -> Health:
+        if lifecycle.draining.is_set():
+            return Health(status="draining", service=service)
+        if not lifecycle.is_serving:
+            return Health(status="starting" if lifecycle.failure is None else "unhealthy", service=service)
+        return Health(status="healthy", service=service) if health is None else health()
+
+    @app.get(
+        "/health",
+        tags=["common"],
+        response_model=Health,
+        responses={503: {"description": "Not ready, or not any more.", "model": Health}},
+    )
+    async def get_health() -> Response:
+        """Return 200 when the service answers requests, 503 while it starts, drains or is unhealthy. Needs no token."""
+        now = current_health()
+        return model_response(now, 200 if now.status == "healthy" else 503)
+
+    @app.get("/metrics", tags=["common"], responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def get_metrics() -> Response:
+        """Return the metrics in Prometheus' text format."""
+        return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats", tags=["common"], response_model=dict[str, Any])
+    async def get_stats() -> Response:
+        """Return the service's statistics."""
+        content = stats() if stats is not None else {}
+        return JsonResponse({"service": service, **(await content if inspect.isawaitable(content) else content)})
+
+    @app.get("/settings", tags=["common"], response_model=ComponentRecord)
+    async def get_settings() -> Response:
+        """Return the service's settings without secrets, the code's commit, and the versions of packages."""
+        return model_response(await asyncio.to_thread(provenance.describe, settings))
+
+
+def _complete_openapi(app: FastAPI, *, asks_token: bool) -> None:
+    """Add problem documents and the token, which FastAPI does not know of, to the OpenAPI page."""
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        document = generate()
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
+        if asks_token:
+            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"token": []}]
+            document["paths"]["/health"]["get"]["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI documents replacing it

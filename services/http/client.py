@@ -1,0 +1,304 @@
+"""The HTTP client of all clients: JSON with a token, deadlines, and retries that are bounded and counted.
+
+The client repeats a request if the service could not be reached, did not answer in time, or answered that it cannot
+serve now (429, 502, 503, 504); repeating a request does no harm on any route of the services. Every other answer is
+final. Only the deadline bounds the attempts, so that a node has that long to come back, however quickly each attempt
+fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from typing import Any, Self, TypeVar
+
+import httpx
+import orjson
+import stamina
+from prometheus_client import Counter
+from pydantic import BaseModel, ValidationError
+
+from services.core.errors import DependencyLostError
+
+Reply = TypeVar("Reply", bound=BaseModel)
+
+RETRIES = Counter("client_retries", "Requests that were tried again.", ["service"])
+
+KEEP_ALIVE_SECONDS = 5.0
+"""Connections that idled longer are closed: each new connection resolves the name anew, so that the client finds a node
+that was recovered under another address."""
+CONNECT_SECONDS = 5.0
+PROBE_SECONDS = 5.0
+"""Longest wait for an answer of /health."""
+HEALTH_POLL_SECONDS = 0.2
+
+SILENCE_SECONDS = 10
+"""A destroyed node leaves its connections open, and a client could wait for minutes for its answer. So the system
+probes the other side after this silence, and closes the connection if no probe is answered."""
+KEEPALIVE_PROBE_SECONDS = 5
+KEEPALIVE_PROBES = 3
+GIVEN_UP_SECONDS = SILENCE_SECONDS + KEEPALIVE_PROBES * KEEPALIVE_PROBE_SECONDS
+
+MAX_RETRY_AFTER_SECONDS = 30.0
+
+_RETRIED_STATUS = frozenset({429, 502, 503, 504})
+_RETRIED_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.ProtocolError, httpx.ProxyError)
+
+
+class RequestRefusedError(Exception):
+    """A service refused a request (4xx); ``detail`` is the detail of its problem document."""
+
+    def __init__(self, service: str, url: str, status: int, detail: str) -> None:
+        super().__init__(f"{service} refused {url}: {status} {detail}")
+        self.service = service
+        self.status = status
+        self.detail = detail
+
+
+class _RetryableStatusError(Exception):
+    """A service answered that it cannot serve now."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        super().__init__(f"{response.status_code} {problem_detail(response)}")
+        after = response.headers.get("Retry-After", "")
+        # Retry-After may be a date, too, which our services never send.
+        self.backoff = min(float(after), MAX_RETRY_AFTER_SECONDS) if after.isdecimal() else True
+
+
+class HttpClient:
+    """Requests to one service. An async context manager, used within one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        timeout: float = 30.0,
+        service: str = "service",
+        deadline: float = 90.0,
+        max_connections: int | None = 256,
+    ) -> None:
+        """Make a client.
+
+        Args:
+            url: the service's base URL, such as ``http://reward-server-0.group:8002``.
+            token: sent as ``Authorization: Bearer``.
+            timeout: seconds that one attempt may take between bytes.
+            service: the service's name in errors and metrics.
+            deadline: seconds that a request may take with all its attempts, unless the call gives another deadline.
+            max_connections: open at once; further requests wait for one. None: unlimited.
+        """
+        self.service = service
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.deadline = deadline
+        self._retries = RETRIES.labels(service)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            transport=_transport(httpx.Limits(max_connections=max_connections, keepalive_expiry=KEEP_ALIVE_SECONDS)),
+            # A proxy from the environment must not come between the nodes of a job group.
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        reply_model: type[Reply],
+        payload: BaseModel | dict[str, Any] | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        deadline: float | None = None,
+        attempt_seconds: float | None = None,
+    ) -> Reply:
+        """Send a request as ``request`` does, and return the reply as a ``reply_model``.
+
+        Raises:
+            RequestRefusedError: the service refused the request (4xx).
+            DependencyLostError: the service did not answer well within ``deadline`` seconds, or with another reply.
+        """
+        response = await self.request(
+            method, path, payload, params=params, deadline=deadline, attempt_seconds=attempt_seconds
+        )
+        try:
+            return reply_model.model_validate_json(response.content)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise DependencyLostError(
+                f"{self.service} answered {response.url} with something else than a {reply_model.__name__} "
+                f"({where}: {first['msg']}); is another program or version listening there?"
+            ) from error
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        payload: BaseModel | dict[str, Any] | None = None,
+        *,
+        params: dict[str, Any] | None = None,
+        deadline: float | None = None,
+        attempt_seconds: float | None = None,
+    ) -> httpx.Response:
+        """Send a request, repeat it where that may help, and return the successful response.
+
+        ``deadline`` is in seconds for all attempts, ``attempt_seconds`` for one; None takes the client's own.
+
+        Raises:
+            RequestRefusedError: the service refused the request (4xx).
+            DependencyLostError: the service could not be reached or did not answer well within ``deadline`` seconds.
+        """
+        seconds = self.deadline if deadline is None else deadline
+        request = self._build(
+            method, path, payload, params, self.timeout if attempt_seconds is None else attempt_seconds
+        )
+        started = time.monotonic()
+        attempts, last_error = 0, "no answer"
+        try:
+            async with asyncio.timeout(seconds):
+                async for attempt in stamina.retry_context(
+                    on=_backoff, attempts=None, timeout=seconds, wait_initial=0.1, wait_max=5.0, wait_jitter=0.2
+                ):
+                    with attempt:
+                        attempts = attempt.num
+                        if attempts > 1:
+                            self._retries.inc()
+                        try:
+                            return self._check(await self._http.send(request))
+                        except (_RetryableStatusError, *_RETRIED_ERRORS) as error:
+                            last_error = describe(error)
+                            raise
+        except (TimeoutError, _RetryableStatusError, *_RETRIED_ERRORS) as error:
+            raise DependencyLostError(
+                f"{self.service} did not answer {method} {self.url}{path} within {time.monotonic() - started:.1f} s "
+                f"and {attempts} tries: {last_error}"
+            ) from error
+        raise AssertionError("stamina returned without an attempt that succeeded or raised")
+
+    async def send_once(
+        self, method: str, path: str, payload: BaseModel | dict[str, Any] | None = None, *, seconds: float
+    ) -> httpx.Response:
+        """Send a request without retries and return the response, whatever its status.
+
+        Raises:
+            DependencyLostError: no answer came within ``seconds``.
+        """
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._http.send(self._build(method, path, payload, None, seconds))
+        except (TimeoutError, httpx.HTTPError) as error:
+            raise DependencyLostError(
+                f"{self.service} at {self.url} did not answer {path} within {seconds:g} s: {describe(error)}"
+            ) from error
+
+    async def is_healthy(self) -> bool:
+        """Return whether the service answers GET /health with 200 now."""
+        try:
+            return (await self.send_once("GET", "/health", seconds=PROBE_SECONDS)).status_code == 200
+        except DependencyLostError:
+            return False
+
+    async def wait_healthy(self, deadline_seconds: float) -> None:
+        """Wait until GET /health answers 200.
+
+        Raises:
+            DependencyLostError: it did not within ``deadline_seconds``; the message has the last state seen.
+        """
+        end = time.monotonic() + deadline_seconds
+        seen = "no answer"
+        while (left := end - time.monotonic()) > 0:
+            try:
+                response = await self.send_once("GET", "/health", seconds=min(PROBE_SECONDS, left))
+                if response.status_code == 200:
+                    return
+                seen = f"/health answered {response.status_code} {response.text[:200]}"
+            except DependencyLostError as error:
+                seen = str(error)
+            await asyncio.sleep(min(HEALTH_POLL_SECONDS, left))
+        raise DependencyLostError(
+            f"{self.service} at {self.url} is not healthy after {deadline_seconds:g} s: {seen}; see its log"
+        )
+
+    def _build(
+        self,
+        method: str,
+        path: str,
+        payload: BaseModel | dict[str, Any] | None,
+        params: dict[str, Any] | None,
+        seconds: float,
+    ) -> httpx.Request:
+        return self._http.build_request(
+            method,
+            path,
+            content=None if payload is None else _encode(payload),
+            headers=None if payload is None else {"Content-Type": "application/json"},
+            params=params,
+            timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
+        )
+
+    def _check(self, response: httpx.Response) -> httpx.Response:
+        status = response.status_code
+        if status < 300:
+            return response
+        if status in _RETRIED_STATUS:
+            raise _RetryableStatusError(response)
+        detail = problem_detail(response)
+        if status >= 500:
+            raise DependencyLostError(f"{self.service} failed on {response.url}: {status} {detail}")
+        raise RequestRefusedError(self.service, str(response.url), status, detail)
+
+
+def problem_detail(response: httpx.Response) -> str:
+    """Return the detail of a problem document; of another body, its beginning."""
+    try:
+        document = orjson.loads(response.content)
+    except orjson.JSONDecodeError:
+        document = None
+    if isinstance(document, dict) and isinstance(document.get("detail"), str):
+        return str(document["detail"])
+    return response.text[:300] or response.reason_phrase
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and text; many of httpx's errors have no text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
+    """Make connections that close GIVEN_UP_SECONDS after the other side fell silent, where the system supports it."""
+    options = [
+        # macOS calls the first by another name; the last is for data that was sent and never acknowledged.
+        ("TCP_KEEPIDLE", SILENCE_SECONDS),
+        ("TCP_KEEPALIVE", SILENCE_SECONDS),
+        ("TCP_KEEPINTVL", KEEPALIVE_PROBE_SECONDS),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+        ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
+    ]
+    return httpx.AsyncHTTPTransport(
+        limits=limits,
+        trust_env=False,
+        socket_options=[
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)),
+        ],
+    )
+
+
+def _encode(payload: BaseModel | dict[str, Any]) -> bytes:
+    if isinstance(payload, BaseModel):
+        return payload.__pydantic_serializer__.to_json(payload)
+    return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _backoff(error: Exception) -> bool | float:
+    """Tell stamina whether to try again: True, or the seconds to wait if the service gave them."""
+    return error.backoff if isinstance(error, _RetryableStatusError) else isinstance(error, _RETRIED_ERRORS)

@@ -1,0 +1,95 @@
+"""RFC 9457 problem documents: the form in which every service refuses a request and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+PROBLEM_MEDIA_TYPE = "application/problem+json"
+_REF = {"$ref": "#/components/schemas/Problem"}
+
+PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {
+        "description": "The request is refused and changed nothing.",
+        "content": {PROBLEM_MEDIA_TYPE: {"schema": _REF}},
+    },
+    "5XX": {"description": "The service cannot answer now.", "content": {PROBLEM_MEDIA_TYPE: {"schema": _REF}}},
+}
+"""The refusals of every operation, for the OpenAPI page."""
+
+_MAX_ERRORS = 20
+
+
+class ProblemError(HTTPException):
+    """An error by which a route refuses a request; ``detail`` says what is wrong, where, and what to do."""
+
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] | None = None, **members: Any) -> None:
+        super().__init__(status, detail, dict(headers) if headers else None)
+        self.members = members
+
+
+def problem_response(
+    status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
+) -> Response:
+    """Return a problem document as a response; ``members`` are extension members beside RFC 9457's own."""
+    if instance is not None and instance.startswith("/v1/"):
+        members["error"] = {"message": detail}  # OpenAI's clients read this member
+    document: dict[str, Any] = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        **({"instance": instance} if instance is not None else {}),
+        **members,
+    }
+    return Response(orjson.dumps(document), status, dict(headers) if headers else None, PROBLEM_MEDIA_TYPE)
+
+
+def install(app: FastAPI) -> None:
+    """Make every refusal of ``app`` a problem document."""
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == 404 and detail == HTTPStatus.NOT_FOUND.phrase:
+        detail = f"no route {printable(request.url.path)}; the routes are listed at /docs"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        detail = f"{printable(request.method)} is not allowed here; allowed: {allowed}"
+    members = error.members if isinstance(error, ProblemError) else {}
+    return problem_response(
+        error.status_code, detail, instance=printable(request.url.path), headers=error.headers, **members
+    )
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    malformed = next((e for e in errors if e["type"] == "json_invalid"), None)
+    if malformed is not None:
+        reason = malformed.get("ctx", {}).get("error", "not JSON")
+        return problem_response(400, f"the body is not valid JSON: {reason}", instance=printable(request.url.path))
+    # The input itself is left out: it may be large, secret, or not printable.
+    told = [
+        {"where": ".".join(printable(str(part)) for part in e["loc"]), "what": printable(e["msg"]), "type": e["type"]}
+        for e in errors[:_MAX_ERRORS]
+    ]
+    detail = "; ".join(f"{e['where']}: {e['what']}" for e in told[:3])
+    more = f" (and {len(errors) - 3} more)" if len(errors) > 3 else ""
+    return problem_response(422, detail + more, instance=printable(request.url.path), errors=told)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without lone surrogates, cut to a length fit for a message."""
+    clean = text.encode("utf-8", "replace").decode()
+    return clean if len(clean) <= 500 else clean[:500] + "..."

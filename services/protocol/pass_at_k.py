@@ -1,0 +1,51 @@
+"""Estimates of accuracy for evaluation, in training and in scripts.evaluate: right answers, pass@k, standard errors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from math import comb, sqrt
+
+from services.protocol import RewardResult, RewardStatus
+
+CORRECT = 1.0 - 1e-9
+"""The lowest reward of a right answer."""
+
+OVER_LIMIT = frozenset({RewardStatus.TIMEOUT, RewardStatus.MEMORY})
+"""Statuses of answers that exceed the verifier's time or memory limit."""
+
+
+def is_correct(result: RewardResult) -> bool | None:
+    """Return whether the answer is right, or None if it was not judged because the reward service failed.
+
+    An answer that exceeds the verifier's limits is wrong: if it were excluded, a model could raise its accuracy by
+    writing answers that cannot be verified.
+    """
+    if result.reward is not None:
+        return result.reward >= CORRECT
+    return False if result.status in OVER_LIMIT else None
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Return the standard error of the mean of ``scores``, one score a prompt: sqrt(sum (s - mean)^2) / n.
+
+    For scores of 0 and 1 this is the binomial sqrt(p (1 - p) / n). For avg@k and pass@k it is clustered by prompt: the
+    samples of a prompt depend on each other, so they make one score (Miller 2024, arXiv:2411.00640).
+
+    Raises:
+        StatisticsError: there are no scores.
+    """
+    return statistics.pstdev(scores) / sqrt(len(scores))
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Return the unbiased estimate, from n samples, of the probability that at least one of k samples is right.
+
+    Chen et al. 2021, arXiv:2107.03374, eq. 1.
+
+    Raises:
+        ValueError: not 1 <= k <= n, or not 0 <= correct <= n.
+    """
+    if not 1 <= k <= n or not 0 <= correct <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {correct} right of {n} samples; needed is 1 <= k <= n")
+    return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -1,0 +1,95 @@
+"""Plans follow from memory and time, say what jobgroup.yaml has, and are what docs/scaling.md shows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.scaling import report
+from benchmarks.scaling.__main__ import DOCS, FITTED, measured, run, with_output
+from benchmarks.scaling.plan import H100, MODELS, STATE_BYTES, Assumptions, Batch, Layout, cheapest, layouts, predict
+from benchmarks.scaling.step import fit
+from trainer.config import TrainerSettings
+
+ROOT = Path(__file__).parents[3]
+BATCH = Batch()
+
+
+@pytest.fixture(scope="module")
+def rates():
+    return fit(measured(FITTED))
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.label)
+def test_every_layout_has_the_memory(model):
+    for layout in layouts(model, BATCH):
+        assert model.parameters * STATE_BYTES <= layout.trainer_nodes * layout.trainer_gpus * H100.memory
+        assert model.parameters * 2 < layout.rollout_gpus * H100.memory
+
+
+@pytest.mark.parametrize("label", MODELS)
+def test_the_cheapest_is_quick_enough_and_nothing_smaller_is(rates, label):
+    model = MODELS[label]
+    chosen = cheapest(model, BATCH, rates, 120)
+    assert chosen.seconds.total <= 120
+    smaller = [layout for layout in layouts(model, BATCH) if layout.gpus < chosen.layout.gpus]
+    assert all(predict(model, BATCH, layout, rates).seconds.total > 120 for layout in smaller)
+
+
+def test_a_step_that_no_layout_makes_is_refused(rates):
+    with pytest.raises(ValueError, match="the fastest step takes"):
+        cheapest(MODELS["70B"], BATCH, rates, 1)
+    with pytest.raises(SystemExit, match="the fastest step takes"):
+        run(["plan", "--step-seconds", "1"])
+
+
+@pytest.mark.parametrize("label", MODELS)
+def test_more_nodes_are_never_slower_at_what_they_do(rates, label):
+    model = MODELS[label]
+    start = next(layouts(model, BATCH))
+    base = predict(model, BATCH, start, rates).seconds
+    rollouts = predict(model, BATCH, replace(start, rollout_nodes=start.rollout_nodes + 1), rates).seconds
+    assert rollouts.generate < base.generate
+    assert rollouts.train == base.train
+    # A second node adds traffic between nodes; from then on more nodes compute faster.
+    two = predict(model, BATCH, replace(start, trainer_nodes=start.trainer_nodes + 1), rates).seconds
+    four = predict(model, BATCH, replace(start, trainer_nodes=start.trainer_nodes + 3), rates).seconds
+    assert four.train <= two.train
+
+
+def test_a_slower_cluster_is_slower_by_at_most_its_factor(rates):
+    layout = Layout(2, 1, 1, 4)
+    model = MODELS["7B"]
+    assumed, halved = (
+        predict(model, BATCH, layout, rates),
+        predict(model, BATCH, layout, rates, assumed=Assumptions().halved),
+    )
+    assert assumed.seconds.total < halved.seconds.total <= 2 * assumed.seconds.total
+
+
+def test_async_hides_the_shorter_half(rates):
+    one = predict(MODELS["7B"], BATCH, Layout(2, 1, 1, 4), rates)
+    longer = max(one.seconds.generate + one.seconds.score, one.seconds.train + one.seconds.publish + one.seconds.rest)
+    assert longer == pytest.approx(one.asynchronous.step_seconds, rel=0.03)
+    assert one.asynchronous.step_seconds < one.seconds.total
+
+
+@pytest.mark.parametrize("label", MODELS)
+def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates, label):
+    tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
+    chosen = cheapest(MODELS[label], BATCH, rates, 120)
+    for task, key in report.changes(MODELS[label], chosen.layout):
+        found = tasks[task]
+        for part in key.split("."):
+            assert part in found, f"{task}.{key}"
+            found = found[part]
+    variables = report.variables(MODELS[label], chosen, BATCH)
+    assert {name.lower() for name in variables} <= TrainerSettings.model_fields.keys()
+
+
+def test_the_document_shows_what_the_commands_print():
+    text = DOCS.read_text()
+    assert "$ python -m benchmarks.scaling check" in text
+    assert "$ python -m benchmarks.scaling plan" in text
+    assert with_output(text) == text, "run `python -m benchmarks.scaling docs`"

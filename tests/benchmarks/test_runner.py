@@ -1,0 +1,29 @@
+"""docs/benchmarks.md is made of what the benchmarks printed."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks import runner
+
+
+def test_the_page_is_that_of_the_kept_measurements() -> None:
+    assert runner.page() == runner.PAGE.read_text(), "run `python -m benchmarks.__main__ --page-only`"
+
+
+def test_everything_kept_is_a_benchmark() -> None:
+    kept = {path.stem for path in runner.KEPT.glob("*.json")}
+    assert kept <= {benchmark.name for benchmark in runner.BENCHMARKS}
+    for path in runner.KEPT.glob("*.json"):
+        runner.Measured(**json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("benchmark", runner.BENCHMARKS, ids=lambda b: b.name)
+def test_every_command_takes_its_options(benchmark: runner.Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(benchmark.module)
+    with pytest.raises(SystemExit) as ended:
+        module.main([*benchmark.options, *benchmark.quick, "--help"])
+    assert ended.value.code == 0
+    described = capsys.readouterr().out
+    assert all(option in described for option in (*benchmark.options, *benchmark.quick) if option.startswith("--"))

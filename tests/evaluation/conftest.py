@@ -1,0 +1,120 @@
+"""What the tests of the evaluation share: a command in a process of its own, and a model that calls tools."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.models import made_once
+from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+# The tiny model's questions, asked as it was trained on them.
+ARITHMETIC = {
+    "DATASET": "arithmetic",
+    "ARITHMETIC_TEMPLATE": "{a}{op}{b}=",
+    "PROMPT_STYLE": "plain",
+    "REWARD_FN": "exact_match",
+    "MAX_NEW_TOKENS": "4",
+    "EVAL_RESAMPLES": "200",
+    "ENGINE_DTYPE": "float32",
+}
+
+
+@dataclass
+class Command:
+    """A run of scripts.evaluate."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    output: Path
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def wait(self) -> int:
+        """Waits for the end, and returns the exit code."""
+        self._wait_until(lambda: self.process.poll() is not None, "the end")
+        return self.process.returncode
+
+    def succeed(self) -> dict[str, Any]:
+        """Waits for the end and returns results.json."""
+        assert self.wait() == 0, self.text
+        return json.loads((self.output / "results.json").read_text())
+
+    def lines(self, directory: str = "") -> list[bytes]:
+        """The complete lines of samples.jsonl."""
+        path = self.output / directory / "samples.jsonl"
+        return [x for x in path.read_bytes().splitlines(keepends=True) if x.endswith(b"\n")] if path.exists() else []
+
+    def samples(self, directory: str = "") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines(directory)]
+
+    def wait_for_samples(self, count: int) -> None:
+        def are_there() -> bool:
+            assert self.process.poll() is None, self.text
+            return len(self.lines()) >= count
+
+        self._wait_until(are_there, f"{count} samples")
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        progress = partial(bytes_in, self.log, self.output)
+        wait_until(condition, what, every=0.02, progress=progress, told=lambda: self.text)
+
+
+Evaluate = Callable[..., Command]
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path) -> Iterator[Evaluate]:
+    """``evaluate("--model", ..., NAME=value)``: starts the command; it and what it started end with the test."""
+    started: list[Command] = []
+
+    def start(*arguments: str | Path, output: Path | None = None, **variables: str) -> Command:
+        log = tmp_path / f"evaluate-{len(started)}.log"
+        where = output or tmp_path / "evaluation"
+        ours = ("SKYPILOT_", "JOBGROUP_", "EVAL_")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "scripts.evaluate", *map(str, arguments), "--plain", "--output", str(where)],
+                cwd=ROOT,
+                env={**environment, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
+                stdout=stream,
+                stderr=stream,
+            )
+        started.append(Command(process, log, where))
+        return started[-1]
+
+    yield start
+    for command in started:
+        if command.process.poll() is None:
+            command.process.send_signal(signal.SIGTERM)
+            command.process.wait(LIMIT_SECONDS)
+
+
+@pytest.fixture(scope="session")
+def math_agent() -> ModuleType:
+    """The built-in agent. Imported where it is used: the Agents SDK takes seconds, in each process that runs tests."""
+    return importlib.import_module("evaluation.math_agent")
+
+
+@pytest.fixture(scope="session")
+def tool_model() -> Path:
+    """A directory with the model that calls tools. Not to be written to."""
+    sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py"]
+    return made_once("tool-model", sources, "tests.evaluation.tool_model")

@@ -1,0 +1,89 @@
+"""Which models a command names, and which of them are the same."""
+
+import json
+import shutil
+
+import pytest
+
+from evaluation.checkpoints import Checkpoint, resolve
+from services.core.errors import ConfigurationError
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory that looks like a model's."""
+
+    def make(name, weights=b"w" * 1000):
+        directory = tmp_path / name
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(weights)
+        return directory
+
+    return make
+
+
+def test_steps_are_read_from_names_and_order_the_curve(model):
+    paths = [model(name) for name in ("checkpoint-200", "v000012", "step-000100")]
+    assert [(c.name, c.step) for c in resolve([str(p) for p in paths], None)] == [
+        ("v000012", 12),
+        ("step-000100", 100),
+        ("checkpoint-200", 200),
+    ]
+
+
+def test_a_run_gives_what_it_published_and_its_final_model(tmp_path, model):
+    for name in ("run/policy/v000002", "run/policy/v000010", "run/model"):
+        model(name)
+    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 12}))
+    assert [(c.name, c.step) for c in resolve([], tmp_path / "run")] == [("v000002", 2), ("v000010", 10), ("model", 12)]
+
+
+def test_the_final_model_is_not_evaluated_twice(tmp_path, model):
+    for name in ("run/policy/v000012", "run/model"):
+        model(name)
+    (tmp_path / "run/summary.json").write_text(json.dumps({"steps": 12}))
+    assert [c.name for c in resolve([], tmp_path / "run")] == ["v000012"]
+
+
+def test_directories_of_one_name_are_told_apart_by_those_above(model):
+    first, second = model("a/model"), model("b/model")
+    names = [c.name for c in resolve([str(first), str(second)], None)]
+    assert len(set(names)) == 2
+    assert all("/" not in name for name in names)
+
+
+def test_names_on_the_hub_are_taken_as_they_are():
+    [checkpoint] = resolve(["Qwen/Qwen2.5-0.5B-Instruct"], None)
+    assert (checkpoint.model, checkpoint.directory, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None, None)
+    assert checkpoint.fingerprint() == "Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def test_a_copy_has_the_same_fingerprint_and_other_weights_another(tmp_path, model):
+    first = model("first", b"w" * 200_000)
+    shutil.copytree(first, tmp_path / "copy")
+    second = model("second", b"w" * 199_999 + b"x")
+    of = [Checkpoint("n", str(path)).fingerprint() for path in (first, tmp_path / "copy", second)]
+    assert of[0] == of[1] != of[2]
+
+
+def test_what_is_no_model_is_refused_with_what_it_is(tmp_path, model):
+    checkpoint = tmp_path / "runs/one/checkpoints/step-000025"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (tmp_path / "runs/one/metrics.jsonl").write_text("")
+    (tmp_path / "empty").mkdir()
+    for given, said in [
+        (checkpoint, "what training resumes from"),
+        (tmp_path / "runs/one", "give it as --run"),
+        (tmp_path / "empty", r"has no config\.json"),
+        (tmp_path / "none", "is not a directory"),
+    ]:
+        with pytest.raises(ConfigurationError, match=said):
+            resolve([str(given)], None)
+    for given, said in [(tmp_path / "none", "is not a directory"), (tmp_path / "empty", "has neither")]:
+        with pytest.raises(ConfigurationError, match=f"--run.*{said}"):
+            resolve([], given)
+    path = str(model("m"))
+    with pytest.raises(ConfigurationError, match="named twice"):
+        resolve([path, path + "/"], None)

@@ -1,0 +1,74 @@
+"""Answers without a reward: those over the verifier's limits are wrong, the others are left out."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from evaluation import report
+from evaluation.checkpoints import Checkpoint
+from evaluation.evaluation import Evaluation
+from evaluation.metrics import GREEDY
+from evaluation.samples import Kind, Sample, SampleStore
+from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
+
+RESULTS = {
+    "right": RewardResult(reward=1.0),
+    "wrong": RewardResult(reward=0.0),
+    "timeout": RewardResult(reward=None, status=RewardStatus.TIMEOUT),
+    "memory": RewardResult(reward=None, status=RewardStatus.MEMORY),
+    "error": RewardResult(reward=None, status=RewardStatus.ERROR),
+}
+PROMPTS = [Prompt(id=name, prompt=name, ground_truth="7") for name in RESULTS]
+
+
+def sample(prompt: Prompt) -> Sample:
+    return Sample(
+        prompt_id=prompt.id,
+        kind=Kind.GREEDY,
+        index=0,
+        prompt=prompt.prompt,
+        ground_truth=prompt.ground_truth,
+        completion="7",
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=4,
+        completion_tokens=2,
+        server="http://s",
+        seconds=0.1,
+        result=RESULTS[prompt.id],
+    )
+
+
+async def test_answers_over_a_limit_are_wrong_and_what_the_service_failed_at_is_left_out(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
+        asked.extend(item.prompt for item in items)
+        return [RESULTS[item.prompt] for item in items]
+
+    with SampleStore(tmp_path, {}) as store:
+        store.add([sample(prompt) for prompt in PROMPTS])
+        # All samples are there already, so neither workflow nor servers have anything to do.
+        evaluation = Evaluation(PROMPTS, 0, cast(Any, None), cast(Any, None), score, store)
+        await evaluation.run()
+        facts: dict[str, Any] = {"dataset": "d", "split": "test", "workflow": "w", "left_out": {}}
+        results = report.results_of(
+            Checkpoint("m", "org/m"), PROMPTS, store.samples, [], 0, resamples=100, seed=0, **facts
+        )
+    assert asked == ["error"], "only what the service failed at is scored again"
+    assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
+    accuracy = results.metrics[GREEDY]
+    assert (accuracy.value, accuracy.prompts) == (0.25, 4)
+    assert accuracy.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4))
+    assert (results.over_limit, results.left_out) == (2, {"unscored": 1})
+    assert report.Results.from_dict(results.as_dict()) == results
+    printed = io.StringIO()
+    report.show(Console(file=printed, width=160), [results])
+    assert "left out: 1 unscored" in printed.getvalue()
+    assert "counted as wrong, over the verifier's time or memory limit: 2" in printed.getvalue()

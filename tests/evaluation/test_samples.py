@@ -1,0 +1,104 @@
+"""The store of samples: what a kill leaves, and what must not be mixed."""
+
+import json
+
+import pytest
+
+from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, SampleStore
+from services.core.errors import ConfigurationError
+from services.protocol import FinishReason, RewardResult, RewardStatus
+
+WHO = {"weights": "abc", "temperature": 1.0, "operations": ("+",)}
+
+
+def sample(index: int, reward: float | None = 1.0, kind: Kind = Kind.SAMPLED) -> Sample:
+    status = RewardStatus.SCORED if reward is not None else RewardStatus.ERROR
+    return Sample(
+        prompt_id="p",
+        kind=kind,
+        index=index,
+        prompt="3+4=",
+        ground_truth="7",
+        completion="7\n\u2028",
+        finish_reason=FinishReason.STOP,
+        prompt_tokens=4,
+        completion_tokens=2,
+        server="http://s",
+        seconds=0.1,
+        result=RewardResult(reward=reward, status=status),
+    )
+
+
+def test_what_is_added_is_there_the_next_time(tmp_path):
+    with SampleStore(tmp_path, WHO) as store:
+        store.add([sample(0), sample(1, None)])
+        store.add([sample(0, kind=Kind.GREEDY)])
+        assert store.resumed == 0
+        written = dict(store.samples)
+    with SampleStore(tmp_path, WHO) as store:
+        assert store.resumed == 3
+        assert store.samples == written
+        assert [s.is_correct for s in store.samples.values()] == [True, None, True]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200])
+def test_a_line_cut_off_by_a_kill_is_dropped_and_made_anew(tmp_path, cut):
+    with SampleStore(tmp_path, WHO) as store:
+        store.add([sample(0), sample(1)])
+    file = tmp_path / SAMPLES
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-cut])
+    with SampleStore(tmp_path, WHO) as store:
+        assert [key[2] for key in store.samples] == [0]
+        store.add([sample(1)])
+    assert file.read_bytes() == whole
+
+
+def test_a_later_line_of_the_same_sample_wins(tmp_path):
+    with SampleStore(tmp_path, WHO) as store:
+        store.add([sample(0, None)])
+        store.add([sample(0, 1.0)])
+    with SampleStore(tmp_path, WHO) as store:
+        assert [s.is_correct for s in store.samples.values()] == [True]
+
+
+def test_samples_of_another_evaluation_are_refused_by_what_differs(tmp_path):
+    with SampleStore(tmp_path, WHO) as store:
+        store.add([sample(0)])
+    with (
+        pytest.raises(ConfigurationError, match=r"temperature was 1\.0 and is 0\.7"),
+        SampleStore(tmp_path, {**WHO, "temperature": 0.7}),
+    ):
+        pass
+    with SampleStore(tmp_path, WHO) as store:  # the refusal left everything as it was
+        assert store.resumed == 1
+
+
+def test_an_evaluation_that_made_nothing_binds_nobody(tmp_path):
+    with SampleStore(tmp_path, WHO):
+        pass
+    with SampleStore(tmp_path, {"weights": "other"}):
+        pass
+    assert json.loads((tmp_path / IDENTITY).read_text()) == {"weights": "other"}
+
+
+def test_two_at_once_are_refused(tmp_path):
+    with (
+        SampleStore(tmp_path, WHO),
+        pytest.raises(ConfigurationError, match="another evaluation writes"),
+        SampleStore(tmp_path, WHO),
+    ):
+        pass
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / SAMPLES).write_text('{"step": 1}\n')
+    with pytest.raises(ConfigurationError, match=r"line 1, is not a sample"), SampleStore(tmp_path, WHO):
+        pass
+    assert (tmp_path / SAMPLES).read_text() == '{"step": 1}\n'
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="--output"), SampleStore(tmp_path / "file", WHO):
+        pass

@@ -1,0 +1,282 @@
+"""The pool of servers: work moves away from the dead, comes back to the risen, and is bounded at each."""
+
+# What is waited for here are plain attributes.
+# ruff: noqa: ASYNC110
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI, Response
+
+from evaluation import servers
+from evaluation.servers import ServerPool, parse_url
+from services.core.errors import ConfigurationError, DependencyLostError
+from tests.waiting import IDLE_SECONDS
+
+
+class FakeServer:
+    """A server that answers /health and /work, and can be killed and started again on its port."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.served = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self.seconds = 0.02
+        self.health = 200
+        self.token: str | None = None
+        self._running: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        app = FastAPI()
+
+        @app.get("/health")
+        async def health() -> Response:
+            return Response(status_code=self.health)
+
+        @app.get("/v1/models")
+        async def models() -> Response:
+            return Response(status_code=401 if self.token else 200)
+
+        @app.get("/work")
+        async def work() -> dict[str, str]:
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            try:
+                await asyncio.sleep(self.seconds)
+            finally:
+                self.at_once -= 1
+            self.served += 1
+            return {"url": self.url}
+
+        config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="critical", lifespan="off")
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        self._running = (server, task)
+
+    async def kill(self) -> None:
+        if self._running is None:
+            return
+        server, task = self._running
+        server.should_exit = server.force_exit = True
+        for one in server.servers:
+            one.close()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
+        await task
+        self._running = None
+
+
+@pytest.fixture
+async def make_server():
+    made = []
+
+    async def make():
+        made.append(FakeServer())
+        await made[-1].start()
+        return made[-1]
+
+    yield make
+    for server in made:
+        await server.kill()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(servers, "WATCH_SECONDS", 0.05)
+
+
+def pool_of(*urls, places=4, lost_seconds=30.0, **options):
+    return ServerPool(
+        urls,
+        token=None,
+        vocab_size=17,
+        places=places,
+        prompt_seconds=IDLE_SECONDS,
+        lost_seconds=lost_seconds,
+        **options,
+    )
+
+
+async def work(server):
+    try:
+        response = await server.http.get("/work")
+    except httpx.TransportError as error:
+        raise DependencyLostError(str(error)) from error
+    return response.json()["url"]
+
+
+async def test_work_goes_to_all_and_not_more_of_it_than_there_are_places(make_server):
+    first, second = await make_server(), await make_server()
+    async with pool_of(first.url, second.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        done = Counter(await asyncio.gather(*(pool.run(work) for _ in range(60))))
+    assert sum(done.values()) == 60
+    assert min(done[first.url], done[second.url]) >= 20
+    assert max(first.most_at_once, second.most_at_once) <= 4
+    assert (pool.deaths, pool.moved) == (0, 0)
+
+
+async def test_what_a_dead_server_did_is_done_elsewhere(make_server):
+    first, second = await make_server(), await make_server()
+    first.seconds = 30  # holds its work until it dies
+    async with pool_of(first.url, second.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        everything = [asyncio.create_task(pool.run(work)) for _ in range(20)]
+        while first.at_once < 4:
+            await asyncio.sleep(0.01)
+        await first.kill()
+        async with asyncio.timeout(IDLE_SECONDS):
+            done = Counter(await asyncio.gather(*everything))
+    assert done == {second.url: 20}
+    assert pool.deaths == 1
+    assert pool.moved >= 4
+
+
+async def test_a_server_that_comes_back_gets_work_again(make_server):
+    server = await make_server()
+    async with pool_of(server.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        await server.kill()
+        waiting = asyncio.create_task(pool.run(work))
+        while pool.alive:
+            await asyncio.sleep(0.01)
+        await server.start()
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert await waiting == server.url
+
+
+async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "SILENT_SECONDS", 0.3)
+    first, second = await make_server(), await make_server()
+    first.seconds = 30
+    async with pool_of(first.url, second.url, places=1) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        everything = [asyncio.create_task(pool.run(work)) for _ in range(4)]
+        while not first.at_once:
+            await asyncio.sleep(0.01)
+        first.health = 503
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert set(await asyncio.gather(*everything)) == {second.url}
+
+
+async def test_without_any_server_work_fails_after_its_patience(make_server):
+    server = await make_server()
+    async with pool_of(server.url, lost_seconds=0.3) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        await server.kill()
+        with pytest.raises(DependencyLostError, match=server.url):
+            async with asyncio.timeout(IDLE_SECONDS):
+                await asyncio.gather(*(pool.run(work) for _ in range(20)))
+
+
+async def test_work_that_living_servers_lose_is_not_tried_for_ever(make_server):
+    server = await make_server()
+    tries = 0
+
+    async def lose(_server):
+        nonlocal tries
+        tries += 1
+        raise DependencyLostError("poison")
+
+    async with pool_of(server.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        with pytest.raises(DependencyLostError, match="poison"):
+            await pool.run(lose)
+        assert await pool.run(work) == server.url
+    assert tries == servers.MAX_TRIES
+
+
+async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
+    server = await make_server()
+    server.seconds = 30
+    async with pool_of(server.url, places=1) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        long = asyncio.create_task(pool.run(work))
+        while not server.at_once:
+            await asyncio.sleep(0.01)
+        long.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await long
+        server.seconds = 0.01
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert await pool.run(work) == server.url
+
+
+async def test_discovery_adds_servers_and_drops_those_that_are_gone(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "DISCOVER_SECONDS", 0.05)
+    first, second = await make_server(), await make_server()
+    found = [first.url]
+
+    async def discover():
+        if found is None:
+            raise DependencyLostError("the API server is away")
+        return list(found)
+
+    async with pool_of(discover=discover) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        found.append(second.url)
+        async with asyncio.timeout(IDLE_SECONDS):
+            while len(pool.alive) < 2:
+                await asyncio.sleep(0.01)
+            found.remove(first.url)
+            await first.kill()
+            while first.url in pool.servers:
+                await asyncio.sleep(0.01)
+        assert await pool.run(work) == second.url
+
+
+async def test_nothing_reachable_says_what_was_tried():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with pool_of(url) as pool:
+            with pytest.raises(DependencyLostError, match=f"{url}: ConnectError"):
+                await pool.wait_ready(0.5)
+
+
+async def test_a_refused_token_is_an_error_of_configuration(make_server):
+    server = await make_server()
+    server.token = "secret"
+    async with pool_of(server.url) as pool:
+        with pytest.raises(ConfigurationError, match="JOBGROUP_TOKEN"):
+            await pool.wait_ready(IDLE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("10.0.0.1:30000", "http://10.0.0.1:30000"),
+        ("http://router:30000/", "http://router:30000"),
+        ("https://host/path/v1", "https://host/path"),
+        ("[::1]:30000", "http://[::1]:30000"),
+    ],
+)
+def test_addresses(given, url):
+    assert parse_url(given) == url
+
+
+@pytest.mark.parametrize("given", ["", "http://", "ftp://host", "http://host:port", "host:99999"])
+def test_what_is_no_address_is_refused(given):
+    with pytest.raises(ConfigurationError, match="is no address"):
+        parse_url(given)
+
+
+async def test_where_engines_are_deterministic_each_sample_is_asked_for_by_itself(make_server):
+    server = await make_server()
+    async with pool_of(server.url, seed_each_completion=True) as pool:
+        assert pool.servers[server.url].rollouts.seed_each_completion

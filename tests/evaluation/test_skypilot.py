@@ -1,0 +1,139 @@
+"""evaluation/evaluate.yaml is what SkyPilot takes, and the scheduler launches it; it runs on this machine too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from local_runner import spec
+from services.core.errors import EXIT_RECOVERABLE
+from tests.evaluation.conftest import ARITHMETIC
+from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from tests.waiting import LIMIT_SECONDS
+
+YAML = ROOT / "evaluation" / "evaluate.yaml"
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The scheduler's requests to SkyPilot, recorded by a script in SkyPilot's environment."""
+    home = tmp_path_factory.mktemp("home")
+    loaded = skypilot_facts()  # skips the test where there is no SkyPilot
+    assert loaded
+    environment = os.environ | {"HOME": str(home), "PYTHONPATH": str(ROOT)}
+    script = Path(__file__).with_name("skypilot_script.py")
+    done = subprocess.run(
+        [SKYPILOT, script, home / "out.json"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((home / "out.json").read_text())
+
+
+def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
+    loaded = skypilot_facts()["files"]["evaluation/evaluate.yaml"]
+    assert loaded["is_job_group"]
+    assert loaded["primary_tasks"] == ["evaluate"]
+    assert sorted(loaded["auxiliary_tasks"]) == ["reward-server", "rollout-server"]
+    assert loaded["inter_connection"] is True
+    tasks = loaded["tasks"]
+    assert {name for name, task in tasks.items() if task["accelerators"]} == {"rollout-server"}
+    for task in tasks.values():
+        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
+        assert task["recovery"]["max_restarts_on_errors"] >= 1
+    # A recovered evaluation goes on from the samples on the volume.
+    assert tasks["evaluate"]["volumes"] == {"/shared": skypilot_facts()["volume"]["name"]}
+    assert tasks["evaluate"]["envs"]["EVAL_OUTPUT"].startswith("/shared/")
+
+
+def test_nothing_in_it_is_unknown_misspelt_repeated_or_secret():
+    group = spec.load(YAML)
+    documents = list(yaml.safe_load_all(YAML.read_text()))[1:]
+    assert [task.name for task in group.tasks] == [document["name"] for document in documents]
+    for document in documents:
+        assert all(not value for value in document["secrets"].values())
+        assert document["setup"].startswith("set -euo pipefail\n")
+        assert document["run"].startswith("set -euo pipefail\nexec python -m ")
+
+
+def test_its_servers_are_those_of_training():
+    training = {d["name"]: d for d in list(yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text()))[1:]}
+    for document in list(yaml.safe_load_all(YAML.read_text()))[1:]:
+        if document["name"] in training:
+            assert document == training[document["name"]]
+
+
+def test_the_scheduler_launches_it_with_what_was_given_and_brings_the_results(told):
+    assert told["results"] == {"metrics": {}}
+    assert told["name"] == told["group"]["name"] == "evaluate-mine"
+    assert told["group"]["primary"] == ["evaluate"]
+    tasks = told["group"]["tasks"]
+    assert {name: task["nodes"] for name, task in tasks.items()} == {
+        "rollout-server": 3,
+        "reward-server": 1,
+        "evaluate": 1,
+    }
+    for task in tasks.values():
+        assert (task["envs"]["MODEL_NAME"], task["envs"]["EVAL_SAMPLES"]) == ("some/model", "8")
+        assert "HF_TOKEN" in task["secrets"]
+    assert told["followed"] == [17, "evaluate", True]
+    assert any("sky jobs cancel 17" in line for line in told["lines"])
+    assert "(evaluate) bye" in told["lines"]
+    assert not any("results.json" in line for line in told["lines"])
+
+
+def test_a_launch_that_fails_says_why(told):
+    assert told["errors"]["no results"].startswith("DependencyLostError: job 17 ended with 1 and no results")
+    assert told["errors"]["no server"].startswith("ConfigurationError: SkyPilot did not launch evaluate-mine")
+
+
+def test_discovery_finds_what_is_up_by_its_name(told):
+    assert told["found"] == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
+    assert told["found without services"] == ["http://10.0.0.1:30000"]
+    assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot be asked")
+
+
+def test_a_model_of_this_machine_is_refused(evaluate, tiny_model):
+    command = evaluate("--scheduler", "skypilot", "--model", tiny_model)
+    assert command.wait() == 78
+    assert "is a directory of this machine" in command.text
+
+
+def test_without_skypilot_it_says_what_to_install(evaluate):
+    command = evaluate("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
+    assert command.wait() == 78
+    assert "pip install 'skypilot[kubernetes]==0.14.1'" in command.text
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_same_job_group_runs_on_this_machine(tiny_model, tmp_path):
+    variables = {**ARITHMETIC, "MODEL_NAME": str(tiny_model), "EVAL_SAMPLES": "2", "ROLLOUT_ENGINE": "embedded"}
+    options = [option for name, value in variables.items() for option in ("--env", f"{name}={value}")]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "scripts.run_local",
+            YAML,
+            "--plain",
+            "--shared-dir",
+            tmp_path,
+            "--run-id",
+            "e",
+            *options,
+        ],
+        cwd=ROOT,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    logs = "\n".join(log.read_text() for log in (tmp_path / "runs/e/logs").glob("evaluate*.log"))
+    assert done.returncode == 0, done.stdout + logs
+    assert "results.json: {" in logs
+    [results] = (tmp_path / "evaluations").glob("*/results.json")
+    assert json.loads(results.read_text())["metrics"]["greedy pass@1"]["prompts"] == 20

@@ -1,0 +1,141 @@
+"""Runs are listed with their sizes and removed on demand, unless they are or may be under way."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from local_runner import directory
+from scripts import clean
+
+DAY = 86_400
+GONE = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def make(name: str, *, days: float = 0, megabytes: int = 1, nodes=GONE, status: str | None = "succeeded") -> Path:
+    """A run below runs/ that ended so many days ago; without ``nodes`` as a cluster leaves it."""
+    run = Path("runs") / name
+    (run / "model").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    (run / "model" / "weights").write_bytes(bytes(megabytes * 1_000_000))
+    if nodes is not None:
+        (run / "nodes.json").write_text(json.dumps(nodes))
+        (run / "runner.lock").touch()
+    if status is not None:
+        (run / "summary.json").write_text(json.dumps({"status": status}))
+    when = time.time() - days * DAY
+    for path in [*run.rglob("*"), run]:
+        os.utime(path, (when, when))
+    return run
+
+
+def call(*names: str, **options) -> int:
+    with pytest.raises(SystemExit) as ended:
+        clean.main(list(names) or None, **options)
+    return int(ended.value.code or 0)
+
+
+def test_without_arguments_runs_are_listed_and_stay(capfd):
+    make("older", days=3, megabytes=2)
+    make("newer", status="failed")
+    linked = Path("runs/newer/policy")
+    linked.hardlink_to("runs/newer/model/weights")
+    assert call() == 0
+    said = capfd.readouterr().out
+    lines = [line.split() for line in said.splitlines()]
+    assert ["newer", "failed", "1", "MB"] in [line[:4] for line in lines]
+    assert ["older", "succeeded", "2", "MB", "3d", "ago"] in lines
+    assert "2 runs, 3 MB" in said
+    assert [run.name for run in directory.all_runs()] == ["newer", "older"]
+
+
+def test_runs_are_removed_by_id_and_by_directory(here):
+    for name in ("one", "two", "three"):
+        make(name)
+    assert call("one", str(here / "runs" / "two")) == 0
+    assert [run.name for run in directory.all_runs()] == ["three"]
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({"keep": 2}, ["new", "day"]),
+        ({"keep": 0}, []),
+        ({"older_than": "2d"}, ["new", "day"]),
+        ({"older_than": "12h", "keep": 2}, ["new", "day"]),
+    ],
+)
+def test_all_but_the_newest_or_younger_ones_are_removed(options, left):
+    for name, days in (("new", 0), ("day", 1), ("week", 7)):
+        make(name, days=days)
+    assert call(**options) == 0
+    assert [run.name for run in directory.all_runs()] == left
+
+
+def this_process() -> dict:
+    return GONE | {"pid": os.getpid(), "started": psutil.Process().create_time()}
+
+
+ELSEWHERE = GONE | {"machine": "another-machine"}
+
+
+@pytest.mark.parametrize("status", [None, "succeeded"])
+def test_a_run_of_a_runner_that_lives_is_never_removed(capfd, status):
+    make("going", days=7, nodes=this_process(), status=status)
+    assert call("going") == 78
+    assert f"its runner is process {os.getpid()}" in capfd.readouterr().err
+    assert call(keep=0) == 0
+    assert "runs/going is not removed" in capfd.readouterr().out
+    assert [run.name for run in directory.all_runs()] == ["going"]
+
+
+def test_a_run_whose_lock_is_held_is_never_removed(capfd):
+    """As by a runner in another container, or on another machine of a volume whose locks reach all of them."""
+    run = make("going", days=7, nodes=ELSEWHERE)
+    with directory.locked(run):
+        assert call("going") == 78
+    assert "runner.lock is held" in capfd.readouterr().err
+    assert call("going") == 0
+
+
+@pytest.mark.parametrize("nodes", [ELSEWHERE, None])
+def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capfd, nodes):
+    make("recent", days=0.2, nodes=nodes, status="failed")
+    make("resumed", days=0.2, nodes=nodes)
+    (Path("runs/resumed") / "metrics.jsonl").write_text('{"step": 2}\n')
+    for name in ("recent", "resumed"):
+        assert call(name) == 78
+        assert "it may go on" in capfd.readouterr().err
+    make("quiet", days=2, nodes=nodes, status="failed")
+    make("done", days=0.2, nodes=nodes)
+    assert call("quiet", "done") == 0
+    assert {run.name for run in directory.all_runs()} == {"recent", "resumed"}
+
+
+def test_what_is_no_run_is_never_removed(here, capfd):
+    make("run")
+    model = here / "my-model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for name in ("my-model", "runs", "..", "absent"):
+        assert call("run", name) == 78
+        assert f"{name} is neither a run below runs/ here nor the directory of one" in capfd.readouterr().err
+    assert model.exists()
+    assert [run.name for run in directory.all_runs()] == ["run"]
+
+
+def test_an_age_that_is_none_is_refused(capfd):
+    make("run")
+    assert call(older_than="soon") == 78
+    assert "--older-than soon" in capfd.readouterr().err

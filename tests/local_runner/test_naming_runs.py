@@ -1,0 +1,73 @@
+"""status, logs and view take a run in one way: its id or its directory, by default the newest."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from local_runner import directory
+from scripts import logs, status
+from services.core.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch) -> Path:
+    """Two runs below runs/, and one elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("runs/newer", "runs/older", "volume/runs/other")):
+        run = tmp_path / name
+        (run / "logs").mkdir(parents=True)
+        (run / "logs" / "ppo-trainer-0.log").write_text(f"trainer of {run.name}\n")
+        (run / "logs" / "data-server-0.log").write_text(f"data of {run.name}\n")
+        (run / "metrics.jsonl").write_text("")
+        when = time.time() - 60 * age
+        for path in [*run.rglob("*"), run]:
+            os.utime(path, (when, when))
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (None, "runs/newer"),
+        ("older", "runs/older"),
+        ("runs/older", "runs/older"),
+        ("volume/runs/other", "volume/runs/other"),
+    ],
+)
+def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, found):
+    assert directory.find_run(given) == Path(found)
+
+
+def test_what_names_no_run_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigurationError, match=r"oldest is neither .*: newer, older"):
+        directory.find_run("oldest")
+
+
+def shown(capfd, *names: str, **options) -> list[str]:
+    with pytest.raises(SystemExit) as ended:
+        logs.main(list(names) or None, **options)
+    said = capfd.readouterr()
+    assert ended.value.code == 0, said.err
+    return said.out.splitlines()
+
+
+def test_logs_are_of_a_run_and_of_tasks(capfd):
+    assert shown(capfd, "ppo-trainer") == ["trainer of newer"]
+    assert shown(capfd, "older", "data-server-0") == ["data of older"]
+    assert shown(capfd, "volume/runs/other", "ppo-trainer") == ["trainer of other"]
+    assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
+    assert shown(capfd, "data-server", run="runs/older") == ["data of older"]
+
+
+def test_logs_of_what_is_neither_run_nor_task_are_refused(capfd):
+    with pytest.raises(SystemExit):
+        logs.main(["oldest"])
+    assert "oldest is no run, and there is no log of it" in capfd.readouterr().err
+
+
+def test_status_takes_an_id(capfd):
+    with pytest.raises(SystemExit):
+        status.main("older", token=None)
+    assert "run older  unknown" in capfd.readouterr().out

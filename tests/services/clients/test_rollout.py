@@ -1,0 +1,249 @@
+"""The rollout client against a router that answers as each test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from services.clients.rollout import MAX_ROUNDS, RolloutClient, SamplingParams
+from services.core.endpoints import Endpoint
+from services.core.errors import DependencyLostError
+from services.http.client import RequestRefusedError
+from services.protocol import FinishReason
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+
+PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,))
+Answer = Callable[[dict[str, Any]], Any]
+
+
+def completion(kind: str = "length", tokens: int = 3, **meta: Any) -> dict[str, Any]:
+    return {
+        "text": "abc"[:tokens],
+        "output_ids": list(range(tokens)),
+        "meta_info": {
+            "finish_reason": {"type": kind},
+            "weight_version": "4",
+            "output_token_logprobs": [[-0.5, token, None] for token in range(tokens)],
+            **meta,
+        },
+    }
+
+
+def group(request: dict[str, Any]) -> list[dict[str, Any]]:
+    return [completion() for _ in range(request["sampling_params"]["n"])]
+
+
+class Router:
+    """Answers /generate in turn with ``answers``, and with whole groups after them; an integer is a status."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer | int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.tokens: set[str | None] = set()
+        self.seconds = 0.0
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint("127.0.0.1", self._server.server_port)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def answer(self, request: dict[str, Any], token: str | None) -> tuple[int, Any]:
+        with self._lock:
+            self.requests.append(request)
+            self.tokens.add(token)
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+            answer = self.answers.pop(0) if self.answers else group
+        time.sleep(self.seconds)
+        with self._lock:
+            self.in_flight -= 1
+        return (answer, {"detail": "as the test says"}) if isinstance(answer, int) else (200, answer(request))
+
+    def _handler(router) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, content = router.answer(request, self.headers.get("Authorization"))
+                body = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        return Handler
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    made = Router()
+    made.start()
+    yield made
+    made.stop()
+
+
+def client(router: Router, **options: Any) -> RolloutClient:
+    return RolloutClient(router.endpoint, "secret", vocab_size=100, **({"deadline_seconds": 20} | options))
+
+
+def counted(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(name, labels) or 0.0
+
+
+async def test_a_group_is_one_request_with_token_ids_and_n(router: Router) -> None:
+    before = counted("rollout_requests_total"), counted("rollout_tokens_total")
+    async with client(router) as rollouts:
+        completions = await rollouts.generate([1, 2, 3], PARAMS, n=4, seed=2**31 + 5)
+    assert router.requests == [
+        {
+            "input_ids": [1, 2, 3],
+            "sampling_params": {
+                "max_new_tokens": 3,
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": 5,
+                "stop_token_ids": [7],
+                "n": 4,
+                "sampling_seed": 5,
+            },
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
+    ]
+    assert router.tokens == {"Bearer secret"}
+    assert len(completions) == 4
+    for one in completions:
+        assert one.completion_ids == [0, 1, 2]
+        assert one.logprobs == [-0.5] * 3
+        assert one.finish_reason is FinishReason.LENGTH
+        assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 3)]
+    assert counted("rollout_requests_total") == before[0] + 1
+    assert counted("rollout_tokens_total") == before[1] + 12
+
+
+async def test_a_single_completion_and_its_spans_are_read(router: Router) -> None:
+    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 3}]
+    router.answers = [lambda _: completion("stop", weight_versions=spans)]
+    async with client(router) as rollouts:
+        (one,) = await rollouts.generate([1], PARAMS, n=1)
+    assert one.finish_reason is FinishReason.STOP
+    assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 2), (5, 2, 3)]
+    assert one.oldest_version == 4
+
+
+@pytest.mark.parametrize("prompt", [[1, 100], [-1], []], ids=str)
+async def test_a_prompt_outside_the_vocabulary_is_refused_before_it_is_sent(router: Router, prompt: list[int]) -> None:
+    async with client(router) as rollouts:
+        with pytest.raises(ValueError, match=r"vocabulary|at least one token"):
+            await rollouts.generate(prompt, PARAMS, n=2)
+    assert router.requests == []
+
+
+async def test_only_what_was_aborted_or_is_missing_is_asked_for_again(router: Router) -> None:
+    before = [counted("rollout_resubmitted_total", reason=reason) for reason in ("aborted", "missing")]
+    router.answers = [lambda _: [completion(), completion("abort", 1), completion()]]
+    async with client(router) as rollouts:
+        completions = await rollouts.generate([1], PARAMS, n=4, seed=10)
+    assert [request["sampling_params"]["n"] for request in router.requests] == [4, 2]
+    # Another seed, or the same tokens would come as the two that are there.
+    assert [request["sampling_params"]["sampling_seed"] for request in router.requests] == [10, 11]
+    assert len(completions) == 4
+    assert all(one.finish_reason is not FinishReason.ABORT for one in completions)
+    after = [counted("rollout_resubmitted_total", reason=reason) for reason in ("aborted", "missing")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1]
+
+
+async def test_a_group_that_stays_short_is_given_short_and_counted(router: Router) -> None:
+    missing = counted("rollout_missing_total")
+    router.answers = [lambda _: [completion()], *[lambda _: [completion("abort", 0)]] * (MAX_ROUNDS - 1)]
+    async with client(router) as rollouts:
+        assert len(await rollouts.generate([1], PARAMS, n=3)) == 1
+    assert len(router.requests) == MAX_ROUNDS
+    assert counted("rollout_missing_total") == missing + 2
+
+
+async def test_what_a_worker_cannot_answer_is_tried_again(router: Router) -> None:
+    router.answers = [503, 500, 429]
+    async with client(router) as rollouts:
+        assert len(await rollouts.generate([1], PARAMS, n=2)) == 2
+    assert len(router.requests) == 4
+
+
+async def test_what_is_no_completion_is_tried_again_and_never_used(router: Router) -> None:
+    lost = counted("rollout_requests_lost_total")
+    router.answers = [lambda _: [{"text": "no ids"}], lambda _: [completion(weight_version="not ours")]]
+    async with client(router) as rollouts:
+        completions = await rollouts.generate([1], PARAMS, n=2)
+    assert [one.completion_ids for one in completions] == [[0, 1, 2]] * 2
+    assert counted("rollout_requests_lost_total") == lost + 2
+
+
+async def test_a_refused_request_is_not_tried_again(router: Router) -> None:
+    router.answers = [400]
+    async with client(router) as rollouts:
+        with pytest.raises(RequestRefusedError, match="as the test says"):
+            await rollouts.generate([1], PARAMS, n=2)
+    assert len(router.requests) == 1
+
+
+async def test_a_deadline_ends_all_tries(router: Router) -> None:
+    router.seconds = LIMIT_SECONDS
+    started = time.monotonic()
+    async with client(router, deadline_seconds=0.5) as rollouts:
+        with pytest.raises(DependencyLostError, match="rollout-server"):
+            await rollouts.generate([1], PARAMS, n=2)
+    assert time.monotonic() - started < IDLE_SECONDS
+    router.seconds = 0
+
+
+async def test_no_more_requests_are_in_flight_than_allowed(router: Router) -> None:
+    router.seconds = 0.05
+    async with client(router, max_concurrency=3) as rollouts:
+        groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(12)))
+    assert [len(group) for group in groups] == [2] * 12
+    assert router.most_in_flight == 3
+
+
+async def test_a_prompt_that_waits_for_its_place_loses_nothing_of_its_deadline(router: Router) -> None:
+    router.seconds = 0.4
+    async with client(router, max_concurrency=1, deadline_seconds=1) as rollouts:
+        groups = await asyncio.gather(*(rollouts.generate([number], PARAMS, n=2) for number in range(4)))
+    assert [len(group) for group in groups] == [2] * 4
+
+
+async def test_each_completion_has_a_seed_of_its_own_where_engines_are_deterministic(router: Router) -> None:
+    router.answers = [group, 500, lambda _: [completion("abort", 1)]]
+    async with client(router, seed_each_completion=True) as rollouts:
+        completions = await rollouts.generate([1], PARAMS, n=4, seed=10)
+    assert len(completions) == 4
+    sampling = [request["sampling_params"] for request in router.requests]
+    assert [params["n"] for params in sampling] == [1] * 6
+    # What failed is asked for with yet other seeds.
+    assert sorted(params["sampling_seed"] for params in sampling[:4]) == [10, 11, 12, 13]
+    assert sorted(params["sampling_seed"] for params in sampling[4:]) == [14, 15]

@@ -1,0 +1,88 @@
+"""What the tests of the embedded engine share: small models, and engines in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.embedded_engine.compute.batch import Limits
+from services.embedded_engine.compute.engine import Engine
+from services.embedded_engine.compute.loading import Loaded, load
+from services.embedded_engine.compute.sequences import Request
+from services.embedded_engine.http import sglang_wire
+from services.rollout_server.settings import RolloutSettings
+from tests.tolerance import type_in_force
+from tests.waiting import IDLE_SECONDS
+
+PROMPT = [5, 12, 6, 15]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small models are fastest so, and tests run beside each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def settings_for(model: Path, **fields: Any) -> RolloutSettings:
+    return RolloutSettings.load(model_name=str(model), **fields)
+
+
+class RunningEngine:
+    """An engine with its model, and short ways to ask it."""
+
+    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+        self.loaded = loaded
+        self.failures: list[Exception] = []
+        self.engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, self.failures.append)
+        self.limits = sglang_wire.PromptLimits(
+            loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids
+        )
+        self.engine.start()
+
+    def request(self, prompt: list[int] | None = None, **fields: Any) -> Request:
+        """A request that is not submitted; fields are sampling parameters or make_request's own."""
+        own = {key: fields.pop(key) for key in ("rid", "logprob_start", "top_logprobs", "on_progress") if key in fields}
+        params = sglang_wire.read_sampling({"max_new_tokens": 8, "ignore_eos": True, **fields})
+        return sglang_wire.make_request(PROMPT if prompt is None else prompt, params, self.limits, **own)
+
+    def submit(self, prompt: list[int] | None = None, **fields: Any) -> Future[Request]:
+        request = self.request(prompt, **fields)
+        self.engine.submit(request)
+        return request.done
+
+    def generate(self, prompt: list[int] | None = None, **fields: Any) -> Request:
+        return self.submit(prompt, **fields).result(IDLE_SECONDS)
+
+
+@pytest.fixture
+def compute_type() -> str:
+    """The type of numbers that engines compute in, unless the test is one of ``both_types``."""
+    return type_in_force("ENGINE_DTYPE")
+
+
+@pytest.fixture
+def make_engine(tiny_model: Path, compute_type: str) -> Iterator[Callable[..., RunningEngine]]:
+    """Makes running engines with the tiny model; ``limits`` and settings by keyword."""
+    running: list[RunningEngine] = []
+
+    def make(model: Path = tiny_model, *, max_waiting: int = 100, **fields: Any) -> RunningEngine:
+        loaded = load(settings_for(model, engine_dtype=compute_type, **fields))
+        running.append(RunningEngine(loaded, Limits(loaded.max_running, max_waiting, prefill_tokens=64)))
+        return running[-1]
+
+    yield make
+    for one in running:
+        one.engine.stop()
+
+
+@pytest.fixture
+def engine(make_engine: Callable[..., RunningEngine]) -> RunningEngine:
+    return make_engine()

@@ -1,0 +1,195 @@
+"""Weights by broadcast: a trainer process sends them, the engine takes all of them or none."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from services.embedded_engine.compute import broadcast
+from services.embedded_engine.http.app import create_app
+from tests.services.conftest import free_port
+from tests.services.embedded_engine.conftest import PROMPT, settings_for
+from tests.tolerance import engine_tolerance
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
+
+Serving = Callable[..., Any]
+GROUP = "weights"
+
+# Leaves as the trainer does.
+TRAINER = """
+import sys
+import torch
+from safetensors.torch import load_file
+from services.weights.broadcast_group import broadcast_weights
+from services.weights.broadcast_group import join_weights_group
+from services.weights.broadcast_group import leave_weights_group
+from trainer.__main__ import leave
+
+model, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+group = join_weights_group("127.0.0.1", port, 0, 2, "weights", "gloo", 60)
+for tensor in list(load_file(model + "/model.safetensors").values())[:count]:
+    broadcast_weights((tensor * 1.5).to(torch.bfloat16), group, 60)
+leave_weights_group(group)
+leave(0)
+"""
+
+
+def start_trainer(model: Path, port: int, count: int = 10_000) -> subprocess.Popen[bytes]:
+    """Rank 0: broadcasts the first ``count`` of the model's tensors, times 1.5, and leaves."""
+    return subprocess.Popen([sys.executable, "-c", TRAINER, str(model), str(port), str(count)])
+
+
+def description(model: Path) -> dict[str, Any]:
+    tensors = load_file(model / "model.safetensors")
+    return {
+        "names": list(tensors),
+        "dtypes": ["bfloat16"] * len(tensors),
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+        "group_name": GROUP,
+        "flush_cache": True,
+        "weight_version": "3",
+    }
+
+
+async def join(client: httpx.AsyncClient, port: int) -> httpx.Response:
+    group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    reply: httpx.Response = await client.post(
+        "/init_weights_update_group", json={**group, "group_name": GROUP, "backend": "gloo"}, timeout=IDLE_SECONDS
+    )
+    return reply
+
+
+async def logprobs(client: httpx.AsyncClient) -> list[float]:
+    payload = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    reply = (await client.post("/generate", json={**payload, "logprob_start_len": 0})).json()
+    return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
+
+
+async def version(client: httpx.AsyncClient) -> str:
+    return str((await client.get("/model_info")).json()["weight_version"])
+
+
+async def test_broadcast_weights_serve_after_the_update_ends(serving: Serving, tiny_model: Path) -> None:
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        before = await logprobs(client)
+        port = free_port()
+        trainer = start_trainer(tiny_model, port)
+        assert (await join(client, port)).json()["success"] is True
+        assert (await client.post("/begin_weight_update", json={"selector": "all"})).json()["success"] is True
+        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
+        assert sent.json()["success"] is True
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        assert (await version(client), await logprobs(client)) == ("0", before)
+        assert (await client.post("/end_weight_update", json={})).json()["success"] is True
+        assert await version(client) == "3"
+        changed = await logprobs(client)
+        assert changed != before
+        await client.post("/destroy_weights_update_group", json={"group_name": GROUP})
+    # The same weights from a directory give the same, which shows that nothing was mixed up.
+    assert changed == pytest.approx(await from_directory(serving, tiny_model), abs=engine_tolerance())
+
+
+async def from_directory(serving: Serving, tiny_model: Path) -> list[float]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if name != "lm_head.weight":
+                parameter.copy_((parameter * 1.5).to(torch.bfloat16))
+        wanted = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    return [float(wanted[place, token]) for place, token in enumerate(PROMPT[1:])]
+
+
+async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: Serving, tiny_model: Path) -> None:
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        before = await logprobs(client)
+        port = free_port()
+        trainer = start_trainer(tiny_model, port, count=20)
+        assert (await join(client, port)).status_code == 200
+        await client.post("/begin_weight_update", json={})
+        broken = await client.post(
+            "/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS
+        )
+        assert broken.status_code == 400
+        assert "broke off" in broken.json()["message"]
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+        assert (await client.post("/end_weight_update", json={})).status_code == 400
+        assert (await version(client), await logprobs(client)) == ("0", before)
+        # It can join the next group and catch up.
+        port = free_port()
+        trainer = start_trainer(tiny_model, port)
+        assert (await join(client, port)).status_code == 200
+        await client.post("/begin_weight_update", json={})
+        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
+        assert sent.status_code == 200
+        assert (await client.post("/end_weight_update", json={})).status_code == 200
+        assert await version(client) == "3"
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
+
+
+async def test_a_group_whose_members_do_not_come_keeps_no_update_waiting(
+    serving: Serving, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, given_up = threading.Event(), threading.Event()
+
+    def meet_nobody(*_: Any) -> Any:
+        waiting.set()
+        assert given_up.wait(120)
+        raise RuntimeError("nobody came")
+
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        monkeypatch.setattr(broadcast, "join_weights_group", meet_nobody)
+        joining = asyncio.create_task(join(client, free_port()))
+        try:
+            assert await asyncio.to_thread(waiting.wait, 60)
+            assert (await client.post("/begin_weight_update", json={}, timeout=60)).status_code == 200
+            assert (await client.post("/end_weight_update", json={}, timeout=60)).status_code == 200
+            assert not joining.done()
+        finally:
+            given_up.set()
+        refused = await joining
+    assert refused.status_code == 400
+    assert "did not meet" in refused.json()["message"]
+
+
+async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_is_received(
+    serving: Serving, tiny_model: Path
+) -> None:
+    async with serving(create_app(settings_for(tiny_model))) as client:
+        whole = description(tiny_model)
+
+        async def refused(payload: dict[str, Any]) -> str:
+            reply = await client.post("/update_weights_from_distributed", json=payload)
+            assert reply.status_code == 400
+            return str(reply.json()["message"])
+
+        assert "/begin_weight_update" in await refused(whole)
+        assert (await client.post("/end_weight_update", json={})).status_code == 400
+        await client.post("/begin_weight_update", json={})
+        assert "/init_weights_update_group" in await refused(whole)
+        assert (await client.post("/destroy_weights_update_group", json={"group_name": GROUP})).status_code == 400
+
+        port = free_port()
+        trainer = start_trainer(tiny_model, port, count=0)
+        assert (await join(client, port)).status_code == 200
+        first = whole["names"][0]
+        assert "is not part of the model" in await refused({**whole, "names": ["extra", *whole["names"][1:]]})
+        assert f"{first} is [3]" in await refused({**whole, "shapes": [[3], *whole["shapes"][1:]]})
+        assert "dtype 'int8'" in await refused({**whole, "dtypes": ["int8"] * len(whole["names"])})
+        assert "do not go together" in await refused({**whole, "dtypes": []})
+        end = await client.post("/end_weight_update", json={})
+        assert end.status_code == 400
+        assert "a part of the update was refused" in end.json()["message"]
+        assert await version(client) == "0"
+        assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0

@@ -1,0 +1,168 @@
+"""The embedded engine's transformer computes what transformers computes, row by row the same in any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from services.embedded_engine.compute.kv_cache import KVCache
+from services.embedded_engine.compute.linear import PackedLinear, PlainLinear, make_linear
+from services.embedded_engine.compute.model import Model, pack_weights
+from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
+from tests.tolerance import both_types, logprob_tolerance
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 611,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama with biases, untied, scaled rotation": LlamaConfig(
+        **SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with random weights of the kind, norms and biases included."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.2 if parameter.dim() == 1 else 0.05))
+    path = tmp_path_factory.mktemp("random")
+    model.save_pretrained(path)
+    return path
+
+
+def load_model(directory: Path, compute_type: str) -> Model:
+    dtype = getattr(torch, compute_type)
+    config = AutoConfig.from_pretrained(directory)
+    architecture = Architecture.of(config)
+    with torch.inference_mode():
+        weights = pack_weights(architecture, read_directory(directory, architecture), dtype, CPU)
+        return Model(config, weights, dtype, CPU, 256)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return torch.randint(611, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prefill_rows(model: Model, cache: KVCache, prompts: list[list[int]]) -> None:
+    """Computes prompts into rows 0, 1, ..."""
+
+    def store(layer: int, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        cache.keys[layer][number, :, : keys.shape[1]] = keys
+        cache.values[layer][number, :, : values.shape[1]] = values
+
+    model.prefill(prompts, store)
+
+
+@both_types
+@torch.inference_mode()
+def test_prefill_gives_transformers_logprobs(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = tokens(70, 0)
+    given = model.logits(model.prefill([ids], None)).log_softmax(-1)
+    wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert (given - wanted).abs().max() < logprob_tolerance(compute_type)
+
+
+@both_types
+@torch.inference_mode()
+def test_decoding_token_by_token_gives_transformers_logprobs(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids = tokens(100, 1)
+    wanted = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+    cache = KVCache(model.architecture, 1024, 4, model.dtype, CPU)
+    cache.ensure(100, 0, 0)
+    prefill_rows(model, cache, [ids[:20]])
+    for position in range(20, 100):
+        logits = model.decode(torch.tensor([ids[position]]), torch.tensor([position]), cache, position + 1)
+        assert (logits[0].log_softmax(-1) - wanted[position]).abs().max() < logprob_tolerance(compute_type)
+
+
+@both_types
+@torch.inference_mode()
+def test_packed_prompts_are_computed_as_if_alone_to_the_bit(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    prompts = [tokens(length, length) for length in (33, 1, 70, 7)]
+    together = model.logits(model.prefill(prompts, None)).split([len(prompt) for prompt in prompts])
+    for prompt, part in zip(prompts, together, strict=True):
+        assert torch.equal(model.logits(model.prefill([prompt], None)), part)
+
+
+@both_types
+@torch.inference_mode()
+def test_a_decoded_row_is_the_same_in_any_batch_to_the_bit(directory: Path, compute_type: str) -> None:
+    model = load_model(directory, compute_type)
+    prompts = [tokens(5 + 3 * row, row) for row in range(23)]
+
+    def decode(rows: list[int], room: int) -> dict[int, torch.Tensor]:
+        cache = KVCache(model.architecture, 16_384, 64, model.dtype, CPU)
+        cache.ensure(room, 0, 0)
+        prefill_rows(model, cache, [prompts[row][:-1] for row in rows])
+        positions = torch.tensor([len(prompts[row]) - 1 for row in rows])
+        newest = torch.tensor([prompts[row][-1] for row in rows])
+        logits = model.decode(newest, positions, cache, int(positions.max()) + 1)
+        return dict(zip(rows, logits, strict=True))
+
+    wanted = decode(list(range(23)), 80)
+    for rows, room in (([4], 64), ([22, 4], 80), ([3, 9, 4, 11, 0, 1, 2], 128), (list(range(22, -1, -1)), 200)):
+        for row, logits in decode(rows, room).items():
+            assert torch.equal(logits, wanted[row])
+
+
+@pytest.mark.parametrize("shape", [(96, 17), (576, 1536), (896, 151)], ids=str)
+@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
+def test_a_linear_layers_row_is_the_same_in_any_batch_to_the_bit(shape: tuple[int, int], kind: type) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(shape[1], shape[0]), torch.randn(shape[1]), torch.randn(300, shape[0])
+    layer = PlainLinear(weight, bias, pad_rows=32) if kind is PlainLinear else PackedLinear(weight, bias)
+    wanted = layer(x)
+    assert torch.allclose(wanted, torch.nn.functional.linear(x, weight, bias), atol=1e-4)
+    for rows in (1, 2, 3, 7, 8, 12, 31, 32, 33, 64, 200):
+        assert torch.equal(layer(x[100 : 100 + rows].contiguous()), wanted[100 : 100 + rows]), rows
+
+
+def test_bfloat16_is_computed_without_packing() -> None:
+    weight = torch.randn(8, 4, dtype=torch.bfloat16)
+    x = torch.randn(3, 4, dtype=torch.bfloat16)
+    assert torch.allclose(make_linear(weight, None)(x), x @ weight.T, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "activations"),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=16), "sliding"),
+        (AutoConfig.for_model("gpt2"), "gpt2"),
+    ],
+    ids=["activation", "sliding window", "family"],
+)
+def test_what_the_engine_does_not_compute_is_refused(config: PretrainedConfig, reason: str) -> None:
+    with pytest.raises(WeightsError, match=reason):
+        Architecture.of(config)

@@ -1,0 +1,271 @@
+"""OpenAI's own client and an agent library talk to the embedded engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import structlog
+import torch
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from services.embedded_engine.http import tool_calls
+from services.embedded_engine.http.app import create_app
+from tests.services.embedded_engine.conftest import settings_for
+
+Serving = Callable[..., Any]
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+CHAT_TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}T{{ tool.function.name }}{% endfor %};{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+CONVERSATIONS = {
+    "Tadd;u:3+4?<end>a:": f"so {CALL}",
+    "Tadd;u:3+4?<end>a:soadd(3)<end>t:7<end>a:": "it is 7",
+    "u:3+4?<end>a:": "7, I think: ü",
+}
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of single bytes that knows three conversations by heart, one of them with a tool call."""
+    directory = tmp_path_factory.mktemp("tool-model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<pad>": 0, "<end>": 1} | {letter: 2 + place for place, letter in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            eos_token_id=1,
+        )
+    )
+    texts = [prompt + answer + "<end>" for prompt, answer in CONVERSATIONS.items()]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    for row, prompt in enumerate(CONVERSATIONS):
+        labels[row, : len(tokenizer(prompt)["input_ids"])] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(250):
+        loss = model(**batch, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 0.005:
+            break
+    assert loss < 0.05
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def connect(serving: Serving, tool_model: Path) -> Callable[[], Any]:
+    @asynccontextmanager
+    async def client() -> AsyncIterator[openai.AsyncOpenAI]:
+        async with serving(create_app(settings_for(tool_model))) as http:
+            yield openai.AsyncOpenAI(base_url="http://service/v1", api_key="none", http_client=http, max_retries=0)
+
+    return client
+
+
+QUESTION: list[Any] = [{"role": "user", "content": "3+4?"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+async def test_a_chat_is_answered_with_its_logprobs_and_counts(connect: Callable[[], Any], tool_model: Path) -> None:
+    async with connect() as client:
+        assert [model.id async for model in client.models.list()] == [str(tool_model)]
+        reply = await client.chat.completions.create(
+            model="any", messages=QUESTION, temperature=0, logprobs=True, top_logprobs=2, n=2
+        )
+    for choice in reply.choices:
+        assert choice.message.content == "7, I think: ü"
+        assert choice.finish_reason == "stop"
+        # The bytes of the umlaut are tokens of their own; the end token is one too.
+        assert len(choice.logprobs.content) == len("7, I think: ü".encode()) + 1
+        for place in choice.logprobs.content:
+            assert place.top_logprobs[0].logprob == pytest.approx(place.logprob, abs=1e-5)
+            assert len(place.top_logprobs) == 2
+    assert reply.usage.prompt_tokens == len("u:3+4?a:") + 1
+    assert reply.usage.completion_tokens == 2 * (len("7, I think: ü".encode()) + 1)
+
+
+async def test_a_stream_adds_up_to_the_whole_reply(connect: Callable[[], Any]) -> None:
+    async with connect() as client:
+        stream = await client.chat.completions.create(
+            model="any",
+            messages=QUESTION,
+            temperature=0,
+            n=2,
+            logprobs=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        texts, logprobs, reasons, usage = ["", ""], [0, 0], {}, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                logprobs[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+                reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    assert texts == ["7, I think: ü"] * 2
+    assert logprobs == [15, 15]
+    assert reasons == {0: "stop", 1: "stop"}
+    assert usage is not None
+    assert usage.completion_tokens == 30
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_is_not_part_of_the_text(connect: Callable[[], Any], stream: bool) -> None:
+    async with connect() as client:
+        reply = await client.chat.completions.create(
+            model="any", messages=QUESTION, temperature=0, stop=["thi", "I thing"], stream=stream
+        )
+        if stream:
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in reply])
+        else:
+            text = reply.choices[0].message.content
+    assert text == "7, I "
+
+
+async def test_texts_are_continued_with_their_logprobs(connect: Callable[[], Any]) -> None:
+    async with connect() as client:
+        reply = await client.completions.create(
+            model="any", prompt=["u:3+4?<end>a:", "Tadd;u:3+4?<end>a:"], temperature=0, max_tokens=4, logprobs=1
+        )
+        assert [choice.text for choice in reply.choices] == ["7, I", "so <"]
+        assert [choice.finish_reason for choice in reply.choices] == ["length", "length"]
+        assert reply.choices[0].logprobs.tokens == list("7, I")
+        assert reply.choices[0].logprobs.text_offset == [0, 1, 2, 3]
+        stream = await client.completions.create(
+            model="any", prompt="u:3+4?<end>a:", temperature=0, max_tokens=50, stream=True
+        )
+        assert "".join([chunk.choices[0].text async for chunk in stream]) == "7, I think: ü"
+
+
+async def test_the_models_tool_call_comes_as_one(connect: Callable[[], Any]) -> None:
+    async with connect() as client:
+        reply = await client.chat.completions.create(model="any", messages=QUESTION, temperature=0, tools=[TOOL])
+        choice = reply.choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "so"
+        call = choice.message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3, "b": 4})
+        silent = await client.chat.completions.create(
+            model="any", messages=QUESTION, temperature=0, tools=[TOOL], tool_choice="none"
+        )
+        assert silent.choices[0].message.tool_calls is None
+
+
+async def test_tools_that_the_models_template_drops_are_answered_and_the_log_says_so_once(
+    serving: Serving, tiny_model: Path
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [*QUESTION, {"role": "assistant", "content": "7", "tool_calls": [call]}, *QUESTION]
+    with structlog.testing.capture_logs() as logs:
+        async with serving(create_app(settings_for(tiny_model))) as http:
+            body = {"model": "any", "messages": [{"role": "user", "content": "3+4="}], "max_tokens": 2}
+            plain = await http.post("/v1/chat/completions", json=body)
+            assert not [line for line in logs if line["log_level"] == "warning"]
+            for _ in range(2):
+                reply = await http.post("/v1/chat/completions", json=body | {"tools": [TOOL]})
+                assert reply.status_code == 200
+                assert reply.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
+            await http.post("/v1/chat/completions", json=body | {"tools": [TOOL], "messages": messages})
+    said = [line["event"] for line in logs if line["log_level"] == "warning"]
+    assert said == [
+        f"the model never sees the {name} of requests: its chat template drops them" for name in ("tools", "tool_calls")
+    ]
+
+
+async def test_a_streamed_tool_call_shows_nothing_of_its_markup(connect: Callable[[], Any]) -> None:
+    async with connect() as client:
+        stream = await client.chat.completions.create(
+            model="any", messages=QUESTION, temperature=0, tools=[TOOL], stream=True
+        )
+        text, calls, reason = "", [], None
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            calls += chunk.choices[0].delta.tool_calls or []
+            reason = chunk.choices[0].finish_reason or reason
+    assert text.strip() == "so"
+    assert [(call.index, call.function.name) for call in calls] == [(0, "add")]
+    assert json.loads(calls[0].function.arguments) == {"a": 3, "b": 4}
+    assert reason == "tool_calls"
+
+
+async def test_an_agent_calls_its_tool_and_answers(connect: Callable[[], Any]) -> None:
+    set_tracing_disabled(True)
+    seen: list[tuple[int, int]] = []
+
+    @function_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        seen.append((a, b))
+        return str(a + b)
+
+    async with connect() as client:
+        agent = Agent(
+            name="adder",
+            tools=[add],
+            model=OpenAIChatCompletionsModel(model="any", openai_client=client),
+            model_settings=ModelSettings(temperature=0),
+        )
+        result = await Runner.run(agent, "3+4?")
+    assert seen == [(3, 4)]
+    assert result.final_output == "it is 7"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text parts"),
+        ({"messages": [{"content": "3"}]}, "role"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=["forced call", "penalty", "format", "picture", "role", "temperature"],
+)
+async def test_what_cannot_be_honoured_is_refused(
+    connect: Callable[[], Any], fields: dict[str, Any], reason: str
+) -> None:
+    async with connect() as client:
+        with pytest.raises(openai.BadRequestError, match=reason):
+            await client.chat.completions.create(**{"model": "any", "messages": QUESTION, **fields})
+
+
+def test_text_that_is_no_well_formed_call_is_kept() -> None:
+    for text in ("plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}</tool_call>', "a < b <tool"):
+        assert tool_calls.parse(text) == (text, [])
+
+
+def test_several_calls_are_read_in_order_and_an_unclosed_one_too() -> None:
+    second = '<tool_call>\n{"name": "b", "arguments": {}}'
+    rest, calls = tool_calls.parse(f"first {CALL}\n{second}")
+    assert [call.name for call in calls] == ["add", "b"]
+    assert rest == "first"
+    assert len({call.id for call in calls}) == 2

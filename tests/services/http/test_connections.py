@@ -1,0 +1,117 @@
+"""How long a client may take over the head of a request, and what is told to one that speaks something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from services.core.settings import Settings
+from services.http import connections
+from services.http.app import create_service_app
+from services.http.server import listen
+from tests.waiting import IDLE_SECONDS
+
+LONG, SHORT = 3600.0, 0.1
+HEAD = b"GET /health HTTP/1.1\r\nHost: service\r\n"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[], Awaitable[Connection]]
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Connect]:
+    """``await connect()``: a connection to a service in this process, as its reader and writer."""
+
+    @asynccontextmanager
+    async def nothing(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    app = create_service_app("test-service", settings=Settings(), lifespan=nothing)
+
+    @app.post("/length")
+    async def length(body: list[int]) -> int:
+        return len(body)
+
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(connections.server_config(app, lifespan="on", timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    writers: list[asyncio.StreamWriter] = []
+
+    async def open_connection() -> Connection:
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writers.append(writer)
+        return reader, writer
+
+    async with asyncio.timeout(IDLE_SECONDS):
+        await app.state.lifecycle.ready.wait()
+    yield open_connection
+    for writer in writers:
+        writer.close()
+    server.should_exit = True
+    await serving
+
+
+async def answer(connection: Connection, request: bytes) -> bytes:
+    """The head of the answer to ``request``."""
+    reader, writer = connection
+    writer.write(request)
+    async with asyncio.timeout(IDLE_SECONDS):
+        return await reader.readuntil(b"\r\n\r\n")
+
+
+async def closed(connection: Connection) -> None:
+    """Returns when the service has closed the connection."""
+    async with asyncio.timeout(IDLE_SECONDS):
+        with contextlib.suppress(ConnectionResetError):
+            await connection[0].read()
+
+
+async def test_a_client_that_does_not_finish_a_head_is_left_and_one_that_idles_between_requests_is_not(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
+    idle, sends_a_body = await connect(), await connect()
+    assert b"HTTP/1.1 200" in await answer(idle, HEAD + b"\r\n")
+    head = b"POST /length HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\nContent-Length: 6\r\n"
+    assert b"100 Continue" in await answer(sends_a_body, head + b"Expect: 100-continue\r\n\r\n")
+    monkeypatch.setattr(connections, "HEAD_SECONDS", SHORT)
+    silent, half, trickling = await connect(), await connect(), await connect()
+    for connection in (half, trickling):
+        connection[1].write(HEAD)
+
+    async def trickle() -> None:
+        while not (trickling[0].at_eof() or trickling[0].exception()):
+            trickling[1].write(b"X: 1\r\n")
+            await asyncio.sleep(SHORT / 10)
+
+    await asyncio.gather(*map(closed, (silent, half, trickling)), trickle())
+    # Longer than the bound has passed for these two.
+    assert (await answer(sends_a_body, b"[1, 2]")).startswith(b"HTTP/1.1 200")
+    monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
+    assert b"HTTP/1.1 200" in await answer(idle, HEAD + b"\r\n")
+    monkeypatch.setattr(connections, "HEAD_SECONDS", SHORT)
+    idle[1].write(HEAD)
+    await closed(idle)
+
+
+async def test_http_2_is_refused_without_a_word_in_the_log_and_what_is_no_http_with_one(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert (await answer(await connect(), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0")).startswith(b"HTTP/1.1 400")
+        assert "Invalid HTTP" not in caplog.text
+        assert (await answer(await connect(), b"\x16\x03\x01\x02\x00\r\n\r\n")).startswith(b"HTTP/1.1 400")
+        assert "Invalid HTTP" in caplog.text
+
+
+def test_every_service_is_served_so() -> None:
+    root = Path(__file__).parents[3]
+    modules = [path for folder in ("services", "trainer") for path in (root / folder).rglob("*.py")]
+    assert [path.name for path in modules if "uvicorn.Config(" in path.read_text()] == ["connections.py"]

@@ -1,0 +1,147 @@
+"""What stands in front of the router when there is a token: it refuses strangers, and changes nothing for others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from services.http.server import listen
+from tests.waiting import IDLE_SECONDS, eventually
+
+TOKEN = "a-token"
+
+
+@dataclass
+class Router:
+    """What stands in for the router, behind the door."""
+
+    door: str = ""
+    heard: list[str] = field(default_factory=list)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def answer(self, request: Request) -> Response:
+        self.heard.append(request.url.path)
+        if request.url.path == "/stream":
+            return StreamingResponse(self._pieces(), media_type="text/event-stream")
+        if request.url.path == "/generate":
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+        told = {
+            "method": request.method,
+            "path": request.scope["raw_path"].decode(),
+            "query": request.url.query,
+            "body": (await request.body()).decode(),
+            "authorization": request.headers.get("authorization"),
+        }
+        return JSONResponse(told, status_code=418, headers={"X-Worker": "7"})
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        yield b"first"
+        await asyncio.wait_for(self.go_on.wait(), IDLE_SECONDS)
+        yield b"second"
+
+
+@pytest.fixture
+async def router(start_service: Any) -> AsyncIterator[Router]:
+    router = Router()
+    app = Starlette()
+    app.add_route("/{path:path}", router.answer, methods=["GET", "POST", "DELETE"])
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    router.door = await open_door(start_service, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    yield router
+    server.should_exit = True
+    await serving
+
+
+async def open_door(start_service: Any, router_url: str) -> str:
+    """Starts a door in front of a router and returns its URL."""
+    command = ["services.rollout_server.auth_proxy", "--router", router_url]
+    door = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
+    async with asyncio.timeout(IDLE_SECONDS):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+            except OSError:
+                await asyncio.sleep(0.05)
+            else:
+                writer.close()
+                return str(door.url)
+
+
+def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {token}".strip()} if token is not None else None
+    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
+
+
+@pytest.mark.parametrize("token", [None, "", "another"])
+async def test_the_router_never_hears_of_strangers(router: Router, token: str | None) -> None:
+    async with client(router, token) as stranger:
+        for method, path in (("GET", "/v1/models"), ("GET", "/engine_metrics"), ("POST", "/generate"), ("GET", "/x")):
+            assert (await stranger.request(method, path)).status_code == 401
+        assert router.heard == []
+        assert (await stranger.get("/health")).status_code == 418
+        assert router.heard == ["/health"]
+
+
+async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
+    async with client(router) as friend:
+        reply = await friend.post("/workers/a%2Fb%3A?b=c&d=%20", content=b'{"text": "1"}')
+    assert reply.status_code == 418
+    assert reply.headers["X-Worker"] == "7"
+    assert reply.json() == {
+        "method": "POST",
+        "path": "/workers/a%2Fb%3A",
+        "query": "b=c&d=%20",
+        "body": '{"text": "1"}',
+        "authorization": f"Bearer {TOKEN}",
+    }
+
+
+async def test_a_path_that_cannot_be_passed_on_is_refused(router: Router) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.door.rpartition(":")[2]))
+    async with asyncio.timeout(IDLE_SECONDS):
+        writer.write(
+            b"GET /%s HTTP/1.1\r\nHost: door\r\nAuthorization: Bearer %s\r\n\r\n" % (b"a" * 70_000, TOKEN.encode())
+        )
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
+    assert router.heard == []
+
+
+async def test_a_stream_comes_piece_by_piece(router: Router) -> None:
+    async with client(router) as friend, friend.stream("GET", "/stream") as reply:
+        pieces = reply.aiter_raw()
+        assert await anext(pieces) == b"first"
+        router.go_on.set()
+        assert await anext(pieces) == b"second"
+
+
+async def test_the_router_hears_that_a_client_left(router: Router) -> None:
+    async with client(router) as friend:
+        request = asyncio.create_task(friend.post("/generate", content=b"{}"))
+        await eventually(lambda: "/generate" in router.heard, "the request has come")
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+    await asyncio.wait_for(router.left.wait(), IDLE_SECONDS)
+
+
+async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:
+    async with client(Router(await open_door(start_service, "http://127.0.0.1:1"))) as friend:
+        reply = await friend.get("/workers")
+    assert reply.status_code == 503
+    assert reply.headers["Retry-After"] == "1"
+    assert "the router does not answer" in reply.json()["detail"]

@@ -1,0 +1,220 @@
+"""A run goes on from its newest whole checkpoint as if it had never stopped, on as many ranks as there are then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from services.core.errors import ConfigurationError
+from tests.trainer import rank_jobs
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
+from tests.trainer.tiny import FAMILIES, random_groups, save_model
+from tests.waiting import IDLE_SECONDS
+from trainer.checkpoints import checkpoint
+from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.model.ranks import Ranks, join_ranks
+
+GROUPS = random_groups(seed=1)
+SAVED, LAST = 3, 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
+    """Checkpoints of a run on one rank after each of three steps, and its weights after the fifth."""
+    directory = tmp_path_factory.mktemp("trained")
+    with join_ranks() as ranks:
+        return directory, train_and_save(ranks, model, directory, GROUPS, SAVED, LAST)
+
+
+@pytest.fixture
+def checkpoints(trained: tuple[Path, Arrays], tmp_path: Path) -> Path:
+    """A copy of the run's checkpoints."""
+    return Path(shutil.copytree(trained[0], tmp_path / "checkpoints"))
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with join_ranks() as ranks:
+        yield ranks
+
+
+def greatest_difference(weights: Arrays, expected: Arrays) -> float:
+    assert weights.keys() == expected.keys()
+    return max(float(np.abs(weights[name] - value).max()) for name, value in expected.items())
+
+
+def test_a_resumed_run_ends_with_the_very_weights_of_the_undisturbed_one(
+    alone: Ranks, model: Path, trained: tuple[Path, Arrays]
+) -> None:
+    directory, undisturbed = trained
+    step, weights = resume_and_train(alone, model, directory, GROUPS, LAST)
+    assert step == SAVED
+    assert greatest_difference(weights, undisturbed) == 0
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_number_of_ranks_may_change(
+    model: Path, trained: tuple[Path, Arrays], tmp_path: Path, n_ranks: int
+) -> None:
+    directory, undisturbed = trained
+    more = run_on_ranks(n_ranks, resume_and_train, model, directory, GROUPS, LAST)
+    for step, weights in more:
+        assert step == SAVED
+        assert greatest_difference(weights, undisturbed) < 1e-4
+    run_on_ranks(n_ranks, train_and_save, model, tmp_path, GROUPS, SAVED, SAVED)
+    with join_ranks() as ranks:
+        _, weights = resume_and_train(ranks, model, tmp_path, GROUPS, LAST)
+    assert greatest_difference(weights, undisturbed) < 1e-4
+
+
+def test_the_state_beside_the_weights_comes_back(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 2, alone)
+    random_state = torch.get_rng_state().tolist()
+    saved = run_state(learner, 7, rewards=[0.1, 0.7], best_accuracy=0.5, best_step=7, random_state=random_state)
+    store.save(learner.policy, learner.optimizer, saved, wait=True)
+    found = store.newest(saved.model_type, saved.parameters)
+    assert found is not None
+    assert found[1] == saved
+
+
+# --- what is damaged or does not belong here -------------------------------------------------------------------------
+
+
+def cut_short(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_one_byte(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def lose_a_file(checkpoint: Path) -> None:
+    next(checkpoint.glob("*.distcp")).unlink()
+
+
+def empty_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("")
+
+
+def make_up_a_field(checkpoint: Path) -> None:
+    state = json.loads((checkpoint / "state.json").read_text())
+    (checkpoint / "state.json").write_text(json.dumps(state | {"unheard_of": 1}))
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_short, change_one_byte, lose_a_file, empty_the_manifest, make_up_a_field], ids=lambda d: d.__name__
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
+    alone: Ranks, model: Path, checkpoints: Path, damage: object
+) -> None:
+    assert callable(damage)
+    damage(checkpoints / f"step-{SAVED:06d}")
+    with structlog.testing.capture_logs() as logged:
+        step, _ = resume_and_train(alone, model, checkpoints, GROUPS, SAVED)
+    assert step == SAVED - 1
+    [warning] = [entry for entry in logged if entry["event"] == "checkpoint not used"]
+    assert f"step-{SAVED:06d}" in warning["path"]
+    assert warning["reason"]
+
+
+def test_the_resumed_run_is_the_same_from_the_one_before_it_too(
+    alone: Ranks, model: Path, trained: tuple[Path, Arrays], checkpoints: Path
+) -> None:
+    cut_short(checkpoints / f"step-{SAVED:06d}")
+    _, weights = resume_and_train(alone, model, checkpoints, GROUPS, LAST)
+    assert greatest_difference(weights, trained[1]) == 0
+
+
+def test_nothing_starts_anew_over_checkpoints_that_are_all_damaged(
+    alone: Ranks, model: Path, checkpoints: Path
+) -> None:
+    for damaged in checkpoints.glob("step-*"):
+        cut_short(damaged)
+    with pytest.raises(ConfigurationError, match=r"no checkpoint in .* can be used.*RUN_ID"):
+        resume_and_train(alone, model, checkpoints, GROUPS, LAST)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_both_ways_out(
+    alone: Ranks, checkpoints: Path, tmp_path: Path
+) -> None:
+    other = save_model(tmp_path / "other", FAMILIES["llama"])
+    with pytest.raises(ConfigurationError, match=r"of another model \(qwen2, \d+ parameters\).*RUN_ID"):
+        resume_and_train(alone, other, checkpoints, GROUPS, LAST)
+
+
+def test_what_was_never_finished_is_no_checkpoint(alone: Ranks, model: Path, checkpoints: Path) -> None:
+    shutil.copytree(checkpoints / f"step-{SAVED:06d}", checkpoints / ".step-000009.partial")
+    assert resume_and_train(alone, model, checkpoints, GROUPS, SAVED)[0] == SAVED
+
+
+def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_with_the_reason(model: Path, tmp_path: Path) -> None:
+    for said, left in run_on_ranks(2, rank_jobs.save_on_a_full_disk, model, tmp_path):
+        assert said.startswith("the disk is full: ")
+        assert left == ["step-000001"]
+
+
+# --- which are kept --------------------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_and_the_best_are_kept(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 2, alone)
+    for step in range(1, 6):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=min(step, 2)), wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, tmp_path: Path) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 1, alone)
+    before = rank_jobs.weights_of(learner.policy)
+    store.save(learner.policy, learner.optimizer, run_state(learner, 1))
+    learner.update(GROUPS, 0)  # changes the weights while those of before are being written
+    state = store.finish()
+    assert state is not None
+    assert state.step == 1
+    _, weights = resume_and_train(alone, model, tmp_path, GROUPS, 1)
+    assert greatest_difference(weights, before) == 0
+
+
+def test_no_checksum_is_computed_while_training_waits(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 1, alone)
+    reached, may_go_on, threads = threading.Event(), threading.Event(), set()
+    checksum = checkpoint._checksum
+
+    def slow_checksum(file: Path) -> str:
+        threads.add(threading.current_thread())
+        reached.set()
+        assert may_go_on.wait(IDLE_SECONDS)
+        return checksum(file)
+
+    monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
+    store.save(learner.policy, learner.optimizer, run_state(learner, 1))
+    assert reached.wait(IDLE_SECONDS)
+    assert store.poll() is None, "the checkpoint is not in place before its checksums are"
+    learner.update(GROUPS, 0)
+    may_go_on.set()
+    assert store.finish() is not None
+    assert threading.current_thread() not in threads

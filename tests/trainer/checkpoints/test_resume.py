@@ -1,0 +1,243 @@
+"""What a run is gone on with: the same model, tokenizer and data wherever they lie, and no run of another job that has
+succeeded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from services.core.errors import ConfigurationError
+from services.protocol import DataStats
+from tests.trainer.rank_jobs import make_learner
+from tests.trainer.tiny import FAMILIES, save_model
+from trainer.checkpoints.admission import check_data, has_succeeded
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.fingerprint import tokenizer_digest, weights_digest
+from trainer.checkpoints.resume import resume
+from trainer.config import TrainerSettings
+from trainer.model.ranks import Ranks, join_ranks
+
+DATA = {"training prompts": "40 (digest 1a)", "order": "shuffled, DATA_SEED 0, CURRICULUM off"}
+OLD, NEW = (f"sky-managed-2026-0{month}-01-00-00-00-000000_grpo_ppo-trainer_1-4" for month in (1, 2))
+
+
+def stats(source: str = "arithmetic", **others: str) -> DataStats:
+    return DataStats(source=source, train_prompts=40, test_prompts=10, refused={}, fingerprint=DATA | others)
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with join_ranks() as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", FAMILIES["qwen2"])
+
+
+def start(ranks: Ranks, directory: Path, model: Path, data: DataStats) -> tuple[RunState, CheckpointStore, Any]:
+    """What a trainer does before its first step: the state to go on from, the checkpoints, the learner."""
+    learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
+    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
+    return resume(learner.settings, ranks, learner.policy, data, learner, checkpoints), checkpoints, learner
+
+
+@pytest.fixture
+def begun(alone: Ranks, tmp_path: Path, model: Path) -> Path:
+    """The directory of a run with a checkpoint of step 3."""
+    state, checkpoints, learner = start(alone, tmp_path, model, stats())
+    state.step = 3
+    checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
+    return learner.settings.run_dir
+
+
+def other_weights(model: Path) -> None:
+    save_model(model, FAMILIES["qwen2"], seed=1)
+
+
+def other_vocabulary(model: Path) -> None:
+    file = model / "tokenizer.json"
+    file.write_text(file.read_text().replace('"7"', '"seven"'))
+
+
+def other_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+
+
+@pytest.mark.parametrize(
+    ("change", "part"), [(other_weights, "weights"), (other_vocabulary, "tokenizer"), (other_template, "tokenizer")]
+)
+def test_another_model_of_the_same_shape_is_refused_by_what_differs(
+    alone: Ranks, tmp_path: Path, model: Path, begun: Path, change: Any, part: str
+) -> None:
+    other = Path(shutil.copytree(model, tmp_path / "other"))
+    change(other)
+    with pytest.raises(ConfigurationError) as refused:
+        start(alone, tmp_path, other, stats())
+    said = str(refused.value)
+    assert f"the {part} of MODEL_NAME: {str(model)!r} (digest" in said
+    assert f"{str(other)!r} (digest" in said
+    assert "step-000003" in said
+    assert "another RUN_ID" in said
+    assert ("the weights" in said, "the tokenizer" in said, "the data" in said) == (
+        part == "weights",
+        part == "tokenizer",
+        False,
+    )
+
+
+def test_other_data_are_refused_by_the_parts_that_differ(
+    alone: Ranks, tmp_path: Path, model: Path, begun: Path
+) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        start(alone, tmp_path, model, stats("gsm8k", **{"training prompts": "7473 (digest 2b)"}))
+    assert (
+        "the data: 'arithmetic' then, 'gsm8k' now; training prompts 40 (digest 1a) then, 7473 (digest 2b) now."
+        in str(refused.value)
+    )
+
+
+def test_a_collector_refuses_other_data_before_it_asks_for_any(begun: Path, tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    check_data(settings, stats("renamed"))
+    with pytest.raises(ConfigurationError, match=r"the data: .* order shuffled, DATA_SEED 0, .* then, other now"):
+        check_data(settings, stats(order="other"))
+    check_data(TrainerSettings.load(shared_dir=tmp_path, run_id="new"), stats(order="other"))
+
+
+def test_the_same_model_and_data_in_another_place_are_gone_on_with(
+    alone: Ranks, tmp_path: Path, model: Path, begun: Path
+) -> None:
+    moved = tmp_path / "elsewhere"
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(moved, max_shard_size="10KB")
+    AutoTokenizer.from_pretrained(model).save_pretrained(moved)
+    assert not (moved / "model.safetensors").exists(), "in many files now"
+    with structlog.testing.capture_logs() as logged:
+        state, _, _ = start(alone, tmp_path, moved, stats("renamed"))
+    assert state.step == 3
+    assert state.fingerprint is not None
+    assert state.fingerprint.model == str(model), "what it was begun with"
+    assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == []
+
+
+def test_a_checkpoint_without_a_fingerprint_is_gone_on_with_and_gets_one(
+    alone: Ranks, tmp_path: Path, model: Path, begun: Path
+) -> None:
+    checkpoint = begun / "checkpoints" / "step-000003"
+    saved = json.loads((checkpoint / "state.json").read_text())
+    del saved["fingerprint"], saved["job"]
+    (checkpoint / "state.json").write_text(json.dumps(saved))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["state.json"]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with structlog.testing.capture_logs() as logged:
+        state, _, _ = start(alone, tmp_path, model, stats())
+    assert state.step == 3
+    assert state.fingerprint is not None
+    assert state.fingerprint.data == DATA
+    assert any("nothing says which model and data" in entry["event"] for entry in logged)
+
+
+def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    digest = weights_digest(loaded)
+    assert weights_digest(loaded.to(torch.float32)) == digest
+    digests = {digest}
+    for parameter in loaded.parameters():
+        with torch.no_grad():
+            parameter.flatten()[0].add_(1)
+        digests.add(weights_digest(loaded))
+    assert len(digests) == 1 + len(list(loaded.parameters()))
+
+
+def test_a_digest_of_a_tokenizer_is_the_same_each_time(model: Path) -> None:
+    digests = {tokenizer_digest(AutoTokenizer.from_pretrained(model)) for _ in range(2)}
+    assert len(digests) == 1
+
+
+# --- runs that have succeeded ----------------------------------------------------------------------------------------
+
+
+def settings_of(directory: Path, monkeypatch: pytest.MonkeyPatch, task_id: str | None, **given: str) -> TrainerSettings:
+    monkeypatch.delenv("RUN_ID", raising=False)
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
+    if task_id is None:
+        monkeypatch.delenv("SKYPILOT_TASK_ID", raising=False)
+    else:
+        monkeypatch.setenv("SKYPILOT_TASK_ID", task_id)
+    return TrainerSettings.load(shared_dir=directory, **given)
+
+
+@pytest.fixture
+def succeeded(tmp_path: Path) -> Path:
+    """A volume on which the first job of an old controller has succeeded."""
+    directory = tmp_path / "runs" / "grpo-1"
+    directory.mkdir(parents=True)
+    summary = {"status": "succeeded", "steps": 12, "job": "1 of 2026-01-01-00-00-00-000000"}
+    (directory / "summary.json").write_text(json.dumps(summary))
+    return tmp_path
+
+
+def test_a_job_that_has_succeeded_has_nothing_left_to_do(succeeded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_succeeded(settings_of(succeeded, monkeypatch, OLD))
+    collector = OLD.replace("ppo-trainer", "collector").replace("_1-4", "_1-5")
+    assert has_succeeded(settings_of(succeeded, monkeypatch, collector)), "it is a task of the same job"
+
+
+@pytest.mark.parametrize("task_id", [NEW, None])
+def test_a_job_of_the_same_number_does_not_go_on_with_a_run_that_has_succeeded(
+    succeeded: Path, monkeypatch: pytest.MonkeyPatch, task_id: str | None
+) -> None:
+    settings = settings_of(succeeded, monkeypatch, task_id)
+    if task_id is None:
+        (succeeded / "runs" / "grpo-1").rename(settings.run_dir)
+    with pytest.raises(ConfigurationError) as refused:
+        has_succeeded(settings)
+    assert "has succeeded after 12 steps, as job 1 of 2026-01-01" in str(refused.value)
+    assert f"RUN_ID={settings.run_id} to go on with that run" in str(refused.value)
+
+
+def test_a_run_that_is_asked_for_by_name_is_gone_on_with(succeeded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_succeeded(settings_of(succeeded, monkeypatch, NEW, run_id="grpo-1"))
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted", None])
+def test_a_run_that_has_not_succeeded_is_gone_on_with_by_whichever_job(
+    succeeded: Path, monkeypatch: pytest.MonkeyPatch, status: str | None
+) -> None:
+    summary = succeeded / "runs" / "grpo-1" / "summary.json"
+    if status is None:
+        summary.unlink()
+    else:
+        summary.write_text(json.dumps({"status": status}))
+    assert not has_succeeded(settings_of(succeeded, monkeypatch, NEW))
+
+
+def test_another_job_that_goes_on_with_a_run_says_so(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume_as(task_id: str) -> tuple[RunState, list[Any]]:
+        settings = settings_of(tmp_path, monkeypatch, task_id, model_name=str(model), compute_type="float32")
+        learner = make_learner(alone, model)
+        checkpoints = CheckpointStore(settings.checkpoint_dir, 2, alone)
+        with structlog.testing.capture_logs() as logged:
+            state = resume(settings, alone, learner.policy, stats(), learner, checkpoints)
+        state.step += 1
+        checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
+        return state, [entry for entry in logged if "begun by another job" in entry["event"]]
+
+    assert resume_as(OLD)[1] == []
+    assert resume_as(OLD)[1] == [], "a recovery"
+    state, [warning] = resume_as(NEW)
+    assert state.step == 3
+    assert warning["begun_by"] == "1 of 2026-01-01-00-00-00-000000"
+    assert "another RUN_ID" in warning["event"]

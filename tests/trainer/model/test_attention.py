@@ -1,0 +1,140 @@
+"""Packed groups with shared prompts give what a plain forward pass of each completion gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from services.core.errors import ConfigurationError
+from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, save_model
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.model.attention import SHARED_PROMPT_ATTENTION, shared_prompt_attention
+from trainer.model.policy import Policy
+from trainer.model.supported import check_config, check_model
+
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
+
+
+def packed_policy(directory: Path, temperature: float = 1.0) -> Policy:
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation=SHARED_PROMPT_ATTENTION
+    )
+    return Policy(model, temperature, logit_chunk_tokens=7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_packed_logprobs_are_those_of_each_completion_alone(directory: Path, temperature: float) -> None:
+    groups = [*random_groups(1), *random_groups(2, n_groups=2, n_completions=1), *random_groups(3, longest=40)]
+    logprobs, entropies = packed_policy(directory, temperature)(pack(groups))
+    model = plain_model(directory)
+    expected = [x for group in groups for x in plain_logprobs(model, group, temperature)]
+    torch.testing.assert_close(logprobs, torch.cat(expected), **CLOSE)
+    assert entropies.shape == logprobs.shape
+
+
+def test_the_gradient_is_the_sum_of_the_completions_own(directory: Path) -> None:
+    groups, policy, model = random_groups(4), packed_policy(directory), plain_model(directory)
+    weights = torch.randn(pack(groups).targets.shape, generator=torch.Generator().manual_seed(0))
+    (policy(pack(groups))[0] * weights).sum().backward()
+    (torch.cat([x for group in groups for x in plain_logprobs(model, group)]) * weights).sum().backward()
+    ours = dict(policy.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(ours[name].grad, parameter.grad, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path) -> None:
+    policy = packed_policy(directory)
+    alone, *others = random_groups(5)
+    n_tokens = sum(len(s.completion_ids) for s in alone.sequences)
+    expected, _ = policy(pack([alone]))
+    logprobs, _ = policy(pack([*others, alone]))
+    torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
+
+
+def test_an_additive_mask_gives_the_same(directory: Path) -> None:
+    policy, batch = packed_policy(directory), pack(random_groups(1, longest=20))
+    expected, _ = policy(batch)
+    logprobs, _ = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32)))
+    torch.testing.assert_close(logprobs, expected, **CLOSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_attention_needs_no_kernel_that_keeps_every_score(directory: Path) -> None:
+    batch = pack(random_groups(1, longest=20))
+    expected, _ = packed_policy(directory)(batch)
+    policy = packed_policy(directory).to("cuda")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        logprobs, _ = policy(batch.to(torch.device("cuda")))
+        logprobs.sum().backward()
+    torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-3)
+
+
+def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
+    policy = packed_policy(directory)
+    (group,) = random_groups(6, n_groups=1)
+    empty = TrainingSequence([], [], advantage=1.0)
+    expected, _ = policy(pack([group]))
+    with_empty = TrainingGroup(group.prompt_ids, [empty, *group.sequences, empty])
+    torch.testing.assert_close(policy(pack([with_empty]))[0], expected, **CLOSE)
+    assert policy(pack([TrainingGroup(group.prompt_ids, [empty])]))[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "reason"),
+    [
+        ("mistral", {"sliding_window": 8}, "sliding_attention"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        ("gemma2", {}, "sliding_attention"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "attn_logit_softcapping"),
+        ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("cohere", {}, "logit_scale"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "s_aux"),
+        ("phi", {}, "bias"),
+        ("mamba", {}, "linear_attention"),
+        ("bloom", {}, "attention of its own"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(
+    model_type: str, options: dict[str, Any], reason: str
+) -> None:
+    config: PretrainedConfig = AutoConfig.for_model(model_type, **SHAPE, **options)
+    with pytest.raises(ConfigurationError, match=reason) as refusal:
+        load_as_the_trainer_does(config)
+    assert "MODEL_NAME" in str(refusal.value)
+    assert "Qwen2" in str(refusal.value)
+
+
+def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
+    save_model(tmp_path, transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None))
+    (group,) = random_groups(7, n_groups=1)
+    logprobs, _ = packed_policy(tmp_path)(pack([group]))
+    torch.testing.assert_close(logprobs, torch.cat(plain_logprobs(plain_model(tmp_path), group)), **CLOSE)
+
+
+def test_attention_dropout_is_refused() -> None:
+    batch = pack(random_groups(0, n_groups=1))
+    states = torch.zeros(1, 2, len(batch.input_ids), 4)
+    with pytest.raises(ConfigurationError, match="dropout"):
+        shared_prompt_attention(torch.nn.Identity(), states, states, states, None, dropout=0.1, layout=batch.layout)
+
+
+def load_as_the_trainer_does(config: PretrainedConfig) -> None:
+    check_config(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=SHARED_PROMPT_ATTENTION)
+    check_model(model)
+    Policy(model, 1.0, 8)(pack(random_groups(0, n_groups=1)))

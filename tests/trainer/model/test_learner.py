@@ -1,0 +1,407 @@
+"""An update is the papers' update, however it is packed, cut and sharded; what must not change a policy does not."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+
+from tests.tolerance import both_types, logprob_tolerance
+from tests.trainer import by_hand, rank_jobs
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
+from tests.trainer.tiny import FAMILIES, VOCABULARY, plain_logprobs, plain_model, random_groups, save_model
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
+from trainer.config import TrainerSettings
+from trainer.model.learner import StopRequestedError, learning_rate
+from trainer.model.ranks import Ranks, join_ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with join_ranks() as ranks:
+        yield ranks
+
+
+def settings_of(model: Path, **options: Any) -> TrainerSettings:
+    return TrainerSettings.load(model_name=str(model), **(UNCLIPPED | options))
+
+
+def near(groups: Sequence[TrainingGroup], learner: Any, spread: float = 0.3) -> list[TrainingGroup]:
+    """The groups as if a policy close to the learner's had sampled them, so that some ratios are clipped, not all."""
+    noise = torch.Generator().manual_seed(0)
+    result = []
+    for group in groups:
+        sequences = [
+            replace(s, behaviour_logprobs=[x + spread * torch.randn(1, generator=noise).item() for x in logprobs])
+            for s, logprobs in zip(group.sequences, learner.logprobs(group), strict=True)
+        ]
+        result.append(replace(group, sequences=sequences))
+    return result
+
+
+def assert_same_gradients(gradients: Arrays, expected: Arrays, relative: float) -> None:
+    assert gradients.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = np.linalg.norm(gradients[name] - value) / np.linalg.norm(value)
+        assert difference < relative, f"{name} differs by {difference:.1e}"
+
+
+def assert_same_weights(weights: Arrays, expected: Arrays, within: float = 0.0) -> None:
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = np.abs(weights[name] - value).max()
+        assert difference <= within, f"{name} differs by {difference:.1e}"
+
+
+# --- an update is what the papers say --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({}, {}),
+        ({"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1}, {}),
+        ({"max_grad_norm": 0.05}, {}),
+        ({"importance_correction": "truncated"}, {}),
+        ({"importance_correction": "truncated"}, {"n_steps": 2}),
+        ({}, {"n_steps": 3}),
+        ({}, {"off_policy": True}),
+        ({"importance_cap": 0.9}, {"off_policy": True}),
+        ({"kl_coef": 0.3}, {"n_steps": 2}),
+        ({"entropy_coef": 0.2}, {}),
+    ],
+    ids=str,
+)
+def test_an_update_is_the_objective_computed_by_hand(
+    alone: Ranks, model: Path, settings: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    """``off_policy`` is the update on replayed groups: their own weights, the stored behaviour log-probabilities."""
+    groups = near(random_groups(1), make_learner(alone, model, **settings))
+    groups = [replace(g, sequences=[replace(s, weight=1 - i / 10) for s in g.sequences]) for i, g in enumerate(groups)]
+    trained = rank_jobs.update(alone, model, settings, groups, **arguments)
+    expected = by_hand.update(model, groups, settings_of(model, **settings), **arguments)
+    if "max_grad_norm" not in settings:  # the learner's are looked at after clipping
+        assert_same_gradients(trained.gradients, expected.gradients, 1e-4)
+    # AdamW's first steps are about the learning rate in size, whatever the gradient's.
+    assert_same_weights(trained.weights, expected.weights, within=2e-4)
+    if arguments.get("n_steps", 1) == 1:
+        assert trained.result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-4)
+        assert trained.result.metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+@both_types
+def test_the_log_probabilities_are_the_models(alone: Ranks, model: Path, compute_type: str) -> None:
+    learner = make_learner(alone, model, compute_type=compute_type)
+    plain, tolerance = plain_model(model), logprob_tolerance(compute_type)
+    for group in random_groups(1):
+        for given, wanted in zip(learner.logprobs(group), plain_logprobs(plain, group), strict=True):
+            assert given == pytest.approx(wanted.tolist(), abs=tolerance)
+
+
+@both_types
+def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path, compute_type: str) -> None:
+    learner = make_learner(alone, model, kl_coef=0.1, compute_type=compute_type)
+    metrics = learner.update(near(random_groups(2), learner), 0).metrics
+    assert metrics["kl_reference"] == pytest.approx(0, abs=1e-6), "the policy starts as the reference"
+    assert 0 < metrics["clip_fraction_low"] + metrics["clip_fraction_high"] < 1
+    assert metrics["ratio_min"] < 1 < metrics["ratio_max"]
+    assert 0 < metrics["entropy"] < math.log(VOCABULARY)
+    assert learner.update(near(random_groups(2), learner), 1).metrics["kl_reference"] > 1e-3
+
+
+# --- however it is cut -----------------------------------------------------------------------------------------------
+
+
+def budgets(groups: Sequence[TrainingGroup], n_ranks: int) -> list[int]:
+    """Token budgets which make 1, 2 and 8 micro-batches a rank."""
+    by_count = {len(share_out(groups, n_ranks, budget)[0]): budget for budget in range(1, 4000)}
+    return [by_count[count] for count in (1, 2, 8)]
+
+
+CUT = random_groups(3, n_groups=24)
+WAYS: list[dict[str, Any]] = [{"shard_parameters": False}, {"activation_checkpointing": True}]
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path) -> Trained:
+    """The gradient on one rank as one micro-batch."""
+    with join_ranks() as ranks:
+        return rank_jobs.update(ranks, model, {"micro_batch_tokens": 10_000}, CUT)
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_gradient_does_not_depend_on_ranks_and_micro_batches(model: Path, whole: Trained, n_ranks: int) -> None:
+    cuts: list[dict[str, Any]] = [{"micro_batch_tokens": budget} for budget in budgets(CUT, n_ranks)]
+    cases = cuts + [cuts[1] | way for way in WAYS]
+    by_rank = run_on_ranks(n_ranks, rank_jobs.updates_of_many_shapes, model, cases, CUT)
+    for results in by_rank:
+        for trained in results:
+            assert_same_gradients(trained.gradients, whole.gradients, 1e-5)
+            assert trained.result.metrics == pytest.approx(whole.result.metrics, rel=1e-4)
+            assert trained.result.signal == pytest.approx(whole.result.signal, rel=1e-4)
+    first, *others = by_rank
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert_same_weights(theirs.weights, ours.weights)
+
+
+def test_ranks_without_work_take_part(model: Path) -> None:
+    groups = random_groups(4, n_groups=1, n_completions=2)
+    with join_ranks() as ranks:
+        expected = rank_jobs.update(ranks, model, {}, groups)
+    for trained in run_on_ranks(4, rank_jobs.update, model, {}, groups):
+        assert_same_gradients(trained.gradients, expected.gradients, 1e-5)
+        assert trained.result.metrics == pytest.approx(expected.result.metrics, rel=1e-4)
+
+
+def test_bfloat16_computes_the_same_to_its_precision_over_float32_master_weights(alone: Ranks, model: Path) -> None:
+    low = rank_jobs.update(alone, model, {"compute_type": "bfloat16"}, CUT)
+    high = rank_jobs.update(alone, model, {}, CUT)
+    a, b = (np.concatenate([g.ravel() for g in x.gradients.values()]) for x in (low, high))
+    assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.99
+    learner = make_learner(alone, model, compute_type="bfloat16")
+    assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+
+
+def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, packed = make_learner(alone, model, micro_batch_tokens=40), []
+    trained = count_passes(learner)
+
+    def remember(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+        assert len(trained) == len(packed), "the one before it has been computed"
+        packed.append(pieces)
+        return pack(pieces)
+
+    monkeypatch.setattr("trainer.model.learner.pack", remember)
+    assert learner.update(random_groups(9), 0).steps == 1
+    assert len(packed) > 2
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_without_sharding_parameters_are_gathered_once_a_step(
+    alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, activation_checkpointing: bool
+) -> None:
+    gathered: list[str] = []
+    to_unsharded = FSDPParamGroup._to_unsharded
+
+    def remember(group: FSDPParamGroup) -> None:
+        gathered.append(str(group._module_fqn))
+        to_unsharded(group)
+
+    monkeypatch.setattr(FSDPParamGroup, "_to_unsharded", remember)
+    settings = {"micro_batch_tokens": 60, "activation_checkpointing": activation_checkpointing}
+    sharding = make_learner(alone, model, **settings)
+    sharding.update(CUT, 0)
+    assert max(Counter(gathered).values()) > 2
+    gathered.clear()
+    learner = make_learner(alone, model, **settings, shard_parameters=False)
+    learner.update(CUT, 0)
+    assert len(gathered) == len(set(gathered)) == 3, "two layers and what is around them"
+    assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
+    assert_same_weights(weights_of(learner.policy), weights_of(sharding.policy), within=1e-6)
+
+
+# --- no wasted work --------------------------------------------------------------------------------------------------
+
+
+def without_advantage(group: TrainingGroup) -> TrainingGroup:
+    return replace(
+        group, group_id=group.group_id + "-flat", sequences=[replace(s, advantage=0.0) for s in group.sequences]
+    )
+
+
+def count_passes(learner: Any) -> list[int]:
+    """A list which grows by one with every forward pass of the policy."""
+    passes: list[int] = []
+    learner.policy.register_forward_pre_hook(lambda *_: passes.append(1))
+    return passes
+
+
+def test_groups_without_advantage_compute_nothing(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model)
+    passes, before = count_passes(learner), weights_of(learner.policy)
+    result = learner.update([without_advantage(g) for g in random_groups(5)], 0)
+    assert not passes
+    assert (result.steps, result.tokens, result.skipped) == (0, 0, 0)
+    assert not learner.optimizer.state
+    assert_same_weights(weights_of(learner.policy), before)
+
+
+def test_groups_without_advantage_count_in_the_mean_and_cost_nothing(alone: Ranks, model: Path) -> None:
+    groups = random_groups(5)
+    flat = [without_advantage(g) for g in groups]
+    trained = rank_jobs.update(alone, model, {}, groups)
+    mixed = rank_jobs.update(alone, model, {}, [*groups, *flat])
+    assert mixed.result.tokens == trained.result.tokens == sum(g.tokens for g in groups)
+    halved: Arrays = {name: value / np.float32(2) for name, value in trained.gradients.items()}
+    assert_same_gradients(mixed.gradients, halved, 1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_groups_without_advantage_do_count_where_the_loss_has_more_than_advantages(
+    alone: Ranks, model: Path, settings: dict[str, Any]
+) -> None:
+    learner = make_learner(alone, model, **settings)
+    assert learner.update([without_advantage(g) for g in random_groups(5)], 0).steps == 1
+
+
+def test_nothing_to_train_on_changes_nothing(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model)
+    before = weights_of(learner.policy)
+    assert learner.update([], 0).steps == 0
+    assert learner.update([TrainingGroup([2, 3], [], "all unscorable")], 0).steps == 0
+    assert_same_weights(weights_of(learner.policy), before)
+
+
+def test_completions_without_tokens_are_no_trouble(alone: Ranks, model: Path) -> None:
+    groups = random_groups(6)
+    empty = TrainingSequence([], [], 1.0)
+    with_empty = [replace(g, sequences=[empty, *g.sequences, empty]) for g in groups]
+    assert_same_gradients(
+        rank_jobs.update(alone, model, {}, with_empty).gradients,
+        rank_jobs.update(alone, model, {}, groups).gradients,
+        1e-5,
+    )
+    learner = make_learner(alone, model)
+    result = learner.update([TrainingGroup([2, 3], [empty, TrainingSequence([], [], -1.0)])], 0)
+    assert result.skipped == 0
+    assert result.metrics["loss"] == 0
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def broken(group: TrainingGroup, **changes: Any) -> TrainingGroup:
+    first, *rest = group.sequences
+    return replace(group, sequences=[replace(first, **changes), *rest])
+
+
+@pytest.mark.parametrize("changes", [{"advantage": math.nan}, {"advantage": math.inf}, {"weight": math.nan}], ids=str)
+@both_types
+def test_a_loss_that_is_not_finite_leaves_the_policy_as_it_was(
+    alone: Ranks, model: Path, changes: dict[str, Any], compute_type: str
+) -> None:
+    learner, groups = make_learner(alone, model, compute_type=compute_type), random_groups(7)
+    learner.update(groups, 0)
+    before, moments = weights_of(learner.policy), optimizer_state(learner)
+    result = learner.update([*groups, broken(groups[0], **changes)], 1)
+    assert (result.steps, result.skipped) == (1, 1)
+    assert not math.isfinite(result.metrics["loss"])
+    assert_same_weights(weights_of(learner.policy), before)
+    assert_same_weights(optimizer_state(learner), moments)
+    assert learner.update(groups, 2).skipped == 0
+    assert all(np.isfinite(value).all() for value in weights_of(learner.policy).values())
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_is_skipped_on_all(model: Path) -> None:
+    groups = random_groups(7)
+    groups[0] = broken(groups[0], advantage=math.nan)
+    with join_ranks() as ranks:
+        start = weights_of(make_learner(ranks, model).policy)
+    for trained in run_on_ranks(2, rank_jobs.update, model, {}, groups):
+        assert trained.result.skipped == 1
+        assert_same_weights(trained.weights, start)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_too(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model)
+    before = weights_of(learner.policy)
+
+    def break_gradient(_module: Any, _inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        output[0].register_hook(lambda gradient: gradient / 0)
+
+    learner.policy.register_forward_hook(break_gradient)
+    result = learner.update(random_groups(7), 0)
+    assert math.isfinite(result.metrics["loss"])
+    assert result.skipped == 1
+    assert_same_weights(weights_of(learner.policy), before)
+
+
+@pytest.mark.parametrize("where", ["prompt", "completion"])
+@pytest.mark.parametrize("token", [-1, VOCABULARY, 2**31 - 1])
+def test_groups_with_tokens_that_the_model_does_not_know_are_left_out_and_counted(
+    alone: Ranks, model: Path, where: str, token: int
+) -> None:
+    groups = random_groups(8)
+    bad = replace(groups[0], group_id="bad")
+    if where == "prompt":
+        bad = replace(bad, prompt_ids=[2, token])
+    else:
+        bad = broken(bad, completion_ids=[2, token], behaviour_logprobs=[-1.0, -1.0])
+    with structlog.testing.capture_logs() as logs:
+        trained = rank_jobs.update(alone, model, {}, [bad, *groups])
+    assert trained.result.refused == trained.result.metrics["groups_refused"] == 1
+    told = [(line["group_id"], line["ids"], line["vocabulary"]) for line in logs if "group_id" in line]
+    assert told == [("bad", [token], VOCABULARY)]
+    assert_same_gradients(trained.gradients, rank_jobs.update(alone, model, {}, groups).gradients, 1e-6)
+
+
+# --- stopping, schedules ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [True, False], ids=["sharding", "gathering once"])
+def test_a_request_to_stop_leaves_the_policy_as_it_was(alone: Ranks, model: Path, shards: bool) -> None:
+    learner = make_learner(alone, model, micro_batch_tokens=40, shard_parameters=shards)
+    answers = iter([False, True])
+    passes, before = count_passes(learner), weights_of(learner.policy)
+    with pytest.raises(StopRequestedError):
+        learner.update(random_groups(9), 0, should_stop=lambda: next(answers))
+    assert len(passes) == 1
+    assert_same_weights(weights_of(learner.policy), before)
+    assert all(p.grad is None for p in learner.policy.parameters())
+
+
+def test_a_request_to_stop_comes_too_late_after_the_first_optimizer_step(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model)
+    passes = count_passes(learner)
+    assert learner.update(random_groups(9), 0, n_steps=2, should_stop=lambda: bool(passes)).steps == 2
+
+
+def test_what_one_rank_is_asked_all_do(model: Path) -> None:
+    assert run_on_ranks(2, rank_jobs.stop_one_rank, model, random_groups(9)) == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        ("linear", [1 / 3, 2 / 3, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]),
+        ("cosine", [1 / 3, 2 / 3, *(0.5 + 0.5 * math.cos(math.pi * i / 8) for i in range(9))]),
+    ],
+)
+def test_the_learning_rate_warms_up_and_decays(schedule: str, expected: list[float]) -> None:
+    settings = TrainerSettings.load(learning_rate=2e-4, lr_schedule=schedule, warmup_steps=2)
+    rates = [learning_rate(settings, step, 10) for step in range(11)]
+    assert rates == pytest.approx([2e-4 * x for x in expected], abs=1e-12)
+    assert learning_rate(settings, 50, 10) == pytest.approx(rates[-1]), "beyond the end"
+    assert learning_rate(settings, 0, 1) > 0, "a run shorter than its warm-up"
+
+
+def test_an_update_uses_the_rate_of_its_step(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, lr_schedule="linear", warmup_steps=0, total_steps=4)
+    result = learner.update(random_groups(9), 3)
+    assert result.metrics["learning_rate"] == learner.optimizer.param_groups[0]["lr"] == pytest.approx(0.25e-2)
+
+
+def optimizer_state(learner: Any) -> Arrays:
+    return {
+        f"{i}-{name}": rank_jobs.array(value)
+        for i, state in enumerate(learner.optimizer.state.values())
+        for name, value in state.items()
+    }

@@ -1,0 +1,150 @@
+"""Chunked log-probabilities are those of the whole logits, without ever holding them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.model.logprobs import token_logprobs
+
+N, D, V = 37, 12, 53
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """In float64, and back to float32."""
+    logprobs = (hidden.double() @ weight.T.double() / temperature).log_softmax(-1)
+    return logprobs.gather(1, targets[:, None]).squeeze(1).float(), -(logprobs.exp() * logprobs).sum(1).float()
+
+
+def random_inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, D, generator=generator) * scale for rows in (N, V))
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (N,), generator=generator)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_values_are_those_of_the_whole_logits(chunk: int, temperature: float) -> None:
+    hidden, weight, targets = random_inputs()
+    results = token_logprobs(hidden, weight, targets, temperature, chunk)
+    for result, expected in zip(results, naive(hidden, weight, targets, temperature), strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
+@pytest.mark.parametrize("of", ["logprobs", "entropies", "both"])
+def test_gradients_are_those_of_the_whole_logits(chunk: int, of: str) -> None:
+    hidden, weight, targets = random_inputs()
+    per_token = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
+
+    def loss(results: tuple[Tensor, Tensor]) -> Tensor:
+        parts = [(result * w).sum() for result, w in zip(results, per_token, strict=True)]
+        chosen: Tensor = {"logprobs": parts[0], "entropies": parts[1], "both": parts[0] + parts[1]}[of]
+        return chosen
+
+    ours = torch.autograd.grad(loss(token_logprobs(hidden, weight, targets, 0.8, chunk)), (hidden, weight))
+    expected = torch.autograd.grad(loss(naive(hidden, weight, targets, 0.8)), (hidden, weight))
+    for result, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_a_second_backward_pass_gives_the_same_gradients(chunk: int) -> None:
+    """What the forward pass left is used up by the first."""
+    hidden, weight, targets = random_inputs()
+    logprobs, entropies = token_logprobs(hidden, weight, targets, 0.8, chunk)
+    loss = logprobs.sum() + entropies.square().sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=["hidden", "weight"])
+def test_only_what_is_trained_gets_a_gradient(trained: tuple[bool, bool]) -> None:
+    hidden, weight, targets = random_inputs()
+    hidden.requires_grad_(trained[0])
+    weight.requires_grad_(trained[1])
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert (hidden.grad is not None, weight.grad is not None) == trained
+
+
+def test_logits_far_apart_give_finite_numbers() -> None:
+    hidden, weight, targets = random_inputs(scale=30.0)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, chunk_tokens=8)
+    (logprobs.sum() + entropies.sum()).backward()
+    assert hidden.grad is not None
+    assert logprobs.isfinite().all()
+    assert (entropies >= 0).all()
+    assert hidden.grad.isfinite().all()
+
+
+def test_bfloat16_inputs_give_float32_numbers() -> None:
+    hidden, weight, targets = random_inputs()
+    low = (hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_())
+    logprobs, entropies = token_logprobs(*low, targets, chunk_tokens=8)
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    logprobs.sum().backward()
+    assert low[0].grad is not None
+    assert low[0].grad.dtype == torch.bfloat16
+    (expected,) = torch.autograd.grad(naive(hidden, weight, targets, 1.0)[0].sum(), hidden)
+    torch.testing.assert_close(low[0].grad.float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_bfloat16_loses_little_where_logits_are_large() -> None:
+    """Logits of about 30, as language models have, would be rounded to multiples of an eighth."""
+    hidden, weight, targets = (x.detach() for x in random_inputs(scale=0.5))
+    hidden[:, 0], weight[:, 0] = 6.0, 5.0
+    hidden, weight = hidden.bfloat16(), weight.bfloat16()
+    # A policy samples likely tokens, mostly.
+    targets = (hidden.double() @ weight.T.double()).topk(3).indices[:, -1]
+    for result, expected in zip(
+        token_logprobs(hidden, weight, targets, 1.0, 8), naive(hidden, weight, targets, 1.0), strict=True
+    ):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0.01)
+
+
+def test_no_tokens_have_no_logprobs_and_no_gradient() -> None:
+    hidden, weight, _ = random_inputs()
+    logprobs, entropies = token_logprobs(hidden[:0], weight, torch.tensor([], dtype=torch.int64))
+    assert logprobs.shape == entropies.shape == (0,)
+    logprobs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() == 0
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor that any operation made had."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, (tuple, list)) else [result]
+        self.numbers = max(
+            [self.numbers, *(x.untyped_storage().size() // x.itemsize for x in made if isinstance(x, Tensor))]
+        )
+        return result
+
+
+def largest_tensor(n_tokens: int, vocabulary: int, chunk: int) -> int:
+    hidden = torch.randn(n_tokens, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=True)
+    largest = LargestTensor()
+    with largest:
+        logprobs, entropies = token_logprobs(hidden, weight, torch.zeros(n_tokens, dtype=torch.int64), 1.0, chunk)
+        (logprobs.sum() + entropies.sum()).backward()
+    return largest.numbers
+
+
+def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
+    chunk, vocabulary = 16, 1000
+    assert largest_tensor(64, vocabulary, chunk) == chunk * vocabulary
+    assert largest_tensor(1024, vocabulary, chunk) == chunk * vocabulary
+    assert largest_tensor(1024, vocabulary, 1024) == 1024 * vocabulary, "what is measured is what would grow"

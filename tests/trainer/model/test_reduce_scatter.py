@@ -1,0 +1,40 @@
+"""The reduce-scatter by pairs gives what gloo's own would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.trainer.processes import run_on_ranks
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.reduce_scatter import PairwiseReduceScatter
+
+PART = 5
+
+
+def given(rank: int, world_size: int) -> torch.Tensor:
+    return torch.randn(world_size * PART, generator=torch.Generator().manual_seed(rank))
+
+
+def reduce(ranks: Ranks, operation: str) -> list[float]:
+    scatter = PairwiseReduceScatter()
+    output = scatter.allocate((PART,), dtype=torch.float32, device=ranks.device)
+    scatter(output, given(ranks.rank, ranks.world_size), ranks.mesh.get_group(), getattr(dist.ReduceOp, operation))
+    return output.tolist()
+
+
+@pytest.mark.parametrize("operation", ["SUM", "AVG"])
+def test_every_rank_gets_its_part_of_all(operation: str) -> None:
+    parts = run_on_ranks(3, reduce, operation)
+    total = given(0, 3) + given(1, 3) + given(2, 3)
+    expected = total if operation == "SUM" else total / 3
+    assert torch.tensor(parts).flatten().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("operation", "async_op"), [(dist.ReduceOp.MAX, False), (dist.ReduceOp.SUM, True)])
+def test_what_it_does_not_do_is_refused(operation: dist.ReduceOp, async_op: bool) -> None:
+    with join_ranks() as ranks:
+        values = torch.ones(PART)
+        with pytest.raises(ValueError, match="SUM and AVG are done"):
+            PairwiseReduceScatter()(values, values, ranks.mesh.get_group(), operation, async_op)

@@ -1,0 +1,142 @@
+"""What becomes of a policy version that the shared volume does not take, or loses, with workers as fakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.weights.policy_store import PolicyStore
+from tests.fake_service import fake_service
+from tests.trainer.tiny import FAMILIES, save_model
+from trainer.checkpoints.volume import DiskFullError
+from trainer.config import TrainerSettings, Transport
+from trainer.model import policy as policies
+from trainer.model.policy import load_policy
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.publishing import Publisher, broadcast, make_publisher
+from trainer.publishing.publisher import WRITES
+from trainer.publishing.workers import VersionGoneError
+from trainer.service_thread import ServiceThread
+
+
+@pytest.fixture
+def alone() -> Iterator[tuple[Ranks, ServiceThread]]:
+    with join_ranks() as ranks, ServiceThread() as thread:
+        yield ranks, thread
+
+
+def make(directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transport = Transport.DISK) -> Publisher:
+    model = save_model(directory / "model", FAMILIES["qwen2"])
+    settings = TrainerSettings.load(
+        model_name=str(model),
+        shared_dir=directory,
+        run_id="r",
+        compute_type="float32",
+        publish_transport=transport,
+        publish_deadline_seconds=60,
+    )
+    return make_publisher(settings, load_policy(settings, alone[0]), *alone)
+
+
+class ForgetfulVolume:
+    """A worker, its launcher and a router, for versions that are deleted the first ``losses`` times that one is loaded.
+
+    As the real launcher, this one registers the worker again once there is a version for it to load.
+    """
+
+    def __init__(self, store: PolicyStore, losses: int, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        self.losses = losses
+        self.loads = 0
+        self.served = 0
+        self.is_registered = True
+        worker = stack.enter_context(fake_service({}))
+        self.url = worker.endpoint.url
+        for route in ("begin_weight_update", "end_weight_update", "pause_generation", "continue_generation"):
+            worker.routes[f"POST /{route}"] = lambda _: {}
+        worker.routes |= {
+            "POST /update_weights_from_disk": self.load,
+            "GET /model_info": lambda _: {"weight_version": str(self.served)},
+        }
+        router = stack.enter_context(fake_service({"GET /workers": self.workers, "DELETE /workers/w": self.remove}))
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+
+    def load(self, request: dict[str, Any]) -> Any:
+        self.loads += 1
+        if self.loads <= self.losses:
+            shutil.rmtree(self.store.policy_dir)
+            return 400
+        self.served = int(request["weight_version"])
+        return {"success": True}
+
+    def remove(self, _: dict[str, Any]) -> dict[str, Any]:
+        self.is_registered = False
+        return {}
+
+    def workers(self, _: dict[str, Any]) -> dict[str, Any]:
+        self.is_registered = self.is_registered or self.store.newest() is not None
+        return {"workers": [{"id": "w", "url": self.url, "is_healthy": True}] if self.is_registered else []}
+
+
+def test_a_version_that_is_deleted_before_workers_have_it_is_written_again(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone)
+    with ExitStack() as stack:
+        volume = ForgetfulVolume(publisher.store, 2, stack, monkeypatch)
+        assert publisher.publish(1)["workers"] == 1
+    assert volume.served == 1
+    assert publisher.store.path(1).is_dir()
+
+
+def test_a_version_that_disappears_each_time_ends_the_run(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone)
+    with ExitStack() as stack:
+        volume = ForgetfulVolume(publisher.store, 1000, stack, monkeypatch)
+        with pytest.raises(VersionGoneError, match="has gone from"):
+            publisher.publish(1)
+    assert volume.loads == WRITES
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_a_version_is_written_without_any_worker_and_only_once(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    publisher = make(tmp_path, alone, transport)
+    publisher.write(3)
+    publisher.close()
+    newest = publisher.store.newest()
+    assert newest is not None
+    assert newest.version == 3
+    monkeypatch.setattr(publisher, "put_on_volume", lambda _: pytest.fail("written twice"))
+    monkeypatch.setattr(publisher, "update_workers", lambda version: {"version": version})
+    assert publisher.publish(3) == {"version": 3}
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    publisher = make(tmp_path, alone, transport)
+    for module in (policies, broadcast):
+        monkeypatch.setattr(module, "save_torch_state_dict", fail)
+    if transport is Transport.BROADCAST:
+        publisher.write(0)  # beside the training, so that the next version meets the error
+    with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
+        publisher.write(1)
+    publisher.close()
+    assert list(publisher.store.policy_dir.iterdir()) == []

@@ -1,0 +1,69 @@
+"""How long a worker may take over a new version, against workers that answer as each test says."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from services.clients.rollout_admin import WorkerAdmin
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.core.errors import DependencyLostError
+from tests.fake_service import FakeService, fake_service
+from trainer.config import TrainerSettings
+from trainer.publishing.workers import update_workers, worker_control
+
+SECONDS_TO_LOAD = 0.8
+
+
+def load_slowly(_request: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(SECONDS_TO_LOAD)
+    return {"success": True}
+
+
+async def load(worker: WorkerAdmin, _index: int) -> None:
+    await worker.update_from_disk("v000001", 1)
+
+
+@pytest.fixture
+def worker() -> Iterator[FakeService]:
+    routes = {"POST /update_weights_from_disk": load_slowly, "GET /model_info": lambda _: {"weight_version": "1"}}
+    with fake_service(routes) as made:
+        yield made
+
+
+@pytest.fixture
+def router(worker: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
+    workers = [{"id": "w", "url": worker.endpoint.url, "is_healthy": True}]
+    with fake_service({"GET /workers": lambda _: {"workers": workers}}) as made:
+
+        def remove(_request: dict[str, Any]) -> dict[str, Any]:
+            workers.clear()
+            return {}
+
+        made.routes["DELETE /workers/w"] = remove
+        address = f"{made.endpoint.host}:{made.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        yield made
+
+
+async def test_a_worker_may_take_all_of_the_publishing_deadline(worker: FakeService, router: FakeService) -> None:
+    settings = TrainerSettings.load(publish_deadline_seconds=60)
+    assert await update_workers(settings, [worker.endpoint.url], 1, load) == 1
+    assert not router.asked("DELETE /workers/w")
+
+
+async def test_a_worker_that_takes_longer_leaves_the_routing(worker: FakeService, router: FakeService) -> None:
+    settings = TrainerSettings.load(publish_deadline_seconds=SECONDS_TO_LOAD / 4)
+    with pytest.raises(DependencyLostError, match="0 rollout workers serve policy version 1"):
+        await update_workers(settings, [worker.endpoint.url], 1, load)
+    assert router.asked("DELETE /workers/w")
+
+
+async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(worker: FakeService) -> None:
+    # More than any request to a worker takes otherwise.
+    async with worker_control(TrainerSettings.load(publish_deadline_seconds=3600), worker.endpoint.url) as control:
+        assert control.timeout == 3600

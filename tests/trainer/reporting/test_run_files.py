@@ -1,0 +1,100 @@
+"""The files of a run that ends before its first step, and how many versions lie on the volume while one is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.core.endpoints import Task
+from services.http import provenance
+from services.protocol import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.reward_server.settings import RewardSettings
+from services.rollout_server.settings import RolloutSettings
+from services.weights.policy_store import PolicyStore
+from trainer.config import TrainerSettings
+from trainer.publishing.disk import begin_version, commit_version
+from trainer.reporting.run_files import RunFiles
+
+
+def test_a_run_that_fails_before_its_first_step_has_a_summary(tmp_path: Path) -> None:
+    files = RunFiles(TrainerSettings.load(shared_dir=tmp_path, run_id="r"), 0, str)
+    files.write_summary({"status": "failed", "accuracy_before": None})
+    files.close()
+    directory = tmp_path / "runs" / "r"
+    assert orjson.loads((directory / "summary.json").read_bytes())["status"] == "failed"
+    assert not (directory / "reward.png").exists()
+
+
+def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", logged_groups=1)
+    files = RunFiles(settings, 0, lambda ids: "".join({7: "<user>", 8: "3+4=", 9: "<assistant>"}[i] for i in ids))
+    completions = [
+        Experience(
+            completion=text,
+            completion_ids=[1],
+            logprobs=[-0.5],
+            policy_versions=[VersionSpan(version=0, start=0, end=1)],
+            finish_reason=FinishReason.STOP,
+            result=RewardResult(reward=float(text == "7")),
+        )
+        for text in ("7", "8")
+    ]
+    groups = [
+        Group(group_id=name, prompt="3+4=", ground_truth="7", prompt_ids=[7, 8, 9], experiences=completions)
+        for name in ("first", "second")
+    ]
+    files.record_step(1, {"reward_mean": 0.5}, groups)
+    files.close()
+    samples = [orjson.loads(line) for line in (settings.run_dir / "samples.jsonl").read_bytes().splitlines()]
+    assert [(s["group_id"], s["prompt"], s["rendered_prompt"], s["completion"], s["reward"]) for s in samples] == [
+        ("first", "3+4=", "<user>3+4=<assistant>", text, reward) for text, reward in (("7", 1.0), ("8", 0.0))
+    ]
+
+
+@pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])
+def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
+    tmp_path: Path, kept: int, while_writing: list[int]
+) -> None:
+    """But one is always there to be read, even if only one is kept."""
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", published_versions_kept=kept)
+    store = PolicyStore(settings.policy_dir)
+    for version in range(max(while_writing) + 1):
+        begin_version(store, version, settings)
+        commit_version(store, version, settings)
+    begin_version(store, 9, settings)
+    assert [policy.version for policy in store.published()] == while_writing
+    commit_version(store, 9, settings)
+    assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
+
+
+def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of the rollout nodes leaves its record on the volume; it may come after the trainer's start."""
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", wandb_api_key="hush")
+    services = {Task.REWARD_SERVER: provenance.describe(RewardSettings(reward_fn="format", jobgroup_token="hush"))}
+    config = tmp_path / "runs" / "r" / "config.json"
+    monkeypatch.setattr("trainer.reporting.run_files._start_wandb", lambda _: None)
+    files = RunFiles(settings, 0, str, services)
+    assert orjson.loads(config.read_bytes())["components"].keys() == {"ppo-trainer", "reward-server"}
+    provenance.write_record(RolloutSettings(shared_dir=tmp_path, run_id="r", router_retries=7), Task.ROLLOUT_SERVER)
+    files.write_summary({"status": "failed", "accuracy_before": None})
+    files.close()
+    components = orjson.loads(config.read_bytes())["components"]
+    assert components["reward-server"]["settings"]["reward_fn"] == "format"
+    assert "router_retries" in components["rollout-server"]["changed"]
+    assert {"torch", "transformers"} <= components["ppo-trainer"]["packages"].keys()
+    assert b"hush" not in config.read_bytes()
+
+
+def test_a_resumed_run_keeps_the_evaluations_that_count(tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    path = tmp_path / "runs" / "r" / "evaluations.jsonl"
+    for resumed_step, kept in ((0, []), (0, []), (4, [0, 4])):
+        files = RunFiles(settings, resumed_step, str)
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        assert [orjson.loads(line)["step"] for line in lines] == kept
+        for step in (0, 4, 6):
+            files.record_evaluation(step, [{"prompt": "1 + 1 =", "completion": "2"}])
+        files.close()

@@ -1,0 +1,430 @@
+"""Groups of a step, of a collector and of an evaluation, made by services that answer as each test says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+from prometheus_client import REGISTRY
+
+from services.clients.data import DataClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol import Cursor
+from tests.fake_service import FakeService, Route, fake_service
+from trainer.checkpoints.checkpoint import RunState
+from trainer.collector import Collector, collector_name
+from trainer.config import TrainerSettings
+from trainer.loop import TrainingLoop
+from trainer.main_rank import MainRank
+from trainer.model.learner import UpdateResult
+from trainer.rollouts import curriculum
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
+from trainer.rollouts.groups import LEAST_FAILURES, GroupMaker
+from trainer.service_thread import ServiceThread
+
+VOCAB_SIZE = 1000
+BAD = 7
+"""The prompt, by its place, that goes wrong in these tests."""
+
+
+def prompts(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /prompts: one epoch of 100, whose token id is 1 more than their place."""
+    cursor = request["cursor"]
+    first, last = cursor["position"], min(cursor["position"] + request["batch_size"], 100)
+    found = [
+        {"id": f"p/{i}", "prompt": str(i), "ground_truth": "x", "prompt_ids": [i + 1], "epoch": 0, "position": i}
+        for i in range(first, last)
+    ]
+    return {"prompts": found, "cursor": {**cursor, "position": last}, "total_available": 100}
+
+
+def completions(request: dict[str, Any]) -> list[dict[str, Any]]:
+    """POST /generate: as many as are asked for."""
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "1", "output_token_logprobs": [[-0.5, 3, None]]}
+    return [{"text": "x", "output_ids": [3], "meta_info": meta}] * request["sampling_params"]["n"]
+
+
+def fails_for(*places: int, status: int) -> Route:
+    """POST /generate that answers some prompts with a status."""
+    ids = [[place + 1] for place in places]
+    return lambda request: status if request["input_ids"] in ids else completions(request)
+
+
+def alternate_rewards(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /batch_reward: every other answer is right."""
+    return {"rewards": [{"reward": float(i % 2)} for i, _ in enumerate(request["items"])]}
+
+
+def added(request: dict[str, Any]) -> dict[str, Any]:
+    return {"added": len(request["groups"]), "duplicates": 0, "size": 0}
+
+
+class Steps:
+    """A training loop whose learner learns nothing: its steps only fetch, generate, score and store."""
+
+    def __init__(self, main: MainRank) -> None:
+        self.main = main
+        self.batch = Batch(main.settings)
+        team = MagicMock()
+        team.update.return_value = UpdateResult()
+        team.publisher.is_on_volume.return_value = True
+        self.files = MagicMock()
+        state = RunState(model_type="test", parameters=0, cursor=Cursor(), policy_version=1)
+        self.loop = TrainingLoop(main.settings, main, team, self.files, MagicMock(), state, total_steps=100)
+
+    def next(self) -> list[int]:
+        """Take a step; return the positions of the prompts whose groups were trained on."""
+        if not self.loop.step():
+            return []
+        _, _, groups = self.files.record_step.call_args.args
+        return [group.position for group in groups]
+
+
+@dataclass
+class Services:
+    """The fakes, and the clients of the trainer that speak to them."""
+
+    data: FakeService
+    rollouts: FakeService
+    rewards: FakeService
+    replay: FakeService
+    clients: Clients
+    thread: ServiceThread
+
+    def settings(self, **fields: Any) -> TrainerSettings:
+        wanted = {"batch_size": 4, "group_size": 2, "num_epochs": 1, "replay_groups": 0, "eval_prompts": 0}
+        return TrainerSettings.load(**(wanted | {"checkpoint_every": 0} | fields))
+
+    def steps(self, position: int = 0, **fields: Any) -> Steps:
+        main = MainRank(self.settings(**fields), self.thread, self.clients)
+        main.cursor = Cursor(position=position)
+        return Steps(main)
+
+    def collect(self, **fields: Any) -> None:
+        settings = self.settings(mode="async", **fields)
+        maker = GroupMaker(settings, self.clients.rollouts, self.clients.rewards)
+        self.thread.call(Collector(settings, self.clients, maker).run())
+
+    def evaluate(self, **fields: Any) -> tuple[dict[str, float], Evaluator]:
+        evaluator = Evaluator(self.settings(**fields), self.clients)
+        return self.thread.call(evaluator.evaluate()), evaluator
+
+
+@pytest.fixture
+def fakes() -> Iterator[list[FakeService]]:
+    routes: list[dict[str, Route]] = [
+        {"POST /prompts": prompts, "GET /stats": lambda _: stats()},
+        {"POST /generate": completions},
+        {"POST /batch_reward": alternate_rewards},
+        {"POST /groups": added, "POST /queue": added},
+    ]
+    with ExitStack() as stack:
+        yield [stack.enter_context(fake_service(own)) for own in routes]
+
+
+@pytest.fixture
+def services(fakes: list[FakeService]) -> Iterator[Services]:
+    data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
+    clients = Clients(
+        DataClient(data, deadline=20),
+        RewardClient(rewards, deadline=20),
+        ReplayClient(replay, deadline=20),
+        RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8),
+    )
+    with ServiceThread() as thread:
+        thread.call(clients.open())
+        yield Services(*fakes, clients, thread)
+        thread.call(clients.close())
+
+
+def stats(curriculum: str = "off", **epochs: int) -> dict[str, Any]:
+    """GET /stats of the data-server; ``epochs`` says where consumers stand."""
+    cursors = {f"{name}/train".replace("_", "-"): {"epoch": epoch, "position": 0} for name, epoch in epochs.items()}
+    counts = {"source": "test", "train_prompts": 100, "test_prompts": 0, "refused": {}}
+    return {**counts, "cursors": cursors, "curriculum": curriculum}
+
+
+def failed_prompts() -> float:
+    return REGISTRY.get_sample_value("trainer_prompts_failed_total") or 0.0
+
+
+# A prompt that cannot be generated
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_prompt_that_cannot_be_generated_is_left_out_of_the_step(services: Services, status: int) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    before = failed_prompts()
+    steps = services.steps(position=BAD - 1)
+    assert steps.next() == [BAD - 1, BAD + 1, BAD + 2]
+    assert steps.loop.state.cursor.position == BAD + 3, "it is not taken again"
+    assert failed_prompts() == before + 1
+
+
+def test_a_replacement_that_cannot_be_generated_costs_nothing_of_the_batch(services: Services) -> None:
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        # All are right on the first prompt, so that it is replaced, and by the bad one.
+        return {
+            "rewards": [{"reward": float(i % 2 or item["prompt"] == "3")} for i, item in enumerate(request["items"])]
+        }
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
+    assert services.steps(position=BAD - 4, dynamic_sampling_tries=1).next() == [4, 5, 6, BAD + 1]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
+)
+@pytest.mark.parametrize("batch_size", [1, 4, 10])
+def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
+    services: Services, status: int, error: type[Exception], batch_size: int
+) -> None:
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    said = rf"none of {max(batch_size, LEAST_FAILURES)} prompts got a completion .*as the test says"
+    with pytest.raises(error, match=said):
+        services.steps(batch_size=batch_size).next()
+
+
+def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
+    steps = services.steps(position=BAD, batch_size=1)
+    assert steps.next() == [BAD + 1]
+    assert steps.loop.state.cursor.position == BAD + 2
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    services.rewards.routes["POST /batch_reward"] = lambda request: {
+        "rewards": [{"reward": 1.0}] * len(request["items"])
+    }
+    metrics, evaluator = services.evaluate(eval_prompts=10, eval_samples=2)
+    assert (metrics["eval_prompts"], metrics["eval_left_out"], metrics["accuracy"]) == (10, 1, 1)
+    # Of the first prompts the greedy completions are kept to be shown, not the samples.
+    kept = [sample["prompt"] for sample in evaluator.samples]
+    assert len(kept) == len(set(kept)) == KEPT_SAMPLES - (BAD < KEPT_SAMPLES)
+    assert all(sample["completion"] and sample["reward"] == 1 for sample in evaluator.samples)
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
+        services.evaluate(eval_prompts=10)
+
+
+def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
+    services: Services,
+) -> None:
+    without_reward = {"2": "timeout", "3": "memory", "4": "error", "5": "overloaded"}
+
+    def score(item: dict[str, Any]) -> dict[str, Any]:
+        status = without_reward.get(item["prompt"])
+        # Of the others the answers to even prompts are right.
+        return {"reward": None, "status": status} if status else {"reward": float(int(item["prompt"]) % 2 == 0)}
+
+    services.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [*map(score, request["items"])]}
+    metrics, _ = services.evaluate(eval_prompts=12, eval_samples=2)
+    assert (metrics["eval_prompts"], metrics["eval_over_limit"], metrics["eval_left_out"]) == (12, 2, 2)
+    # Right: 0, 6, 8, 10. Wrong: 1, 7, 9, 11 and the two over a limit.
+    assert metrics["accuracy"] == metrics["avg_at_2"] == metrics["pass_at_2"] == 0.4
+    assert metrics["eval_reward"] == 0.5, "answers over a limit have no reward"
+    # The two samples of a prompt agree here, so that they say no more than one.
+    for name in ("accuracy", "avg_at_2", "pass_at_2"):
+        assert metrics[f"{name}_stderr"] == pytest.approx(math.sqrt(0.4 * 0.6 / 10))
+    said = "greedy pass@1 of 0.400 on 10 held-out prompts, standard error 0.155"
+    assert describe_accuracy(metrics) == said
+
+
+class CollectorServices:
+    """What the data-server and the replay-buffer answer a collector: ``count`` prompts, and room for all."""
+
+    def __init__(self, services: Services, count: int) -> None:
+        self.position = 0
+        self.count = count
+        self.cursors: list[tuple[str, int]] = []
+        services.data.routes["GET /prompts"] = self.prompts
+        services.data.routes["PUT /cursor"] = self.set_cursor
+        empty = dict.fromkeys(("size", "capacity", "groups", "experiences", "waiting", "leased"), 0)
+        services.replay.routes["GET /stats"] = lambda _: empty | {"newest_policy_version": None}
+        self.queue = lambda: [g for r in services.replay.asked("POST /queue") for g in r["groups"]]
+
+    def prompts(self, request: dict[str, Any]) -> dict[str, Any]:
+        start, self.position = self.position, self.position + int(request["batch_size"])
+        reply = prompts({"cursor": {"position": start}, "batch_size": int(request["batch_size"])})
+        for prompt in reply["prompts"]:
+            prompt["epoch"] = int(prompt["position"] >= self.count)
+        return reply
+
+    def set_cursor(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.cursors.append((request["consumer"], request["cursor"]["epoch"]))
+        return dict(request["cursor"])
+
+
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_collector_leaves_out_what_cannot_be_generated(services: Services, status: int) -> None:
+    served = CollectorServices(services, 12)
+    services.rollouts.routes["POST /generate"] = fails_for(BAD, status=status)
+    services.collect()
+    assert sorted(group["position"] for group in served.queue()) == [i for i in range(12) if i != BAD]
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(500, DependencyLostError), (400, ConfigurationError)], ids=["lost", "refused"]
+)
+def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
+    services: Services, status: int, error: type[Exception]
+) -> None:
+    served = CollectorServices(services, 50)
+    services.rollouts.routes["POST /generate"] = lambda _: status
+    with pytest.raises(error, match="as the test says"):
+        services.collect()
+    assert served.position < 50
+    assert (collector_name(0), 1) not in served.cursors, "it is not done"
+
+
+# The fresh queue
+
+
+def fresh(position: int) -> dict[str, Any]:
+    """A group as the replay-buffer leases it."""
+    experience = {
+        "completion": "x",
+        "completion_ids": [3],
+        "logprobs": [-0.5],
+        "policy_versions": [{"version": 1, "start": 0, "end": 1}],
+        "finish_reason": "stop",
+        "result": {"reward": 1.0},
+    }
+    names = {"group_id": f"g{position}", "prompt_id": f"p/{position}", "prompt": "?", "ground_truth": "x"}
+    return {**names, "prompt_ids": [1], "position": position, "experiences": [experience]}
+
+
+def acknowledged(_: dict[str, Any]) -> dict[str, Any]:
+    """POST /queue/acknowledge."""
+    return {"acknowledged": 2, "lost": 0}
+
+
+def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """POST /queue/lease that gives these groups in turn, and then none."""
+    left = list(enumerate(replies))
+
+    def lease(request: dict[str, Any]) -> dict[str, Any]:
+        number, groups = left.pop(0) if left else (0, [])
+        if not groups:
+            time.sleep(min(request["wait_seconds"], 0.02))
+        return {"lease_id": f"l{number}" if groups else None, "groups": [fresh(i) for i in groups], "dropped_stale": 0}
+
+    return lease
+
+
+def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -> None:
+    # The first lease ran out while the batch waited for more.
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [1, 2], [3, 4])
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert services.steps(mode="async", collector_in_process=False).next() == [1, 2, 3, 4]
+    leases_told = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
+    assert leases_told == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
+
+
+def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:
+    # One of the last four could not be generated.
+    services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert services.steps(mode="async", fresh_wait_seconds=3600).next() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "stand",
+    [
+        {"collectors": 1, "collector_0": 1, "collector_1": 0},
+        {"collectors": 0, "collector_0": 1, "collector_1": 1},
+        {"collectors": 0},
+        {},
+    ],
+    ids=str,
+)
+def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Services, stand: dict[str, int]) -> None:
+    services.data.routes["GET /stats"] = lambda _: stats(**stand)
+    services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    assert len(services.steps(mode="async", fresh_wait_seconds=3600).next()) == 4
+    assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
+
+
+def test_a_collector_says_when_it_begins_and_when_all_is_pushed(services: Services) -> None:
+    served = CollectorServices(services, 8)
+    services.collect()
+    assert served.cursors == [(collector_name(0), 0), (collector_name(0), 1)]
+    assert len(served.queue()) == 8
+    order = [name for name, _ in services.data.requests]
+    assert (order[0], order[-1]) == ("PUT /cursor", "PUT /cursor")
+
+
+# Success rates
+
+
+def rates_of(services: Services) -> list[dict[str, float]]:
+    return [request["success_rates"] for request in services.data.asked("POST /success_rates")]
+
+
+@pytest.fixture
+def curriculum_on(services: Services) -> None:
+    services.data.routes["GET /stats"] = lambda _: stats("balanced")
+    services.data.routes["POST /success_rates"] = lambda request: {
+        "recorded": len(request["success_rates"]),
+        "unknown": 0,
+    }
+
+
+@pytest.mark.usefixtures("curriculum_on")
+def test_a_step_tells_the_curriculum_what_it_scored(services: Services) -> None:
+    def reward(request: dict[str, Any]) -> dict[str, Any]:
+        # The first prompt's are all right, so that it is replaced: of the curriculum it is part all the same.
+        return {
+            "rewards": [{"reward": 1.0 if item["prompt"] == "0" else i % 2} for i, item in enumerate(request["items"])]
+        }
+
+    services.rewards.routes["POST /batch_reward"] = reward
+    steps = services.steps(dynamic_sampling_tries=1)
+    steps.next()
+    steps.next()
+    assert rates_of(services) == [
+        {"p/0": 1.0, "p/1": 0.5, "p/2": 0.5, "p/3": 0.5, "p/4": 0.5},
+        {f"p/{i}": 0.5 for i in range(5, 9)},
+    ]
+    assert len(services.data.asked("GET /stats")) == 1
+
+
+@pytest.mark.usefixtures("curriculum_on")
+def test_a_collector_tells_the_curriculum_a_batch_at_a_time(services: Services) -> None:
+    CollectorServices(services, 12)
+    services.collect()
+    sent = rates_of(services)
+    assert [len(rates) for rates in sent] == [4, 4, 4]
+    assert {name: rate for rates in sent for name, rate in rates.items()} == {f"p/{i}": 0.5 for i in range(12)}
+
+
+def test_without_a_curriculum_no_rates_are_sent(services: Services) -> None:
+    services.steps().next()
+    assert rates_of(services) == []
+
+
+@pytest.mark.usefixtures("curriculum_on")
+@pytest.mark.parametrize("status", [422, 500, 503])
+def test_rates_that_cannot_be_recorded_end_nothing(
+    services: Services, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(curriculum, "RECORD_SECONDS", 0.3)
+    services.data.routes["POST /success_rates"] = lambda _: status
+    assert len(services.steps().next()) == 4
+    assert rates_of(services)

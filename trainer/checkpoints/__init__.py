@@ -1,0 +1,1 @@
+"""Checkpoints, and the resumption of a run from the newest one."""

@@ -1,0 +1,89 @@
+"""Which runs are gone on with: never one of other content, and none that has succeeded unless RUN_ID asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import orjson
+
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.core.settings import parse_task_id
+from services.protocol import DataStats
+from trainer.checkpoints.fingerprint import Fingerprint, data_differences, differences
+from trainer.config import TrainerSettings
+
+log = get_logger(__name__)
+
+
+def job_id() -> str | None:
+    """Return the managed job's number and the time of its jobs controller's start; None without SkyPilot.
+
+    All tasks of a job and its recoveries have the same. A job of the same number of a later controller has another; so
+    has a recovery after the controller was restarted.
+    """
+    found = parse_task_id()
+    return f"{found['job']} of {found['time']}" if found else None
+
+
+def has_succeeded(settings: TrainerSettings) -> bool:
+    """Return True when this very job has succeeded before, so that there is nothing left to do.
+
+    Raises:
+        ConfigurationError: the run of this name is another job's that has succeeded, and RUN_ID does not ask for it.
+    """
+    if "run_id" in settings.model_fields_set:
+        return False
+    summary = _read(settings.run_dir / "summary.json")
+    if summary.get("status") != "succeeded":
+        return False
+    if job_id() is not None and summary.get("job") == job_id():
+        log.info("this job has succeeded before: nothing is left to do", run=str(settings.run_dir))
+        return True
+    raise ConfigurationError(
+        f"run {settings.run_id} in {settings.run_dir} has succeeded after {summary.get('steps')} steps, as job "
+        f"{summary.get('job') or 'unknown'}; job {job_id() or 'unknown'} only has the same default name and changes "
+        f"nothing. Give RUN_ID={settings.run_id} to go on with that run, or another RUN_ID for a new one"
+    )
+
+
+def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint | None, now: Fingerprint) -> None:
+    """Make sure that a checkpoint is of the model and the data that the run has now.
+
+    Raises:
+        ConfigurationError: weights, tokenizer or data are others.
+    """
+    if before is None:
+        log.warning("checkpoint of a former release: nothing says which model and data it is of", path=str(checkpoint))
+    elif found := differences(before, now):
+        raise _refusal(settings, checkpoint, found)
+
+
+def check_data(settings: TrainerSettings, data: DataStats) -> None:
+    """Make sure that the run's newest checkpoint, if any, is of the data that the data-server has now.
+
+    Raises:
+        ConfigurationError: it is of other data.
+    """
+    newest = max(settings.checkpoint_dir.glob("step-[0-9]*"), default=None)
+    before = None if newest is None else _read(newest / "state.json").get("fingerprint")
+    if newest is None or before is None:
+        return
+    if found := data_differences(Fingerprint.model_validate(before), data.source, data.fingerprint):
+        raise _refusal(settings, newest, found)
+
+
+def _refusal(settings: TrainerSettings, checkpoint: Path, found: list[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"RUN_ID {settings.run_id} cannot go on from {checkpoint}, which is of something else: {'. '.join(found)}. "
+        "Give the former MODEL_NAME, DATASET and its settings to go on, or another RUN_ID to start anew; with "
+        f"MODEL_NAME={settings.policy_dir}/v... the new run starts from what this one has trained"
+    )
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        found = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}

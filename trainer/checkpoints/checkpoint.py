@@ -1,0 +1,277 @@
+"""Checkpoints: everything that makes a resumed run the same run, written beside the training and renamed into place.
+
+A checkpoint is a directory ``step-000025`` with the sharded model and optimizer (torch.distributed.checkpoint; any
+number of ranks can read it), ``state.json`` with the rest, and ``manifest.json`` with size and checksum of every
+file. It is written under a hidden name and renamed, so a directory with a plain name is complete; one that was
+damaged since is recognised by its manifest, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.protocol import Cursor
+from trainer.checkpoints.fingerprint import Fingerprint
+from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
+
+log = get_logger(__name__)
+
+HASH_BLOCK_BYTES = 1 << 22
+
+
+class RunState(BaseModel):
+    """What a run is beside its weights and optimizer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step: int = 0
+    """Completed steps."""
+    policy_version: int = 0
+    """The version that the policy is published as after them."""
+    model_type: str
+    parameters: int
+    cursor: Cursor
+    replay_snapshot: str | None = None
+    rewards: list[float] = []
+    """Mean reward of each completed step."""
+    accuracy_before: float | None = None
+    """Greedy pass@1 on the held-out prompts, as the two below; each is a point estimate."""
+    accuracy_before_stderr: float | None = None
+    best_accuracy: float | None = None
+    best_step: int | None = None
+    """The step of the best accuracy; its checkpoint is kept."""
+    last_accuracy: float | None = None
+    last_accuracy_stderr: float | None = None
+    evaluated_step: int | None = None
+    seconds: float = 0.0
+    random_state: list[int] = []
+    """torch's CPU generator state, bytes."""
+    fingerprint: Fingerprint | None = None
+    """The fingerprint of model and data; None in a checkpoint of a former release."""
+    job: str | None = None
+    """SkyPilot's name of the job that saved it."""
+
+
+@dataclass
+class _Pending:
+    future: Future[Any]
+    hidden: Path
+    final: Path
+    state: RunState
+
+
+class CheckpointStore:
+    """The checkpoints of a run. Saving and loading are collectives of all ranks."""
+
+    def __init__(self, directory: Path, kept: int, ranks: Ranks) -> None:
+        self.directory = directory
+        self.kept = kept
+        self.ranks = ranks
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint that this process has begun to write, or has loaded; None after one that
+        could not be written."""
+        self._removed_snapshots: list[str] = []
+        self._pending: _Pending | None = None
+        # Its collectives run in a thread beside the training's, so it has a process group of its own.
+        self._group = dist.new_group(backend="gloo")
+        # Checksums mean reading the whole checkpoint back: for a 7B model 84 GB, which training does not wait for.
+        self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
+        if ranks.is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, state: RunState, *, wait: bool = False) -> None:
+        """Starts to write a checkpoint; the copy is made before this returns, the writing goes on beside the training.
+
+        Args:
+            policy: the model.
+            optimizer: its optimizer.
+            state: the rest.
+            wait: return only when it is in place.
+        """
+        self.finish()
+        hidden = self.directory / f".step-{state.step:06d}.partial"
+        if self.ranks.is_main:
+            shutil.rmtree(hidden, ignore_errors=True)
+        self.ranks.barrier()
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        future = async_save(
+            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=hidden, process_group=self._group
+        )
+        written = cast("Future[Any]", future)
+        # Rank 0's is done when every rank has written its part.
+        sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
+        self._pending = _Pending(sealed, hidden, self._path(state.step), state)
+        self.saved_step = state.step
+        if wait:
+            self.finish()
+
+    def poll(self) -> RunState | None:
+        """Puts a finished checkpoint in place; returns its state once, on every rank. A collective, and never waits."""
+        pending = self._pending
+        if pending is None or self.ranks.any(not pending.future.done()):
+            return None
+        return self.finish()
+
+    def finish(self) -> RunState | None:
+        """Waits until a checkpoint that is being written is in place; returns its state.
+
+        Raises:
+            DiskFullError: it could not be written, on whichever rank; what was written of it is removed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        complaint = ""
+        try:
+            with writing(pending.hidden):
+                pending.future.result()
+        except DiskFullError as error:
+            complaint = str(error)
+        complaints = [one for one in self.ranks.gather_json(complaint) if one]
+
+        def put_in_place() -> None:
+            if complaints:
+                shutil.rmtree(pending.hidden, ignore_errors=True)
+                raise DiskFullError(complaints[0])
+            with writing(pending.final):
+                _replace(pending.final, pending.hidden)
+                self._remove_old(pending.state.best_step)
+
+        try:
+            self.ranks.on_main(put_in_place, DiskFullError)
+        except DiskFullError:
+            self.saved_step = None
+            raise
+        return pending.state
+
+    def take_removed_snapshots(self) -> list[str]:
+        """The replay buffer's snapshots of checkpoints that were removed, each told once; on rank 0."""
+        taken, self._removed_snapshots = self._removed_snapshots, []
+        return taken
+
+    def _remove_old(self, best_step: int | None) -> None:
+        best = None if best_step is None else self._path(best_step)
+        for old in self._complete()[: -self.kept]:
+            if old != best:
+                if (snapshot := _snapshot_of(old)) is not None:
+                    self._removed_snapshots.append(snapshot)
+                shutil.rmtree(old)
+
+    def newest(self, model_type: str, parameters: int) -> tuple[Path, RunState] | None:
+        """The newest undamaged checkpoint of this model, the same on every rank; None where there is none.
+
+        Raises:
+            ConfigurationError: there are checkpoints, and all are of another model or damaged.
+        """
+        found: list[Any] = [None, ""]
+        if self.ranks.is_main:
+            found = list(self._newest(model_type, parameters))
+        path, complaint = self.ranks.broadcast_json(found)
+        if path is None:
+            if complaint:
+                raise ConfigurationError(complaint)
+            return None
+        return Path(path), RunState.model_validate_json((Path(path) / "state.json").read_bytes())
+
+    def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+        """Reads model and optimizer of a checkpoint, sharded as this run is."""
+        model_state, optimizer_state = get_state_dict(policy, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        load(state, checkpoint_id=path)
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.saved_step = int(path.name.removeprefix("step-"))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def _complete(self) -> list[Path]:
+        return sorted(self.directory.glob("step-[0-9]*"))
+
+    def _newest(self, model_type: str, parameters: int) -> tuple[str | None, str]:
+        complaint = ""
+        for path in reversed(self._complete()):
+            damage = _damage(path)
+            if damage is None:
+                state = RunState.model_validate_json((path / "state.json").read_bytes())
+                if (state.model_type, state.parameters) == (model_type, parameters):
+                    return str(path), ""
+                damage = f"it is of another model ({state.model_type}, {state.parameters} parameters)"
+            log.warning("checkpoint not used", path=str(path), reason=damage)
+            complaint = complaint or (
+                f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {damage}. "
+                "Give another RUN_ID to start anew."
+            )
+        return None, complaint
+
+
+def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
+    """Puts state and manifest beside the tensors as soon as these are written."""
+    written.result()
+    (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
+    _write_manifest(directory)
+
+
+def _replace(final: Path, new: Path) -> None:
+    """Puts ``new`` in the place of ``final``, without a moment as long as a removal in which there is neither."""
+    aside = final.with_name(f".{final.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    new.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _snapshot_of(directory: Path) -> str | None:
+    """The replay buffer's snapshot that belongs to a checkpoint; None where it has none or cannot be read."""
+    try:
+        return RunState.model_validate_json((directory / "state.json").read_bytes()).replay_snapshot
+    except (OSError, ValidationError):
+        return None
+
+
+def _write_manifest(directory: Path) -> None:
+    files = {
+        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": _checksum(file)}
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+    (directory / "manifest.json").write_bytes(orjson.dumps(files, option=orjson.OPT_INDENT_2))
+
+
+def _damage(directory: Path) -> str | None:
+    """Why a checkpoint cannot be used; None when every file is as it was written."""
+    try:
+        files = orjson.loads((directory / "manifest.json").read_bytes())
+        for name, expected in files.items():
+            file = directory / name
+            if file.stat().st_size != expected["bytes"] or _checksum(file) != expected["blake2b"]:
+                return f"{name} is not as it was written"
+        RunState.model_validate_json((directory / "state.json").read_bytes())
+    except (OSError, ValueError, KeyError, ValidationError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _checksum(file: Path) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as stream:
+        while block := stream.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,105 @@
+"""Resumes a run from its newest checkpoint: the trainer's state and the published versions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.protocol import Cursor, DataStats
+from services.weights.policy_store import PolicyStore
+from trainer.checkpoints.admission import check_same, job_id
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.fingerprint import Fingerprint, tokenizer_digest
+from trainer.config import Mode, TrainerSettings
+from trainer.model.learner import Learner
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
+
+log = get_logger(__name__)
+
+
+def resume(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    policy: Policy,
+    data: DataStats,
+    learner: Learner,
+    checkpoints: CheckpointStore,
+) -> RunState:
+    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
+
+    Raises:
+        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
+    """
+    fresh = RunState(
+        model_type=policy.config.model_type,
+        parameters=count_parameters(policy),
+        cursor=Cursor(),
+        fingerprint=_fingerprint(settings, policy, data),
+        job=job_id(),
+    )
+    found = checkpoints.newest(fresh.model_type, fresh.parameters)
+    if found is None:
+        # An earlier life may have published without having come to its first checkpoint.
+        fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
+        return fresh
+    path, state = found
+    before = state.fingerprint
+    ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
+    state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
+    checkpoints.load(path, policy, learner.optimizer)
+    if state.random_state:
+        torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
+    state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
+    log.info("resumed", checkpoint=str(path), step=state.step)
+    return state
+
+
+def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
+    """Return what the run is begun with on rank 0, which saves it; None on the others."""
+    described = policy.description
+    if described is None:
+        return None
+    return Fingerprint(
+        model=settings.model_name,
+        weights=described.weights_digest,
+        tokenizer=tokenizer_digest(described.tokenizer),
+        dataset=data.source,
+        data=data.fingerprint,
+    )
+
+
+def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
+    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
+    assert fresh.fingerprint is not None, "rank 0 has the model's description"
+    check_same(settings, path, state.fingerprint, fresh.fingerprint)
+    if "run_id" not in settings.model_fields_set and state.job != fresh.job:
+        log.warning(
+            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
+            "Give another RUN_ID to start anew",
+            run=settings.run_id,
+            step=state.step,
+            begun_by=state.job,
+            job=fresh.job,
+        )
+
+
+def _next_version(settings: TrainerSettings, version: int) -> int:
+    """Return the version to publish a state's policy as; it was ``version`` when saved, and is 0 in a fresh state."""
+    store = PolicyStore(settings.policy_dir)
+    if settings.mode is Mode.SYNC:
+        # What was published after the checkpoint will be made again, the same.
+        store.discard_after(version)
+        return version
+    # Groups of the abandoned steps may still be in the queue: no version is used twice.
+    newest = store.newest()
+    return version if newest is None else max(version, newest.version + 1)
+
+
+def count_parameters(policy: Policy) -> int:
+    """Return how many parameters the whole model has, adapters included."""
+    return sum(p.numel() for p in policy.parameters())

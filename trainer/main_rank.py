@@ -1,0 +1,195 @@
+"""Rank 0's dealings with the services: the parts of a step that happen over the network.
+
+The methods block. Their coroutines run on the event loop of a ServiceThread, where the clients, the collector of the
+asynchronous mode and the status page live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TypeVar
+
+from services.clients.rollout_admin import RouterAdmin
+from services.core.endpoints import Task
+from services.core.errors import DependencyLostError, NeverReadyError
+from services.core.logs import get_logger
+from services.http.client import RequestRefusedError
+from services.protocol import ComponentRecord, Cursor, DataStats, Group, Prompt
+from trainer.collector import Collector
+from trainer.config import Mode, TrainerSettings
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.curriculum import SuccessRates
+from trainer.rollouts.evaluate import Evaluator
+from trainer.rollouts.fresh_queue import FreshQueue
+from trainer.rollouts.groups import GroupMaker, initial_priority
+from trainer.rollouts.replay import sample_groups
+from trainer.service_thread import ServiceThread
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+WORKER_POLL_SECONDS = 0.2
+
+
+class MainRank:
+    """The services of a run as its driver calls them."""
+
+    def __init__(self, settings: TrainerSettings, thread: ServiceThread, clients: Clients) -> None:
+        self.settings = settings
+        self.thread = thread
+        self.clients = clients
+        self.maker = GroupMaker(settings, clients.rollouts, clients.rewards)
+        self.evaluator = Evaluator(settings, clients)
+        self.success_rates = SuccessRates(clients.data, settings.batch_size)
+        self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, None)
+        self.cursor = Cursor()
+        """The prompts used so far; in asynchronous mode the collectors' cursor lives in the data-server."""
+        self.while_waiting: Callable[[], None] | None = None
+        """Called every two seconds while groups are generated."""
+
+    @classmethod
+    @contextmanager
+    def connected(cls, settings: TrainerSettings, thread: ServiceThread, vocab_size: int) -> Iterator[Self]:
+        """Connect to the services; within it data-server, reward-server and replay-buffer have been healthy.
+
+        Raises:
+            NeverReadyError: one of them did not become healthy within the deadline of the start.
+        """
+        clients = Clients.of(settings, vocab_size)
+        thread.call(clients.open())
+        try:
+            try:
+                thread.call(clients.wait_healthy(settings.start_deadline_seconds), interruptible=True)
+            except DependencyLostError as error:
+                raise NeverReadyError(str(error)) from error
+            yield cls(settings, thread, clients)
+        finally:
+            thread.call(clients.close())
+
+    def describe_data(self) -> DataStats:
+        """Ask the data-server what there is to train on."""
+        return self.thread.call(self.clients.data.stats())
+
+    def describe_components(self) -> dict[Task, ComponentRecord]:
+        """Ask the services what they run with."""
+        services = (self.clients.data, self.clients.rewards, self.clients.replay)
+        return {client.task: self.thread.call(client.settings()) for client in services}
+
+    def start_collector(self) -> None:
+        """Start the asynchronous mode's collector beside the trainer, unless collectors run elsewhere."""
+        if self.settings.mode is Mode.ASYNC and self.settings.collector_in_process:
+            collecting = Collector(self.settings, self.clients, self.maker).run()
+            self.fresh_queue.collector = self.thread.start(collecting)
+
+    def wait_for_workers(self) -> None:
+        """Wait until the router has MIN_WORKERS rollout workers.
+
+        Raises:
+            NeverReadyError: it has fewer after the deadline of the start.
+        """
+        self.thread.call(self._wait_for_workers(self.settings.start_deadline_seconds), interruptible=True)
+
+    def fetch_prompts(self, wanted: int) -> list[Prompt]:
+        """Return the next ``wanted`` prompts of the epochs to train; fewer, then none, at the end."""
+        reply = self.thread.call(self.clients.data.prompts(wanted, cursor=self.cursor), interruptible=True)
+        self.cursor = reply.cursor
+        return [prompt for prompt in reply.prompts if prompt.epoch < self.settings.num_epochs]
+
+    def generate_and_score(self, prompts: Sequence[Prompt], batch: Batch) -> list[Group]:
+        """Return the groups of ``prompts``; each prompt's completions are scored as soon as they are generated.
+
+        Raises:
+            ConfigurationError, DependencyLostError: too many prompts in a row got no completion.
+        """
+        started = time.perf_counter()
+        groups = self._patiently(self.maker.make_groups(prompts))
+        generated = max(self.maker.last_generated, started)
+        batch.seconds["generate"] += generated - started
+        batch.seconds["score"] += time.perf_counter() - generated
+        return groups
+
+    def store(self, batch: Batch) -> None:
+        """Add the groups to the replay buffer, and tell the curriculum how often prompts were answered right."""
+        if not batch.groups:
+            return
+        started = time.perf_counter()
+        priorities = [initial_priority(group) for group in batch.groups]
+        self.thread.call(self.clients.replay.add(batch.groups, priorities), interruptible=True)
+        self.thread.call(self.success_rates.record(batch.scored), interruptible=True)
+        batch.seconds["store"] = time.perf_counter() - started
+
+    def lease_groups(self, batch: Batch, policy_version: int) -> None:
+        """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
+
+        Raises:
+            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+        """
+        started = time.perf_counter()
+        self._patiently(self.fresh_queue.lease(batch, policy_version))
+        batch.seconds["wait"] = time.perf_counter() - started
+
+    def sample_replay(self, batch: Batch, step: int, policy_version: int) -> None:
+        """Draw the batch's replayed groups from the replay buffer."""
+        sampling = sample_groups(self.settings, self.clients.replay, step, policy_version, batch.groups)
+        batch.replayed = self.thread.call(sampling)
+
+    def acknowledge(self, priorities: dict[str, float]) -> None:
+        """Tell the replay buffer which groups were trained on, and the new priorities of replayed ones by group id."""
+        self.thread.call(self.fresh_queue.acknowledge())
+        if priorities:
+            self.thread.call(self.clients.replay.update_priorities(priorities))
+
+    def evaluate(self) -> dict[str, float]:
+        """Measure what the rollout workers serve on held-out prompts; see Evaluator."""
+        return self.thread.call(self.evaluator.evaluate(), interruptible=True)
+
+    def save_replay(self, label: str) -> None:
+        """Save the replay buffer's contents and priorities under ``label``."""
+        self.thread.call(self.clients.replay.save_snapshot(label))
+
+    def restore_replay(self, snapshot: str | None) -> None:
+        """Give the replay buffer the contents that the resumed state has trained with, and no others.
+
+        Without a snapshot those are the contents at the run's first start, because an earlier attempt that was killed
+        before its first checkpoint may have added groups that are newer than the policy.
+        """
+        start = f"{self.settings.run_id}-start"
+        try:
+            self.thread.call(self.clients.replay.restore_snapshot(snapshot or start))
+        except RequestRefusedError as error:
+            if error.status != 404:
+                raise
+            if snapshot is None:
+                self.save_replay(start)
+            else:
+                log.warning("the replay buffer has lost the checkpoint's contents and goes on with what it holds")
+
+    def forget_replay(self, label: str) -> None:
+        """Delete a snapshot of the replay buffer."""
+        self.thread.call(self.clients.replay.drop_snapshot(label))
+
+    def _patiently(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.thread.call(work, interruptible=True, meanwhile=self.while_waiting)
+
+    async def _wait_for_workers(self, deadline_seconds: float) -> None:
+        workers: list[str] = []
+        reason = "the router did not answer"
+        try:
+            async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
+                while len(workers) < self.settings.min_workers:
+                    await asyncio.sleep(WORKER_POLL_SECONDS)
+                    try:
+                        workers = await router.workers()
+                        reason = f"{len(workers)} are registered"
+                    except DependencyLostError as error:
+                        reason = str(error)
+        except TimeoutError:
+            raise NeverReadyError(
+                f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
+                f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
+            ) from None

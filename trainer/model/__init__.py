@@ -1,0 +1,1 @@
+"""The policy on its ranks: loading, sharding, log-probabilities and the optimizer's step."""

@@ -1,0 +1,256 @@
+"""The update: packed groups in, one optimizer step out."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from services.core.logs import get_logger
+from trainer.algorithm.loss import Diagnostics, StepSize, policy_loss
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
+from trainer.config import ImportanceCorrection, Schedule, TrainerSettings
+from trainer.model.policy import Policy
+from trainer.model.ranks import Ranks
+
+log = get_logger(__name__)
+
+
+class StopRequestedError(Exception):
+    """The run was asked to stop in the middle of an update; the policy is as it was before the update."""
+
+
+@dataclass
+class UpdateResult:
+    """What the optimizer steps of one update did.
+
+    ``tokens`` counts what forward passes with gradient computed, over all ranks; ``skipped`` the optimizer steps left
+    out because loss or gradient were not finite; ``refused`` the groups left out because the model does not know their
+    tokens. ``metrics`` are means over the optimizer steps. ``signal`` is, by group id, the sum over its tokens of
+    |importance weight * advantage|.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    refused: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The groups of one optimizer step, as this rank sees them."""
+
+    own: list[list[TrainingGroup]]
+    """This rank's micro-batches; each is packed when its turn comes, so that one at a time lies on the device."""
+    size: StepSize
+    tokens: int
+
+
+class Learner:
+    """Owns the policy's optimizer and applies updates. Every method is a collective of all ranks."""
+
+    def __init__(
+        self, settings: TrainerSettings, policy: Policy, ranks: Ranks, reference: Policy | None, total_steps: int
+    ) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.ranks = ranks
+        self.reference = reference
+        self.total_steps = total_steps
+        self.optimizer = torch.optim.AdamW(
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
+        )
+
+    def update(
+        self,
+        groups: Sequence[TrainingGroup],
+        step: int,
+        *,
+        n_steps: int = 1,
+        off_policy: bool = False,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> UpdateResult:
+        """``n_steps`` optimizer steps, each on an equal share of ``groups``, which every rank passes whole.
+
+        Groups with token ids outside the model's vocabulary are left out and counted. A share without any advantage
+        (and neither KL nor entropy in the loss) computes and changes nothing. A loss or gradient that is not finite
+        leaves policy and optimizer as they were, and is counted.
+
+        Args:
+            groups: what to train on.
+            step: number of the training step, for the learning rate.
+            n_steps: optimizer steps.
+            off_policy: the groups come from the replay buffer.
+            should_stop: asked between the micro-batches before the first optimizer step, on every rank.
+
+        Raises:
+            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+        """
+        started = time.perf_counter()
+        rate = learning_rate(self.settings, step, self.total_steps)
+        known = [group for group in groups if self._knows(group)]
+        parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
+        corrected = off_policy or self.settings.importance_correction is not ImportanceCorrection.NONE
+        # With one optimizer step theta itself is the proximal policy, and its log-probabilities come with the gradient.
+        proximal = [self._logprobs(part) for part in parts] if n_steps > 1 and corrected else [None] * n_steps
+        result = UpdateResult(refused=len(groups) - len(known))
+        for part, part_proximal in zip(parts, proximal, strict=True):
+            if not part.own:
+                continue
+            metrics, signal = self._optimizer_step(
+                part, part_proximal, rate, off_policy, None if result.steps else should_stop
+            )
+            result.steps += 1
+            result.tokens += part.tokens
+            result.skipped += int(not _is_finite(metrics))
+            result.signal.update(signal)
+            for name, value in metrics.items():
+                result.metrics[name] = result.metrics.get(name, 0.0) + value
+        result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
+        result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
+        result.seconds = time.perf_counter() - started
+        return result
+
+    @torch.no_grad()
+    def logprobs(self, group: TrainingGroup, temperature: float = 1.0) -> list[list[float]]:
+        """The policy's log-probabilities of one group: ``result[completion][token]``, on every rank."""
+        values, _ = self.policy(self._packed([group]), temperature)
+        return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
+
+    def _knows(self, group: TrainingGroup) -> bool:
+        vocabulary = self.policy.config.vocab_size
+        unknown = [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+        if unknown and self.ranks.is_main:
+            log.warning(
+                "group left out: token ids outside the model's vocabulary",
+                group_id=group.group_id,
+                ids=unknown[:8],
+                vocabulary=vocabulary,
+            )
+        return not unknown
+
+    def _part(self, groups: Sequence[TrainingGroup]) -> _Part:
+        needs_all = self.settings.entropy_coef != 0 or self.settings.kl_coef != 0
+        trainable = [g for g in groups if needs_all or any(s.advantage for s in g.sequences)]
+        shares = share_out(trainable, self.ranks.world_size, self.settings.micro_batch_tokens)
+        return _Part(
+            own=shares[self.ranks.rank],
+            size=StepSize(
+                tokens=sum(len(s.completion_ids) for g in groups for s in g.sequences),
+                sequences=sum(len(g.sequences) for g in groups),
+            ),
+            tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
+        )
+
+    @torch.no_grad()
+    def _logprobs(self, part: _Part) -> list[Tensor]:
+        return [self.policy(self._packed(pieces))[0] for pieces in part.own]
+
+    def _packed(self, pieces: Sequence[TrainingGroup]) -> MicroBatch:
+        return pack(pieces).to(self.ranks.device)
+
+    def _optimizer_step(
+        self,
+        part: _Part,
+        proximal: list[Tensor] | None,
+        rate: float,
+        off_policy: bool,
+        should_stop: Callable[[], bool] | None,
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        diagnostics, policy = Diagnostics(), cast("FSDPModule", self.policy)
+        for index, pieces in enumerate(part.own):
+            if should_stop is not None and self.ranks.any(should_stop()):
+                self.optimizer.zero_grad()
+                _reshard(self.policy)
+                raise StopRequestedError
+            # Sharding, every micro-batch reduces its gradients and frees them and the gathered parameters; otherwise
+            # the last one does.
+            is_last = index == len(part.own) - 1
+            policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
+            policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
+            policy.set_is_last_backward(is_last)
+            before = proximal[index] if proximal else None
+            diagnostics.add(self._backward(self._packed(pieces), part.size, before, off_policy))
+        total, maximum = self.ranks.total, self.ranks.maximum
+        diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima), total(diagnostics.signal))
+        metrics = diagnostics.metrics()
+        metrics["grad_norm"] = self._clip()
+        if _is_finite(metrics):
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return metrics, diagnostics.signal
+
+    def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None, off_policy: bool) -> Diagnostics:
+        reference = self._reference_logprobs(batch)
+        logprobs, entropies = self.policy(batch)
+        loss, diagnostics = policy_loss(
+            self.settings,
+            batch,
+            logprobs,
+            entropies,
+            size,
+            proximal_logprobs=proximal,
+            reference_logprobs=reference,
+            off_policy=off_policy,
+        )
+        if batch.is_filler:
+            loss = logprobs.sum() * 0.0
+        # FSDP averages gradients over ranks; the loss's denominators already count all of them.
+        (loss * self.ranks.world_size).backward()
+        return diagnostics
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
+        if not self.settings.kl_coef:
+            return None
+        if self.reference is not None:
+            return cast("Tensor", self.reference(batch)[0])
+        with self.policy.without_adapters():
+            return cast("Tensor", self.policy(batch)[0])
+
+    def _clip(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(
+            [p for p in self.policy.parameters() if p.requires_grad], self.settings.max_grad_norm
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _reshard(policy: Policy) -> None:
+    """Puts the sharded parameters back in the place of gathered ones."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _is_finite(metrics: dict[str, float]) -> bool:
+    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+
+
+def learning_rate(settings: TrainerSettings, step: int, total_steps: int) -> float:
+    """The learning rate of a step (counted from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(total_steps - warmup, 1)
+    match settings.lr_schedule:
+        case Schedule.CONSTANT:
+            return peak
+        case Schedule.LINEAR:
+            return peak * max(1 - progress, 0.0)
+        case Schedule.COSINE:
+            return peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2

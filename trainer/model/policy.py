@@ -1,0 +1,331 @@
+"""The policy: a transformers model that returns log-probabilities of packed groups, sharded over the ranks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import huggingface_hub.serialization._torch
+import torch
+import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from services.core import compute
+from services.core.compute import Compute
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from trainer.algorithm.packing import MicroBatch
+from trainer.checkpoints.fingerprint import weights_digest
+from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.config import TrainerSettings
+from trainer.model.attention import SHARED_PROMPT_ATTENTION
+from trainer.model.logprobs import token_logprobs
+from trainer.model.ranks import Ranks
+from trainer.model.reduce_scatter import PairwiseReduceScatter
+from trainer.model.supported import check_config, check_model
+
+log = get_logger(__name__)
+
+LORA_TARGETS = "all-linear"
+
+# It tells of every file that it saves, under its own path as the logger's name.
+logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model directory has beside its weights, as MODEL_NAME has it."""
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    weights_digest: str
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class Policy(nn.Module):
+    """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
+
+    Calling it is a collective: every rank calls it equally often.
+    """
+
+    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.compute: Compute | None = None
+        """The device and type of numbers; ``load_policy`` sets it."""
+        self.temperature = temperature
+        self.logit_chunk_tokens = logit_chunk_tokens
+        self.description: Description | None = None
+        """What is saved with the weights; rank 0's trainable policy has it."""
+
+    def forward(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the completion tokens of a micro-batch.
+
+        Args:
+            batch: T packed tokens with N completion tokens.
+            temperature: of the distribution; by default that of sampling.
+
+        Returns:
+            logprobs [N] and entropies [N], float32.
+        """
+        model = self._causal_lm()
+        decoder = model.base_model
+        output_embeddings = cast("nn.Linear", model.get_output_embeddings())
+        weight, layout = output_embeddings.weight, batch.layout
+        if weight.is_cuda:
+            layout = layout.with_additive_mask(weight.dtype)
+        hidden = decoder(
+            input_ids=batch.input_ids[None],
+            position_ids=batch.position_ids[None],
+            use_cache=False,
+            layout=layout,
+        ).last_hidden_state[0]
+        return token_logprobs(
+            hidden[batch.predict_rows],
+            weight,
+            batch.targets,
+            self.temperature if temperature is None else temperature,
+            self.logit_chunk_tokens,
+        )
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return self._causal_lm().config
+
+    @property
+    def has_adapters(self) -> bool:
+        """True when LoRA adapters are trained."""
+        return hasattr(self.model, "peft_config")
+
+    def without_adapters(self) -> AbstractContextManager[Any]:
+        """Within it the policy is the model that the adapters started from."""
+        if not self.has_adapters:
+            return nullcontext()
+        return cast("AbstractContextManager[Any]", cast("Any", self.model).disable_adapter())
+
+    def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by its name in a Hugging Face checkpoint; LoRA adapters merged, tied weights once.
+
+        A collective. On GPUs the tensors lie there; each is freed before the next is gathered.
+        """
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" in name:
+                    continue
+                value = _whole(parameter)
+                if self.has_adapters:
+                    layer = _adapted(self.model, name)
+                    value = value if layer is None else value + self._adapter_delta(layer)
+                    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+                yield _plain(name), value.to(dtype)
+
+    def _adapter_delta(self, layer: Any) -> Tensor:
+        a, b = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+        return b @ a * float(layer.scaling["default"])
+
+    def _causal_lm(self) -> PreTrainedModel:
+        return cast("PreTrainedModel", cast("Any", self.model).get_base_model() if self.has_adapters else self.model)
+
+
+def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
+    """Loads MODEL_NAME and shards it. Rank 0 reads the weights; the others receive their shards from it.
+
+    Raises:
+        ConfigurationError: the model cannot be had or its architecture is not supported.
+    """
+    chosen = choose_compute(settings, ranks)
+    if trainable:
+        log.info("computing", **vars(chosen))
+    model = _load_model(settings, materialise=ranks.is_main)
+    digest = weights_digest(model) if trainable and ranks.is_main else ""
+    if trainable and settings.lora_rank:
+        model = _with_adapters(model, settings)
+    policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
+    policy.compute = chosen
+    if trainable and ranks.is_main:
+        policy.description = _load_description(settings, digest)
+    # Without dropout, of which the policy that sampled knew nothing either.
+    policy.eval().requires_grad_(trainable and not settings.lora_rank)
+    for name, parameter in policy.named_parameters():
+        if "lora_" in name:
+            parameter.requires_grad_(trainable)
+    layers = _decoder_layers(policy)
+    if trainable and settings.activation_checkpointing:
+        apply_activation_checkpointing(policy, check_fn=lambda module: module in layers)
+        layers = _decoder_layers(policy)
+    _shard(policy, layers, settings, ranks, getattr(torch, chosen.compute_type))
+    return policy
+
+
+def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
+    """Return what forward and backward passes compute with: the same type on every rank. A collective."""
+    lacks_bfloat16 = not compute.multiplies_bfloat16(torch.cpu.get_capabilities())
+    return compute.decide(
+        "COMPUTE_TYPE",
+        settings.compute_type,
+        device=ranks.device.type,
+        multiplies_bfloat16=not ranks.any(lacks_bfloat16),
+        threads=torch.get_num_threads(),
+    )
+
+
+def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
+    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
+
+    Raises:
+        DiskFullError: on every rank.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value in policy.full_parameters(dtype):
+        if ranks.is_main:
+            # On a CPU no copy, since everything is written before the parameters change; but safetensors refuses a view
+            # of a part of a storage, which a gathered parameter can be.
+            is_part = value.untyped_storage().nbytes() != value.nbytes
+            state[name] = value.to("cpu", copy=is_part)
+
+    def write() -> None:
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(state, directory, metadata={"format": "pt"})
+            save_description(policy, directory, dtype)
+
+    ranks.on_main(write, DiskFullError)
+
+
+def save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
+    """Writes what a model directory has beside its weights: configuration, generation defaults, tokenizer."""
+    assert policy.description is not None, "only rank 0 saves, and only the policy that is trained"
+    config = copy.deepcopy(policy.description.config)
+    config.dtype = dtype
+    config.architectures = [type(policy._causal_lm()).__name__]
+    config.save_pretrained(directory)
+    generation = getattr(policy._causal_lm(), "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(directory)
+    policy.description.tokenizer.save_pretrained(directory)
+
+
+def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+    trust = settings.trust_remote_code
+    options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
+    with _as_configuration_error(settings.model_name):
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=trust)
+        check_config(config)
+        if materialise:
+            model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
+    check_model(model)
+    return cast("PreTrainedModel", model)
+
+
+def _load_description(settings: TrainerSettings, digest: str) -> Description:
+    # A configuration of its own: the model's says how it is computed here.
+    name, trust = settings.model_name, settings.trust_remote_code
+    with _as_configuration_error(name):
+        return Description(
+            AutoConfig.from_pretrained(name, trust_remote_code=trust),
+            AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
+            digest,
+        )
+
+
+@contextmanager
+def _as_configuration_error(model_name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"MODEL_NAME: the model {model_name!r} cannot be loaded: {first_line} "
+            "Give a Hugging Face name that this machine can reach or a local model directory."
+        ) from error
+
+
+def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
+    from peft import LoraConfig, get_peft_model
+
+    # Created on the CPU with a fixed seed on every rank; rank 0's are sent to the others with the weights.
+    torch.manual_seed(settings.seed)
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
+    )
+    return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
+
+
+def _decoder_layers(policy: Policy) -> list[nn.Module]:
+    layers = getattr(policy._causal_lm().base_model, "layers", None)
+    if layers is None:
+        raise ConfigurationError(
+            f"MODEL_NAME: {policy.config.model_type} keeps its layers where the trainer does not find them; "
+            "choose a decoder of the usual shape (Qwen2, Qwen3, Llama, ...)"
+        )
+    return list(layers)
+
+
+def _shard(
+    policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks, dtype: torch.dtype
+) -> None:
+    # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
+    is_source = ranks.is_main and ranks.world_size > 1
+    state = policy.state_dict() if is_source else {}
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": ranks.mesh,
+        "mp_policy": precision,
+        "reshard_after_forward": settings.shard_parameters,
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(policy, **{**options, "reshard_after_forward": False})
+    if ranks.device.type == "cpu":
+        for module in (*layers, policy):
+            cast("FSDPModule", module).set_custom_reduce_scatter(PairwiseReduceScatter())
+    if ranks.world_size == 1:
+        return
+    if not ranks.is_main:
+        policy.to_empty(device=ranks.device)
+    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # Rotary frequencies are no part of a state dict.
+    for buffer in policy.buffers():
+        dist.broadcast(buffer, src=0)
+    cast("FSDPModule", policy).set_requires_gradient_sync(True)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def _adapted(model: nn.Module, name: str) -> nn.Module | None:
+    """The LoRA layer whose base weight has this parameter name, if any."""
+    layer_name, _, rest = name.partition(".base_layer.")
+    return model.get_submodule(layer_name) if rest == "weight" else None

@@ -1,0 +1,53 @@
+"""The publication of a step's policy as the driver does it, with the probe of what the workers compute."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+from services.core.logs import get_logger
+from trainer.algorithm.advantages import training_group
+from trainer.config import TrainerSettings
+from trainer.main_rank import MainRank
+from trainer.publishing.probe import probe_workers
+from trainer.rollouts.batch import Batch
+from trainer.team import Team
+
+log = get_logger(__name__)
+
+
+@dataclass
+class Publication:
+    """Publishes policy versions; on rank 0."""
+
+    settings: TrainerSettings
+    services: MainRank
+    team: Team
+
+    def publish(self, version: int, batch: Batch) -> dict[str, float]:
+        """Make the rollout workers serve the policy as ``version``; return the metrics of it.
+
+        Args:
+            version: the policy version.
+            batch: groups, one completion of which PUBLISH_PROBE compares; empty before the first step.
+        """
+        started = time.perf_counter()
+        metrics = self.team.publish(version)
+        if self.settings.publish_probe:
+            metrics |= self._probe(batch)
+        return metrics | {"seconds_publish": time.perf_counter() - started}
+
+    def keep_on_volume(self, version: int) -> None:
+        """Write the policy again if the shared volume has lost it, because a worker that comes back waits for it."""
+        if not self.team.publisher.is_on_volume(version):
+            log.warning("policy version is written again", policy_version=version, reason="it has gone from the volume")
+            self.team.write_policy(version)
+
+    def _probe(self, batch: Batch) -> dict[str, float]:
+        groups = [training_group(group, self.settings) for group in batch.groups]
+        group = next((replace(g, sequences=g.sequences[:1]) for g in groups if g.sequences), None)
+        if group is None:
+            return {}
+        expected = self.team.logprobs([group])[0]
+        probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
+        return {"probe_difference": self.services.thread.call(probing)}

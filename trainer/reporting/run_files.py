@@ -1,0 +1,211 @@
+"""The files of a run directory: settings, metrics, samples, TensorBoard events, the reward curve, the summary."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.core.endpoints import Task
+from services.core.logs import get_logger
+from services.http import provenance
+from services.protocol import ComponentRecord, Group
+from trainer.algorithm.packing import TrainingGroup
+from trainer.config import Mode, TrainerSettings
+from trainer.reporting import metrics as exported_metrics
+from trainer.reporting.step_metrics import reward_counts
+
+log = get_logger(__name__)
+
+AVERAGED_STEPS = 3
+"""Most steps at the start and at the end over which the summary averages rewards."""
+
+
+class RunFiles:
+    """Writes the run directory; only rank 0 has one."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        resumed_step: int,
+        decode: Callable[[list[int]], str],
+        services: Mapping[Task, ComponentRecord] | None = None,
+    ) -> None:
+        """Open the run directory and drop what an earlier attempt wrote after ``resumed_step``.
+
+        Args:
+            settings: the trainer's.
+            resumed_step: the last step whose records stay.
+            decode: returns the text of token ids, with special tokens.
+            services: the settings and versions of the services, for config.json.
+        """
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.settings = settings
+        self._decode = decode
+        self.directory = settings.run_dir
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._components = {Task.TRAINER: provenance.describe(settings), **(services or {})}
+        self._write_config()
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            _drop_after(self.directory / name, resumed_step)
+        # The evaluation before the first step is made again when no step counts.
+        _drop_after(self.directory / "evaluations.jsonl", resumed_step or -1)
+        self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
+        self._wandb = _start_wandb(settings) if settings.wandb_api_key else None
+
+    def record_step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        """Appends one step's metrics and a few of its groups."""
+        line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
+        _append(self.directory / "metrics.jsonl", [line])
+        _append(
+            self.directory / "samples.jsonl",
+            [
+                {
+                    "step": step,
+                    "group_id": g.group_id,
+                    "prompt": g.prompt,
+                    "rendered_prompt": rendered,
+                    "ground_truth": g.ground_truth,
+                    "completion": e.completion,
+                    "reward": e.reward,
+                    "finish_reason": e.finish_reason.value,
+                    "policy_version": e.oldest_version,
+                    "tokens": len(e.completion_ids),
+                    "result": e.result.model_dump(mode="json", exclude_none=True),
+                }
+                for g in groups[: self.settings.logged_groups]
+                for rendered in [self._decode(g.prompt_ids)]
+                for e in g.experiences
+            ],
+        )
+        exported_metrics.export(step, metrics)
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(metrics, step=step)
+
+    def keep_batch(self, step: int, groups: Sequence[TrainingGroup]) -> Path:
+        """Write the groups of an update that was not finite to a file, and return its path."""
+        path = self.directory / f"diverged-step-{step:06d}.json"
+        try:
+            path.write_bytes(orjson.dumps([asdict(group) for group in groups]))
+        except OSError as error:
+            log.error("the last batch is not written", path=str(path), reason=str(error))
+        return path
+
+    def record_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
+        """Appends a few greedy completions of held-out prompts, the same prompts after each evaluation."""
+        _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json and, once there was a step, the reward curve."""
+        self._write_config()  # again, since a component that started late is in the directory by now
+        _write(self.directory / "summary.json", summary)
+        if (self.directory / "metrics.jsonl").exists():
+            draw_reward_curve(self.directory)
+
+    def _write_config(self) -> None:
+        """Writes config.json: what every component runs with."""
+        left = [Task.ROLLOUT_SERVER]
+        if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
+            left.append(Task.COLLECTOR)
+        found = {task: provenance.read_record(self.directory, task) for task in left}
+        records = self._components | {task: record for task, record in found.items() if record is not None}
+        components = {task.value: record.model_dump() for task, record in records.items()}
+        _write(self.directory / "config.json", {"components": components})
+
+    def close(self) -> None:
+        """Flushes what is buffered."""
+        try:
+            self._tensorboard.close()
+        except OSError as error:
+            # Not raised: the run has ended, and why it did must not be hidden.
+            log.warning("TensorBoard's events are not whole", reason=str(error))
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
+    """Return the mean rewards of the first and of the last steps, and how many steps each is of: no step is in both.
+
+    A single step has a first mean only; without steps there is none.
+    """
+    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
+    return {
+        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
+        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
+        "reward_steps": min(steps, len(rewards)),
+    }
+
+
+def draw_reward_curve(run_dir: Path) -> None:
+    """Draws reward.png from metrics.jsonl."""
+    from matplotlib.figure import Figure
+
+    lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
+    steps = [line["step"] for line in lines if "reward_mean" in line]
+    rewards = [line["reward_mean"] for line in lines if "reward_mean" in line]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(steps, rewards, marker="o", markersize=3, label="training reward")
+    before = orjson.loads((run_dir / "summary.json").read_bytes())["accuracy_before"]
+    accuracies = [] if before is None else [(0, before)]
+    accuracies += [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
+    if accuracies:
+        axes.plot(*zip(*accuracies, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
+    axes.set(xlabel="step", ylabel="mean reward, accuracy", title=run_dir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(run_dir / "reward.png", dpi=120)
+
+
+def _start_wandb(settings: TrainerSettings) -> Any:
+    import wandb
+
+    assert settings.wandb_api_key is not None
+    wandb.login(key=settings.wandb_api_key.get_secret_value())
+    return wandb.init(
+        project=settings.wandb_project,
+        name=settings.run_id,
+        id=settings.run_id,
+        resume="allow",
+        dir=str(settings.run_dir),
+        config=settings.model_dump(mode="json", exclude={"wandb_api_key", "jobgroup_token"}),
+    )
+
+
+def _append(path: Path, records: list[dict[str, Any]]) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("ab") as stream:
+            stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
+    except OSError:
+        os.truncate(path, size)  # on a full disk a part of a line may be there
+        raise
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
+    temporary.rename(path)
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Keeps the records up to ``step``; a line cut off by a kill is dropped with those after it."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n") or orjson.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_bytes(b"".join(kept))
+    temporary.rename(path)

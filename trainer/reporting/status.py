@@ -1,0 +1,93 @@
+"""The trainer's own HTTP service: the run page, health, metrics and where the run stands, on :8004."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from services.core.endpoints import STATUS_PORT, Task, bind_address
+from services.http.app import create_service_app
+from services.http.connections import server_config
+from services.http.server import listen
+from services.run_page.components import ComponentWatch
+from services.run_page.directory import RunDirectory
+from services.run_page.routes import PUBLIC, add_run_page
+from trainer.checkpoints.checkpoint import RunState
+from trainer.config import TrainerSettings
+
+BEFORE = {"accuracy_before", "accuracy_before_stderr"}
+"""The fields of the run's state that the page shows as step 0."""
+
+
+@dataclass
+class RunStatus:
+    """Where the run stands; the loop updates it, GET /stats shows it."""
+
+    phase: str = "starting"
+    step: int = 0
+    total_steps: int = 0
+    policy_version: int = 0
+    state: RunState | None = None
+    """The state of the run once it is known, which has the accuracy before training."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def position(self) -> dict[str, Any]:
+        """What the run does and how far it has come."""
+        return {
+            "phase": self.phase,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "policy_version": self.policy_version,
+            **(self.state.model_dump(include=BEFORE) if self.state is not None else {}),
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """The content of GET /stats: the position and the newest step's metrics."""
+        return {**self.position(), "metrics": self.metrics}
+
+
+def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
+    """The application of the status service."""
+
+    watch = ComponentWatch(settings.token)
+    runs = [RunDirectory(settings.run_id, settings.run_dir)]
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+
+    def now() -> dict[str, Any]:
+        return {**status.position(), "components": watch.components()}
+
+    app = create_service_app(
+        Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC
+    )
+    add_run_page(app, lambda: runs, now=now, asks_token=settings.token is not None)
+    return app
+
+
+async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
+    """Serves until cancelled."""
+    address = bind_address(Task.TRAINER, STATUS_PORT)
+    listener = listen(address.host, address.port)
+    server = uvicorn.Server(server_config(create_status_app(settings, status), lifespan="on"))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving
+        raise

@@ -1,0 +1,132 @@
+"""The metrics of a step: its groups, its updates, its time."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import sys
+from collections import Counter as Count
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from services.protocol import Experience, FinishReason, Group
+from trainer.model.learner import UpdateResult
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.groups import initial_priority
+
+HISTOGRAM_BARS = 20
+REWARD_DIGITS = 6
+
+HEADLINE = {
+    "reward_mean": "reward",
+    "accuracy": "accuracy",
+    "loss": "loss",
+    "entropy": "entropy",
+    "length_mean": "length",
+    "staleness_max": "staleness",
+}
+"""The metrics in a step's line of the log, with their names there."""
+
+PHASES = ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")
+"""The phases in a step's line of the log: ``seconds_<phase>`` among the metrics."""
+
+
+def step_metrics(batch: Batch, update: UpdateResult, replay: UpdateResult, policy_version: int) -> dict[str, float]:
+    """Return the metrics of a step, those of publishing and evaluation excepted.
+
+    Args:
+        batch: the step's groups, not empty.
+        update: of the step's groups.
+        replay: of the groups from the replay buffer; its metrics get the prefix ``replay_``.
+        policy_version: the version that the updates made.
+    """
+    seconds = update.seconds + replay.seconds
+    tokens = float(update.tokens + replay.tokens)
+    return {
+        **group_metrics(batch.groups, policy_version - 1),
+        **batch.counts,
+        **{f"seconds_{phase}": value for phase, value in batch.seconds.items()},
+        **update.metrics,
+        **{f"replay_{name}": value for name, value in replay.metrics.items() if name != "learning_rate"},
+        "replay_groups": float(len(batch.replayed)),
+        "seconds_train": seconds,
+        "updates_skipped": float(update.skipped + replay.skipped),
+        "trained_tokens": tokens,
+        "trained_tokens_per_second": tokens / max(seconds, 1e-9),
+        "policy_version": float(policy_version),
+        "peak_memory_bytes": float(peak_memory_bytes()),
+    }
+
+
+def headline(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Return a step's figures for its line of the log: HEADLINE with three digits, then the seconds of PHASES."""
+    line = {short: f"{metrics[name]:.3g}" for name, short in HEADLINE.items() if name in metrics}
+    return line | {name: f"{metrics[f'seconds_{name}']:.2f}s" for name in PHASES if f"seconds_{name}" in metrics}
+
+
+def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
+    """Return the metrics of a batch of groups; means are over completions unless named otherwise.
+
+    Args:
+        groups: the batch, not empty.
+        policy_version: the version in training, from which staleness is counted.
+    """
+    experiences = [e for g in groups for e in g.experiences]
+    rewards = [e.reward for e in experiences if e.reward is not None]
+    lengths = [len(e.completion_ids) for e in experiences]
+    staleness = [policy_version - g.policy_version for g in groups]
+    metrics = {
+        "groups": float(len(groups)),
+        "completions": float(len(experiences)),
+        "unscorable": float(len(experiences) - len(rewards)),
+        "completion_tokens": float(sum(lengths)),
+        "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
+        "length_mean": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "truncation_rate": statistics.fmean(e.finish_reason is FinishReason.LENGTH for e in experiences),
+        "zero_variance_groups": float(sum(initial_priority(g) == 0 for g in groups)),
+        "staleness_mean": statistics.fmean(staleness),
+        "staleness_max": float(max(staleness)),
+    }
+    if rewards:
+        metrics["reward_mean"] = statistics.fmean(rewards)
+        metrics["reward_std"] = statistics.pstdev(rewards)
+    return metrics | _reward_parts(experiences)
+
+
+def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:
+    """Return the mean value of each reward function before its weight; nothing where there is only one function."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for experience in experiences:
+        for name, value in experience.result.components.items():
+            if value is not None:
+                values[name].append(value)
+    return {f"reward_part_{name}": statistics.fmean(found) for name, found in values.items()} if len(values) > 1 else {}
+
+
+def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
+    """Return how many completions have each reward, as (reward, count) in ascending order.
+
+    Rewards are rounded to REWARD_DIGITS digits, so that sums of the same parts are the same reward. More than
+    HISTOGRAM_BARS different rewards are counted in that many intervals of equal width, each under its middle.
+    """
+    rewards = [_rounded(e.reward) for g in groups for e in g.experiences if e.reward is not None]
+    if len(set(rewards)) > HISTOGRAM_BARS:
+        low, width = min(rewards), (max(rewards) - min(rewards)) / HISTOGRAM_BARS
+        places = (min(int((reward - low) / width), HISTOGRAM_BARS - 1) for reward in rewards)
+        rewards = [_rounded(low + (place + 0.5) * width) for place in places]
+    return sorted(Count(rewards).items())
+
+
+def _rounded(reward: float) -> float:
+    return float(f"{reward:.{REWARD_DIGITS}g}")
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has held, or its GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,49 @@
+"""The groups of one step, as they come together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from services.protocol import Group, SampledGroup
+from trainer.algorithm.advantages import has_signal
+from trainer.config import TrainerSettings
+
+
+class Batch:
+    """The groups of one step: BATCH_SIZE of them, fewer when prompts were left out or are used up.
+
+    With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups whose advantages are all 0 give way to those of
+    further prompts, DYNAMIC_SAMPLING_TRIES times at most.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.settings = settings
+        self.groups: list[Group] = []
+        """The groups to train on."""
+        self.scored: list[Group] = []
+        """All groups made for the step, those without a signal included."""
+        self.replayed: list[SampledGroup] = []
+        """The groups from the replay buffer for the additional update."""
+        self.counts: dict[str, float] = {}
+        """Counts by metric name."""
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """Seconds by phase: wait, generate, score, store."""
+        self._tries_left = settings.dynamic_sampling_tries
+        self._is_closed = False
+
+    @property
+    def missing(self) -> int:
+        """The number of prompts to fetch next."""
+        return 0 if self._is_closed else self.settings.batch_size - len(self.groups)
+
+    def add(self, made: Sequence[Group]) -> None:
+        """Take in the groups of the prompts that were fetched last; none if all of them were left out."""
+        if not made:
+            return
+        self._is_closed = self._tries_left == 0
+        kept = [group for group in made if self._is_closed or has_signal(group, self.settings)]
+        self._tries_left -= 1
+        self.scored += made
+        self.groups += kept
+        self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(made) - len(kept)

@@ -1,0 +1,61 @@
+"""The clients that the trainer and a collector of its own process share."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Self
+
+from services.clients.data import DataClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from trainer.config import TrainerSettings
+
+
+@dataclass
+class Clients:
+    """A client of each service, for one event loop."""
+
+    data: DataClient
+    rewards: RewardClient
+    replay: ReplayClient
+    rollouts: RolloutClient
+    _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @classmethod
+    def of(cls, settings: TrainerSettings, vocab_size: int) -> Self:
+        """Make the clients of the job group's services; prompts must have token ids below ``vocab_size``."""
+        token, deadline = settings.token, settings.service_deadline_seconds
+        return cls(
+            DataClient(token=token, deadline=deadline),
+            RewardClient(token=token, deadline=deadline),
+            ReplayClient(token=token, deadline=deadline),
+            RolloutClient(
+                token=token,
+                vocab_size=vocab_size,
+                max_concurrency=settings.generation_concurrency,
+                deadline_seconds=settings.generation_deadline_seconds,
+                seed_each_completion=settings.engine_deterministic,
+            ),
+        )
+
+    async def open(self) -> None:
+        """Open the clients."""
+        for client in (self.data, self.rewards, self.replay, self.rollouts):
+            await self._stack.enter_async_context(client)
+
+    async def wait_healthy(self, deadline_seconds: float) -> None:
+        """Wait until data-server, reward-server and replay-buffer are healthy.
+
+        Raises:
+            DependencyLostError: one of them is not within ``deadline_seconds``.
+        """
+        await asyncio.gather(
+            *(service.wait_healthy(deadline_seconds) for service in (self.data, self.rewards, self.replay))
+        )
+
+    async def close(self) -> None:
+        """Close the clients."""
+        await self._stack.aclose()

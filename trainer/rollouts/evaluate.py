@@ -1,0 +1,167 @@
+"""Evaluation on held-out prompts: greedy pass@1, and avg@k and pass@k from samples."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from services.clients.rollout import SamplingParams
+from services.core.logs import get_logger
+from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, RewardResult, Split
+from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
+from trainer.checkpoints.checkpoint import RunState
+from trainer.config import TrainerSettings
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.seeds import derive_seed
+
+log = get_logger(__name__)
+
+PROMPTS_A_REQUEST = 256
+KEPT_SAMPLES = 8
+"""Prompts of an evaluation whose greedy completions are kept for people to read."""
+
+
+class Evaluator:
+    """An evaluation of the policy that the rollout workers serve, on the first EVAL_PROMPTS held-out prompts."""
+
+    def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
+        self.settings = settings
+        self.data = clients.data
+        self.maker = GroupMaker(settings, clients.rollouts, clients.rewards)
+        self.samples: list[dict[str, Any]] = []
+        """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
+
+    async def evaluate(self) -> dict[str, float]:
+        """Measure ``accuracy`` (greedy pass@1), its standard error and the counts behind it.
+
+        With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
+
+        An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
+        without a completion, or whose completion the reward-server failed to score, is left out (``eval_left_out``).
+
+        Raises:
+            DependencyLostError: a service was lost, or no prompt got a completion.
+            ConfigurationError: the rollout workers refuse every prompt.
+        """
+        started = time.perf_counter()
+        prompts = await self._prompts()
+        greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
+        results = [result for of_prompt in await self._judged(prompts, greedy, 1) for result in of_prompt]
+        metrics = greedy_metrics(results) | {
+            "eval_prompts": float(len(prompts)),
+            "eval_left_out": float(len(prompts) - len(results)),
+        }
+        k = self.settings.eval_samples
+        if k:
+            sampling = SamplingParams(
+                max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature
+            )
+            samples = await self._judged(prompts, sampling, k)
+            metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
+        return metrics | {"seconds_evaluate": time.perf_counter() - started}
+
+    async def _prompts(self) -> list[Prompt]:
+        prompts: list[Prompt] = []
+        cursor = Cursor()
+        while len(prompts) < self.settings.eval_prompts:
+            wanted = min(self.settings.eval_prompts - len(prompts), PROMPTS_A_REQUEST)
+            reply = await self.data.prompts(wanted, Split.TEST, cursor)
+            fresh = [p for p in reply.prompts if p.epoch == 0]
+            prompts += fresh
+            cursor = reply.cursor
+            if len(fresh) < wanted:
+                break
+        return prompts
+
+    async def _judged(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[list[RewardResult]]:
+        """Generate ``n`` completions of each prompt; return the results of those that are right or wrong."""
+        seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
+        completions = await asyncio.gather(
+            *(self.maker.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+        )
+        if prompts and not any(completions):
+            raise self.maker.all_failed()
+        owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
+        items = [RewardItem.of(prompts[i], completion) for i, completion in owners]
+        judged: list[list[RewardResult]] = [[] for _ in prompts]
+        results = await self.maker.rewards.score(items)
+        for (i, _), result in zip(owners, results, strict=True):
+            if is_correct(result) is not None:
+                judged[i].append(result)
+        if params.temperature == 0:
+            self.samples = [
+                {
+                    "prompt": prompts[i].prompt,
+                    "ground_truth": prompts[i].ground_truth,
+                    "completion": completion.completion,
+                    "reward": result.reward,
+                    "finish_reason": completion.finish_reason.value,
+                }
+                for (i, completion), result in zip(owners, results, strict=True)
+                if i < KEPT_SAMPLES
+            ]
+        return judged
+
+
+def _is_whole(completion: Completion) -> bool:
+    return completion.finish_reason is not FinishReason.ABORT
+
+
+def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Return accuracy and mean reward over prompts, from the one judged completion of each."""
+    metrics = {"eval_over_limit": float(sum(result.status in OVER_LIMIT for result in results))}
+    if results:
+        verdicts = [float(is_correct(result) is True) for result in results]
+        metrics |= {"accuracy": statistics.fmean(verdicts), "accuracy_stderr": standard_error(verdicts)}
+    if rewards := [result.reward for result in results if result.reward is not None]:
+        metrics["eval_reward"] = statistics.fmean(rewards)
+    return metrics
+
+
+def describe_accuracy(metrics: Mapping[str, float]) -> str:
+    """Return what the best checkpoint and TARGET_ACCURACY compare: the point estimate, its error, its prompts."""
+    judged = metrics["eval_prompts"] - metrics["eval_left_out"]
+    accuracy, stderr = metrics["accuracy"], metrics["accuracy_stderr"]
+    return f"greedy pass@1 of {accuracy:.3f} on {judged:.0f} held-out prompts, standard error {stderr:.3f}"
+
+
+def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
+    """Return avg@k and pass@k over prompts, with their standard errors.
+
+    Args:
+        samples: each prompt's judged samples, ``k`` of them or fewer.
+        k: samples asked for.
+    """
+    if not samples:
+        return {}
+    rights = [(len(of_prompt), sum(is_correct(result) is True for result in of_prompt)) for of_prompt in samples]
+    by_prompt = {
+        f"avg_at_{k}": [right / n for n, right in rights],
+        f"pass_at_{k}": [pass_at_k(n, right, min(k, n)) for n, right in rights],
+    }
+    means = {name: statistics.fmean(scores) for name, scores in by_prompt.items()}
+    return means | {f"{name}_stderr": standard_error(scores) for name, scores in by_prompt.items()}
+
+
+def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
+    """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step."""
+    accuracy = metrics.get("accuracy")
+    state.last_accuracy, state.evaluated_step = accuracy, state.step
+    state.last_accuracy_stderr = metrics.get("accuracy_stderr")
+    if state.step == 0:
+        state.accuracy_before, state.accuracy_before_stderr = accuracy, state.last_accuracy_stderr
+    if accuracy is not None and accuracy > (state.best_accuracy or 0.0):
+        state.best_accuracy, state.best_step = accuracy, state.step or None
+        log.info("best so far", step=state.step, accuracy=describe_accuracy(metrics))
+    if reached_target(settings, state):
+        log.info("TARGET_ACCURACY reached", target=settings.target_accuracy, best=state.best_accuracy)
+
+
+def reached_target(settings: TrainerSettings, state: RunState) -> bool:
+    """Return whether an evaluation's greedy pass@1, a point estimate, was at least TARGET_ACCURACY."""
+    target = settings.target_accuracy
+    return target is not None and (state.best_accuracy or 0.0) >= target

@@ -1,0 +1,84 @@
+"""The trainer's end of the asynchronous mode: it leases the groups that collectors put into the fresh queue."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from services.clients.data import DataClient
+from services.clients.replay import ReplayClient
+from services.core.errors import DependencyLostError
+from services.protocol import AcknowledgeRequest, LeaseRequest, Split
+from trainer.collector import COLLECTOR_PREFIX, COLLECTORS
+from trainer.config import TrainerSettings
+from trainer.rollouts.batch import Batch
+
+LEASE_WAIT_SECONDS = 5.0
+
+
+class FreshQueue:
+    """Groups on lease from the replay-buffer's queue; a lease is acknowledged once its groups were trained on."""
+
+    def __init__(
+        self, settings: TrainerSettings, data: DataClient, replay: ReplayClient, collector: asyncio.Task[None] | None
+    ) -> None:
+        """Wrap the queue; ``collector`` is the task of the collector in this process, None when all run elsewhere."""
+        self.settings = settings
+        self.data = data
+        self.replay = replay
+        self.collector = collector
+        self._leases: list[str] = []
+
+    async def lease(self, batch: Batch, policy_version: int) -> None:
+        """Fill ``batch`` with groups no staler than MAX_STALENESS; the last batch of the run may stay smaller.
+
+        Raises:
+            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+        """
+        batch.counts["groups_dropped_stale"] = 0.0
+        started = time.monotonic()
+        while batch.missing:
+            collectors_done = await self._collectors_are_done()
+            reply = await self.replay.lease(
+                LeaseRequest(
+                    max_groups=batch.missing,
+                    min_groups=1 if collectors_done else batch.missing,
+                    min_policy_version=max(policy_version - self.settings.max_staleness, 0),
+                    wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
+                )
+            )
+            batch.counts["groups_dropped_stale"] += reply.dropped_stale
+            # A lease that ran out meanwhile gave its groups back, and they may come once more.
+            held = {group.group_id for group in batch.groups}
+            batch.groups += [group for group in reply.groups if group.group_id not in held]
+            if reply.lease_id is not None:
+                self._leases.append(reply.lease_id)
+            elif collectors_done:
+                break
+            elif time.monotonic() - started > self.settings.fresh_wait_seconds:
+                if await self._prompts_are_used_up():
+                    break
+                raise DependencyLostError(
+                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
+                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
+                )
+
+    async def acknowledge(self) -> None:
+        """Acknowledge the leases of the last batch, which moves its groups into the replay store."""
+        for lease_id in self._leases:
+            await self.replay.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=self.settings.replay_groups > 0))
+        self._leases.clear()
+
+    async def _collectors_are_done(self) -> bool:
+        """Return whether every prompt's group is in the queue; raise the error of the collector in this process."""
+        if self.collector is not None:
+            if self.collector.done():
+                self.collector.result()
+            return self.collector.done()
+        epochs = {consumer: cursor["epoch"] for consumer, cursor in (await self.data.stats()).cursors.items()}
+        shared = epochs.get(f"{COLLECTORS}/{Split.TRAIN.value}", 0)
+        each = [epoch for consumer, epoch in epochs.items() if consumer.startswith(COLLECTOR_PREFIX)]
+        return bool(each) and min(shared, *each) >= self.settings.num_epochs
+
+    async def _prompts_are_used_up(self) -> bool:
+        return (await self.data.cursor(COLLECTORS)).epoch >= self.settings.num_epochs

@@ -1,0 +1,153 @@
+"""The ranks as one: rank 0 drives, and every other rank follows it into the same collective calls.
+
+Rank 0 calls a method of Team. The method first tells the others its name and arguments, as JSON, and they call the same
+method. So the driver is an ordinary program that only rank 0 runs, and no other rank knows of services and run files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.core import memory
+from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
+from services.core.logs import get_logger
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.volume import DiskFullError
+from trainer.config import TrainerSettings
+from trainer.model.learner import Learner, StopRequestedError, UpdateResult
+from trainer.model.policy import save_pretrained
+from trainer.model.ranks import Ranks
+from trainer.publishing import Publisher
+from trainer.publishing.disk import published_dtype
+from trainer.service_thread import InterruptedCallError
+
+log = get_logger(__name__)
+
+
+class TrainingDivergedError(Exception):
+    """More updates in a row than MAX_SKIPPED_STEPS had a loss or gradient that is not finite."""
+
+
+ENDINGS = (
+    ConfigurationError,
+    DiskFullError,
+    DependencyLostError,
+    NeverReadyError,
+    InterruptedCallError,
+    TrainingDivergedError,
+)
+"""The errors by which rank 0 ends a run on every rank. A subclass comes before its base."""
+
+
+@dataclass
+class Team:
+    """The collective calls of the ranks: update, publish, checkpoint, save."""
+
+    settings: TrainerSettings
+    ranks: Ranks
+    learner: Learner
+    publisher: Publisher
+    checkpoints: CheckpointStore
+    should_stop: Callable[[], bool]
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """Release the other ranks when the driver ends; they raise the driver's error if it is one of ENDINGS.
+
+        Any other error ends this process, and the others by their broken connections.
+        """
+        try:
+            yield
+        except ENDINGS as error:
+            kind = next(kind.__name__ for kind in ENDINGS if isinstance(error, kind))
+            if self.ranks.world_size > 1:
+                log.warning("telling the other ranks", error=kind, text=str(error))
+            self._tell("end", kind=kind, text=str(error))
+            raise
+        self._tell("end", kind="", text="")
+
+    def follow(self) -> None:
+        """Make the calls that rank 0 makes, until it ends the run; for every other rank.
+
+        Raises:
+            Exception: the error of ENDINGS by which rank 0 ended the run.
+        """
+        while True:
+            call = self.ranks.broadcast_json()
+            name, arguments = call["name"], call["arguments"]
+            if name == "end":
+                if arguments["kind"]:
+                    raise next(kind for kind in ENDINGS if kind.__name__ == arguments["kind"])(arguments["text"])
+                return
+            try:
+                getattr(self, name)(**_decoded(arguments))
+            except (*ENDINGS, StopRequestedError) as error:
+                # Rank 0 has it too, and decides what comes next.
+                log.debug("call failed", call=name, reason=str(error))
+
+    def update(self, groups: Sequence[TrainingGroup], step: int, *, off_policy: bool = False) -> UpdateResult:
+        """Take the optimizer steps on ``groups``; see Learner.update. On-policy updates stop when asked to."""
+        self._tell("update", groups=groups, step=step, off_policy=off_policy)
+        if off_policy:
+            return self.learner.update(groups, step, off_policy=True)
+        n_steps = self.settings.updates_per_batch
+        return self.learner.update(groups, step, n_steps=n_steps, should_stop=self.should_stop)
+
+    def logprobs(self, groups: Sequence[TrainingGroup]) -> list[list[float]]:
+        """Return the policy's log-probabilities at temperature 1 of a list of one group; see Learner.logprobs."""
+        self._tell("logprobs", groups=groups)
+        return self.learner.logprobs(groups[0])
+
+    def write_policy(self, version: int) -> None:
+        """Write the policy to the shared volume as ``version``, where workers that start find it."""
+        self._tell("write_policy", version=version)
+        self.publisher.write(version)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Make the rollout workers serve the policy as ``version``; return the metrics of it, on rank 0."""
+        self._tell("publish", version=version)
+        if not self.settings.keep_memory:
+            # Rollout workers on the same machine need room for the new weights beside the old.
+            memory.release()
+        return self.publisher.publish(version)
+
+    def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
+        """Start a checkpoint of ``state``; see CheckpointStore.save."""
+        self._tell("save_checkpoint", state=state.model_dump(mode="json"), wait=wait)
+        self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, wait=wait)
+
+    def poll_checkpoint(self) -> None:
+        """Put a checkpoint in place that has been written meanwhile."""
+        self._tell("poll_checkpoint")
+        self.checkpoints.poll()
+
+    def finish_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is in place."""
+        self._tell("finish_checkpoint")
+        self.checkpoints.finish()
+
+    def save_model(self) -> None:
+        """Write the trained model to the run directory, where transformers loads it from."""
+        self._tell("save_model")
+        directory: Path = self.settings.run_dir / "model"
+        save_pretrained(self.learner.policy, self.ranks, directory, published_dtype(self.settings))
+
+    def _tell(self, name: str, **arguments: Any) -> None:
+        if self.ranks.is_main:
+            self.ranks.broadcast_json({"name": name, "arguments": arguments})
+
+
+def _decoded(arguments: dict[str, Any]) -> dict[str, Any]:
+    if "groups" in arguments:
+        arguments["groups"] = [
+            TrainingGroup(g["prompt_ids"], [TrainingSequence(**s) for s in g["sequences"]], g["group_id"])
+            for g in arguments["groups"]
+        ]
+    if "state" in arguments:
+        arguments["state"] = RunState.model_validate(arguments["state"])
+    return arguments
