@@ -1,10 +1,10 @@
-"""Measures data-server, reward-server and replay-buffer under the loads that they are built for.
+"""Measure data-server, reward-server and replay-buffer under the loads that they are built for.
 
     python -m benchmarks.services [--quick] [--rounds N] [--only reward,data,replay]
 
-Each service runs as a process of its own, as in a job group, and is measured from here over HTTP: latencies at the
-client, memory as resident in the service and its children. The load comes from the same machine, so its own cost is in
-every number. Shown are median, least and most of the rounds; a target is met where the median meets it.
+Each service runs in its own process, as in a job group. This program measures it over HTTP: latencies at the client and
+the resident memory of the service and its children. The load comes from the same machine, so every number includes its
+cost. The table shows the rounds' median, least and most; a target is met if the median meets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.common.serving import Result
 
 
 def measure(only: Sequence[str], *, quick: bool, model: str | None) -> list[Result]:
-    """All measurements of the services named."""
+    """Return all measurements of the services in ``only``; ``model`` is the data-server's tokenizer."""
     results: list[Result] = []
     if "reward" in only:
         results += bench_reward(quick)
@@ -37,7 +37,7 @@ def measure(only: Sequence[str], *, quick: bool, model: str | None) -> list[Resu
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Prints a table; returns 1 where a target is missed, unless that is to be no failure."""
+    """Print a table; return 1 if a target is missed, unless ``--no-fail`` is given."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="smaller loads")
     parser.add_argument("--rounds", type=int, help="how often; by default 3, once with --quick")

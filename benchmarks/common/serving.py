@@ -49,10 +49,6 @@ class Service:
         """Resident memory of the process and its children; pages that they share count once a process."""
         return sum(p.memory_info().rss for p in self._processes()) / 1e6
 
-    def own_memory_mb(self) -> float:
-        """The same without the pages of mapped files, which the kernel takes back as it needs them (Linux only)."""
-        return sum(p.memory_info().rss - getattr(p.memory_info(), "shared", 0) for p in self._processes()) / 1e6
-
     def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.process.pid)
         return [root, *root.children(recursive=True)]
