@@ -141,6 +141,8 @@ class AlgorithmSection(SectionSettings):
     """Tokens before MAX_NEW_TOKENS over which a penalty falls from 0 to -1; 0: no penalty."""
     advantage: AdvantageMethod = AdvantageMethod.GRPO
     """`grpo`, `dr_grpo` or `rloo`."""
+    advantage_eps: float = Field(1e-4, ge=0)
+    """Added to a group's standard deviation (`grpo`): 1e-4 as in TRL; verl has 1e-6."""
     loss: Loss = Loss.CLIPPED
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion) or `cispo` (clipped weights)."""
     clip_low: float = Field(0.2, ge=0, le=1)
@@ -197,6 +199,8 @@ class OptimisationSection(SectionSettings):
     """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)
     """Train LoRA adapters of this rank; 0: the whole model."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """LoRA's scale, divided by the rank."""
 
 
 class MemorySection(SectionSettings):

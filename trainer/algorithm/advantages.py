@@ -24,7 +24,7 @@ def training_group(group: Group, settings: TrainerSettings, weight: float = 1.0)
         lengths = torch.tensor([len(e.completion_ids) for e in experiences])
         rewards = rewards + grpo.overlong_penalty(lengths, settings.max_new_tokens, settings.overlong_buffer)
     one_group = torch.zeros(len(experiences), dtype=torch.int64)
-    advantages = grpo.group_advantages(rewards, one_group, settings.advantage).tolist()
+    advantages = grpo.group_advantages(rewards, one_group, settings.advantage, settings.advantage_eps).tolist()
     return TrainingGroup(
         prompt_ids=group.prompt_ids,
         sequences=[

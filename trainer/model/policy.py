@@ -45,9 +45,6 @@ from trainer.model.supported import FAMILIES, check_config, check_model
 log = get_logger(__name__)
 
 LORA_TARGETS = "all-linear"
-LORA_ALPHA = 32.0
-"""LoRA's scale, divided by the rank. LEARNING_RATE has nearly the same effect, so the scale is not a setting."""
-
 # huggingface_hub logs every file that it saves, under its own path as the logger's name.
 logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
 
@@ -282,7 +279,9 @@ def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrai
 
     # Every rank creates adapters with the same seed; rank 0 sends its own to the others with the weights.
     torch.manual_seed(settings.seed)
-    config = LoraConfig(r=settings.lora_rank, lora_alpha=LORA_ALPHA, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
+    )
     return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
 
 
