@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import QUESTIONS, Steps, run_job
-from benchmarks.common.slow_rollouts import FACTOR, job_group_with_slow_rollouts
+from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
 from local_runner.environment import cores
 
 
@@ -69,12 +69,12 @@ class Mode:
 
     def measure(self, settings: Mapping[str, object]) -> str:
         """Run a round; return what to print of it."""
-        given, nodes = {**settings, FACTOR: self.slowdown}, {"rollout-server": 1, "ppo-trainer": 1}
+        given, nodes = dict(settings), {"rollout-server": 1, "ppo-trainer": 1}
         job_group = "jobgroup.yaml"
         if self.max_staleness is not None:
             job_group, given["MAX_STALENESS"], nodes["collector"] = "jobgroup-async.yaml", self.max_staleness, 1
         with tempfile.TemporaryDirectory() as directory:
-            path = job_group_with_slow_rollouts(job_group, Path(directory))
+            path = job_group_with_slow_rollouts(job_group, self.slowdown, Path(directory))
             self.add(run_job(str(path), given, nodes))
         return f"{self.group_seconds[-1]:.2f} s a group"
 

@@ -118,10 +118,15 @@ def programs(
             stack.callback(end, process)
             running.append(process)
         if seconds is not None:
-            timer = threading.Timer(seconds, lambda: [process.kill() for process in running])
+            timer = threading.Timer(seconds, _kill, [running])
             timer.start()
             stack.callback(timer.cancel)
         yield running
+
+
+def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
+    for process in running:
+        process.kill()
 
 
 def output_of(process: subprocess.Popen[str], name: str, logs: Sequence[Path] = ()) -> str:

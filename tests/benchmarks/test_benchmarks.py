@@ -99,7 +99,7 @@ def test_slowed_work_takes_as_many_times_as_long() -> None:
 @pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroup-async.yaml"])
 def test_a_job_group_with_slow_rollouts_differs_in_these_alone(job_group: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    usual, slow = spec.load(root / job_group), spec.load(job_group_with_slow_rollouts(job_group, tmp_path))
+    usual, slow = spec.load(root / job_group), spec.load(job_group_with_slow_rollouts(job_group, 4, tmp_path))
     changed = [task.name for task, other in zip(usual.tasks, slow.tasks, strict=True) if task != other]
     assert changed == ["rollout-server"]
 
