@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             directory = Path(name)
             model = models.directory("tiny", directory / "model")
             settings = SETTINGS | {"MODEL_NAME": str(model), "CHECKPOINT_EVERY": str(given.checkpoint_every)}
-            nodes = {Task.TRAINER: 1, Task.ROLLOUT_SERVER: 2}
+            nodes = {"ppo-trainer": 1, "rollout-server": 2}
             with running(directory, "jobgroup.yaml", settings, nodes) as job:
                 wait_for_step(job, 1, START_SECONDS)
                 harness.in_turn(deaths, 1, lambda death: kill_and_wait(job, death, given.steps, given.checkpoint_every))

@@ -27,7 +27,7 @@ class Reader:
 
 READERS = (
     Reader("Trainer and collectors", "trainer.config", "TrainerSettings", (Task.TRAINER, Task.COLLECTOR)),
-    Reader("data-server", "services.data_server.settings", "DataSettings", (Task.DATA_SERVER,)),
+    Reader("data-server", "services.data_server.settings", "DataSettings", (Task.DATA_SERVER, "evaluate")),
     Reader("rollout-server", "services.rollout_server.settings", "RolloutSettings", (Task.ROLLOUT_SERVER,)),
     Reader("reward-server", "services.reward_server.settings", "RewardSettings", (Task.REWARD_SERVER,)),
     Reader("replay-buffer", "services.replay_buffer.settings", "ReplaySettings", (Task.REPLAY_BUFFER,)),

@@ -57,6 +57,10 @@ def test_what_libraries_and_the_components_read_passes(tmp_path):
     dry_run(env_file=[settings], job_group="evaluation/evaluate.yaml")
 
 
+def test_an_evaluation_takes_the_settings_of_its_questions() -> None:
+    dry_run("DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math", job_group="evaluation/evaluate.yaml")
+
+
 def test_what_the_file_declares_is_for_the_users_own_code(tmp_path, capfd):
     document = (ROOT / "jobgroup.yaml").read_text()
     group = tmp_path / "group.yaml"
