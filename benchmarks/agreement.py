@@ -10,10 +10,8 @@ difference would be 0 and the ratio of the policy loss 1.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.table import Table
@@ -23,12 +21,12 @@ from benchmarks.common.engine import embedded_engine
 from benchmarks.common.job import DEMO
 from local_runner.environment import cores
 from services.core.compute import ComputeType
-from services.data_server import app as data_server
+from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.http.sglang_wire import SamplingParams
+from services.embedded_engine.http.requests import SamplingParams
+from services.embedded_engine.settings import EngineSettings
 from services.protocol import Cursor, Split
-from services.rollout_server.settings import RolloutSettings
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy
@@ -52,10 +50,7 @@ class Agreement:
 
 def first_prompts(settings: TrainerSettings) -> list[list[int]]:
     """Return the token ids of the prompts of a run's first step."""
-    with tempfile.TemporaryDirectory() as directory:
-        data = data_server.load(DataSettings.load(data_state_dir=Path(directory)))
-        prompts, _ = data.batch(Split.TRAIN, Cursor(), settings.batch_size, shard_index=0, shard_count=1)
-        data.state.close()
+    prompts, _ = Batches.load(DataSettings.load()).batch(Split.TRAIN, Cursor(), settings.batch_size)
     return [prompt["prompt_ids"] for prompt in prompts]
 
 
@@ -63,7 +58,7 @@ def sample(kind: ComputeType, prompts: Sequence[list[int]], settings: TrainerSet
     """Return a group of completions of every prompt, sampled by an engine that computes in ``kind``."""
     length = {"n": settings.group_size, "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
     params = [SamplingParams.model_validate({**length, "sampling_seed": seed}) for seed in range(len(prompts))]
-    with embedded_engine(load(RolloutSettings.load(engine_dtype=kind))) as complete:
+    with embedded_engine(load(EngineSettings.load(engine_dtype=kind))) as complete:
         done = complete(prompts, params)
     return [
         TrainingGroup(prompt, [TrainingSequence(s.output_ids, s.logprobs, 0.0) for s in request.sequences], str(number))

@@ -23,8 +23,8 @@ from benchmarks.common import harness
 from benchmarks.common.engine import embedded_engine
 from services.core.compute import ComputeType
 from services.embedded_engine.compute.loading import Loaded, load
-from services.embedded_engine.http.sglang_wire import SamplingParams
-from services.rollout_server.settings import RolloutSettings
+from services.embedded_engine.http.requests import SamplingParams
+from services.embedded_engine.settings import EngineSettings
 
 RUNNING = 64
 # By default continuous batching takes 90% of the memory for its cache and masks; 640 pages hold 64 times 160 tokens.
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     texts = [f"What is {a} + 5? Answer with just the number. {a} + 5 =" for a in range(10, 10 + RUNNING)]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
-    loaded = load(RolloutSettings.load(model_name=str(given.model), engine_dtype=ComputeType.FLOAT32))
+    loaded = load(EngineSettings.load(model_name=str(given.model), engine_dtype=ComputeType.FLOAT32))
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     rows: list[tuple[str, ...]] = []
     for workload in (WARM_UP, *WORKLOADS):

@@ -94,7 +94,6 @@ def measure(size: str, rounds: int, workers: int) -> list[Measured]:
             "MIN_WORKERS": workers,
             "ENGINE_DTYPE": "float32",
             "ROLLOUT_ENGINE": "embedded",
-            "PUBLISH_DEADLINE_SECONDS": CASE_SECONDS / 2,
         }
         with nodes.running(
             directory, "rollout-server", settings, {"rollout-server": workers, "ppo-trainer": 1}

@@ -54,8 +54,6 @@ def ours(work: Work, rollout_nodes: int, trainer_nodes: int) -> Steps:
         "COMPUTE_TYPE": precision,
         "ENGINE_DTYPE": precision,
         "PUBLISH_TYPE": precision,
-        # TRL keeps all logits, too.
-        "LOGIT_CHUNK_TOKENS": work.prompts * work.group_size * work.completion_tokens,
         "MAX_STEPS": work.steps,
         "SEED": work.seed,
     }

@@ -1,4 +1,4 @@
-"""What is evaluated: models by hub name or directory, and the Hugging Face directories that a training run leaves."""
+"""The models to evaluate, given by hub name or directory, or as the training run that wrote them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
@@ -14,44 +14,42 @@ from services.weights.policy_store import PolicyStore
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
-_EDGE = 1 << 16
+_EDGE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model and what it is called in reports; ``step`` is its place on a curve."""
+    """A model, its name in reports, and its training step, by which it is placed on a curve."""
 
     name: str
     model: str
     step: int | None = None
 
-    @property
-    def directory(self) -> Path | None:
-        """Where it is on this machine; None for a model of the hub."""
-        path = Path(self.model)
-        return path if path.is_dir() else None
-
     def fingerprint(self) -> str:
-        """Tells one set of weights from another: the same for a copy, another once the weights have changed."""
-        if self.directory is None:
+        """Return a digest of the weights: the same for a copy, another once the weights have changed.
+
+        A model of the hub has its name as fingerprint.
+        """
+        directory = Path(self.model)
+        if not directory.is_dir():
             return self.model
         digest = hashlib.sha256()
-        for path in sorted([self.directory / CONFIG, *self.directory.glob("*.safetensors")]):
+        for path in sorted([directory / CONFIG, *directory.glob("*.safetensors")]):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
-                digest.update(file.read(_EDGE))
-                # Training changes every tensor, so the ends of a file tell as much as all of it.
-                file.seek(max(0, size - _EDGE))
-                digest.update(file.read(_EDGE))
+                digest.update(file.read(_EDGE_BYTES))
+                # Training changes every tensor, so the two ends of a file identify it.
+                file.seek(max(0, size - _EDGE_BYTES))
+                digest.update(file.read(_EDGE_BYTES))
         return digest.hexdigest()[:16]
 
 
 def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
-    """The checkpoints that a command names, by step where they have one.
+    """Return the checkpoints that a command names, ordered by step if all have one.
 
     Raises:
-        ConfigurationError: one is no model directory, or two are the same.
+        ConfigurationError: a directory is no model, or two checkpoints are the same.
     """
     found = [_checkpoint(model) for model in models]
     if run_dir is not None:
@@ -61,7 +59,7 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     names = [checkpoint.name for checkpoint in found]
     if len(set(names)) < len(names):
         # runs/a/model and runs/b/model: the directories above tell them apart.
-        found = [Checkpoint(_slug(c.model, parts=3), c.model, c.step) for c in found]
+        found = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in found]
     if len({checkpoint.name for checkpoint in found}) < len(found):
         raise ConfigurationError(f"--model: give directories of different names, not {names}")
     if all(checkpoint.step is not None for checkpoint in found):
@@ -69,25 +67,31 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     return found
 
 
+def file_name(text: str) -> str:
+    """Return ``text`` with every character that is unusual in file names replaced by a hyphen."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
+
+
 def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser()
     if path.is_dir():
-        return Checkpoint(_slug(str(path)), str(path.resolve()), _step(_checked(path)))
+        _check_is_model(path)
+        return Checkpoint(_name(str(path)), str(path.resolve()), _step(path))
     if path.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1 or path.exists():
         raise ConfigurationError(
             f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
             f"of a model"
         )
-    return Checkpoint(_slug(model), model)
+    return Checkpoint(_name(model), model)
 
 
-def _checked(path: Path) -> Path:
+def _check_is_model(path: Path) -> None:
     if (path / CONFIG).is_file():
-        return path
+        return
     if (path / "manifest.json").is_file():
         raise ConfigurationError(
-            f"--model {str(path)!r} is what training resumes from, not a model; the run's models are {path.parents[1]}/"
-            f"policy/v* and {path.parents[1]}/model"
+            f"--model {str(path)!r} is a checkpoint for resuming training, not a model; the run's models are "
+            f"{path.parents[1]}/policy/v* and {path.parents[1]}/model"
         )
     if (path / "metrics.jsonl").is_file():
         raise ConfigurationError(f"--model {str(path)!r} is the directory of a run; give it as --run {path}")
@@ -111,7 +115,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
 
 
 def _step(path: Path) -> int | None:
-    """The step of a model directory: in its name, or that of the finished run whose result it is."""
+    """Return the step in the directory's name, or for a run's final model the run's number of steps."""
     path = path.resolve()
     if match := _STEP.fullmatch(path.name):
         return int(match[1])
@@ -122,6 +126,6 @@ def _step(path: Path) -> int | None:
     return None
 
 
-def _slug(model: str, parts: int = 1) -> str:
-    path = Path(model).expanduser().resolve() if Path(model).expanduser().is_dir() else Path(model)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(path.parts[-parts:]).strip("/"))
+def _name(model: str, parts: int = 1) -> str:
+    path = Path(model).expanduser()
+    return file_name("-".join((path.resolve() if path.is_dir() else path).parts[-parts:]).strip("/"))

@@ -1,4 +1,4 @@
-"""Evaluates one model: every prompt greedily and as often as asked for, scored, and kept as it comes."""
+"""The evaluation of one model: generates what is missing for every prompt, has it scored, and stores it at once."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from evaluation.samples import Kind, Sample, SampleStore
-from evaluation.servers import ServerPool, refusal
+from evaluation.samples import Key, Kind, Sample, SampleStore
+from evaluation.servers import ServerPool
 from evaluation.workflows import AgentFailedError, Score, ScoringLostError, Workflow
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -17,18 +17,38 @@ from services.http.client import RequestRefusedError
 from services.protocol import Prompt, RewardItem, RewardResult, RewardStatus
 
 WINDOW = 4096
-"""Pieces of work begun at once; how many are at the servers is the pool's business."""
-PASSING = frozenset({RewardStatus.OVERLOADED, RewardStatus.ERROR})
-"""What may be scored at another time."""
+"""Pieces of work begun at once; the pool bounds how many of them are at the servers."""
+TRANSIENT = frozenset({RewardStatus.OVERLOADED, RewardStatus.ERROR})
+"""Failures to score that may not occur at another time."""
 SCORE_TRIES = 3
 SCORE_PAUSE_SECONDS = 1.0
-HOPELESS = 20
-"""So many failures, and nothing else, are a sign that nothing will succeed."""
+HOPELESS_FAILURES = 20
+"""After this many failures without a single success, the evaluation gives up."""
+
+
+async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[RewardResult]:
+    """Return one result an item, in order; items that the service failed to score are sent again a few times.
+
+    Raises:
+        ScoringLostError: the reward-server does not answer within the client's deadline.
+    """
+    try:
+        results = await rewards.score(items)
+        for _ in range(SCORE_TRIES - 1):
+            again = [i for i, result in enumerate(results) if result.status in TRANSIENT]
+            if not again:
+                break
+            await asyncio.sleep(SCORE_PAUSE_SECONDS)
+            for i, result in zip(again, await rewards.score([items[i] for i in again]), strict=True):
+                results[i] = result
+    except DependencyLostError as error:
+        raise ScoringLostError(str(error)) from error
+    return results
 
 
 @dataclass(frozen=True)
 class Work:
-    """Samples that are missing of a prompt."""
+    """Samples that a prompt still lacks."""
 
     prompt: Prompt
     kind: Kind
@@ -37,65 +57,39 @@ class Work:
 
 @dataclass
 class Progress:
-    """Where an evaluation stands."""
+    """The progress of an evaluation."""
 
     total: int = 0
     done: int = 0
-    """Samples, those of an earlier life included."""
+    """Samples in the store, those of earlier attempts included."""
     fresh: int = 0
+    """Samples that this process added."""
     tokens: int = 0
-    """Completion tokens of the fresh ones."""
+    """Completion tokens of the fresh samples."""
     greedy: int = 0
+    """Judged greedy samples."""
     correct: int = 0
-    """Of the greedy ones."""
+    """Right answers among them."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Samples that could not be had, by reason."""
+    """Samples that could not be obtained, by reason."""
     examples: dict[str, str] = field(default_factory=dict)
-    """What was said of the first, by reason."""
+    """The first failure's message, by reason."""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
-
-class Scorer:
-    """The reward-server, with patience: it is asked again while it is away or overloaded."""
-
-    def __init__(self, client: RewardClient, lost_seconds: float) -> None:
-        self._client = client
-        self._lost_seconds = lost_seconds
-
-    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """One result an item; those that stay without a reward say why.
-
-        Raises:
-            ScoringLostError: the reward-server does not answer for long.
-        """
-        results = await self._ask(items)
-        for _ in range(SCORE_TRIES - 1):
-            again = [i for i, result in enumerate(results) if result.status in PASSING]
-            if not again:
-                break
-            await asyncio.sleep(SCORE_PAUSE_SECONDS)
-            for i, result in zip(again, await self._ask([items[i] for i in again]), strict=True):
-                results[i] = result
-        return results
-
-    async def _ask(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        end = time.monotonic() + self._lost_seconds
-        while True:
-            try:
-                return await self._client.score(items)
-            except DependencyLostError as error:
-                if time.monotonic() > end:
-                    raise ScoringLostError(str(error)) from error
-                await asyncio.sleep(SCORE_PAUSE_SECONDS)
+    def judge(self, samples: Sequence[Sample]) -> None:
+        """Count the judged greedy samples and the right ones among them."""
+        judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
+        self.greedy += len(judged)
+        self.correct += sum(judged)
 
 
 class Evaluation:
-    """What is left of one model's evaluation, and its doing."""
+    """The evaluation of one model, which continues from the samples in its store."""
 
     def __init__(
         self,
@@ -115,18 +109,21 @@ class Evaluation:
         self._store = store
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
-        """Makes what is missing; ``watch`` is told of every step.
+        """Generate and score the missing samples; ``watch`` is called after each piece of work.
 
         Raises:
-            DependencyLostError: no server answers for long. What is done is kept.
-            ScoringLostError: the reward-server does not.
-            ConfigurationError: every single prompt or episode fails.
+            DependencyLostError: no server answers for long. Finished samples are kept.
+            ScoringLostError: the reward-server does not answer.
+            ConfigurationError: every prompt or episode fails.
         """
-        wanted = {key for prompt in self._prompts for key in self._keys(prompt)}
-        there = [sample for key, sample in self._store.samples.items() if key in wanted]
-        self._count(there)
+        wanted = set(self._keys())
+        stored = [sample for key, sample in self._store.samples.items() if key in wanted]
+        self.progress.done = len(stored)
+        self.progress.judge(stored)
         watch(self.progress)
-        await self._score_again([sample for sample in there if sample.is_correct is None])
+        # An agent scores its own episodes; only single completions can be scored later.
+        unscored = [s for s in stored if s.is_correct is None and s.messages is None]
+        self.progress.judge(await self._store_scored([s.model_copy(update={"result": None}) for s in unscored]))
         window = asyncio.Semaphore(WINDOW)
 
         async def do(work: Work) -> None:
@@ -142,21 +139,22 @@ class Evaluation:
                     await window.acquire()
                     group.create_task(do(work))
         except BaseExceptionGroup as errors:
-            # All fail of the same: the first tells.
+            # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
 
-    def _keys(self, prompt: Prompt) -> list[tuple[str, Kind, int]]:
-        return [(prompt.id, Kind.GREEDY, 0), *((prompt.id, Kind.SAMPLED, i) for i in range(self._samples))]
+    def _keys(self) -> Iterator[Key]:
+        for prompt in self._prompts:
+            yield prompt.id, Kind.GREEDY, 0
+            yield from ((prompt.id, Kind.SAMPLED, i) for i in range(self._samples))
 
     def _missing(self) -> Iterator[Work]:
         for prompt in self._prompts:
-            for kind in Kind:
-                indices = [key[2] for key in self._keys(prompt) if key[1] is kind and key not in self._store.samples]
-                if not indices:
-                    continue
-                pieces = [(i,) for i in indices] if self._workflow.one_by_one else [tuple(indices)]
-                for piece in pieces:
-                    yield Work(prompt, kind, piece)
+            for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, self._samples)):
+                missing = [i for i in range(count) if (prompt.id, kind, i) not in self._store.samples]
+                if missing and self._workflow.one_by_one:
+                    yield from (Work(prompt, kind, (i,)) for i in missing)
+                elif missing:
+                    yield Work(prompt, kind, tuple(missing))
 
     async def _do(self, work: Work) -> None:
         try:
@@ -164,7 +162,7 @@ class Evaluation:
                 lambda server: self._workflow.sample(server, work.prompt, work.kind, work.indices)
             )
         except RequestRefusedError as error:
-            self._leave_out(work, "refused", refusal(error))
+            self._leave_out(work, "refused", f"{error.status} {error.detail}")
             return
         except AgentFailedError as error:
             self._leave_out(work, "agent failed", str(error))
@@ -176,13 +174,15 @@ class Evaluation:
             return
         if missing := len(work.indices) - len(samples):
             self._leave_out(work, "missing", "the server gave fewer completions than asked for", missing)
-        scored = await self._scored(samples)
-        self._store.add(scored)
-        self._count(scored, fresh=True)
+        scored = await self._store_scored(samples)
+        progress = self.progress
+        progress.done += len(scored)
+        progress.fresh += len(scored)
+        progress.tokens += sum(sample.completion_tokens for sample in scored)
+        progress.judge(scored)
 
-    async def _scored(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples, those scored that were not."""
-        waiting = [sample for sample in samples if sample.result is None]
+    async def _store_scored(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Score the samples that have no result, store all of them, and return them."""
         items = [
             RewardItem(
                 prompt=sample.prompt,
@@ -191,39 +191,24 @@ class Evaluation:
                 completion_tokens=sample.completion_tokens,
                 finish_reason=sample.finish_reason,
             )
-            for sample in waiting
+            for sample in samples
+            if sample.result is None
         ]
         try:
             results = iter(await self._score(items) if items else [])
         except ScoringLostError:
-            # The next life scores them.
+            # The next attempt scores them.
             self._store.add(samples)
             raise
-        return [s if s.result is not None else s.model_copy(update={"result": next(results)}) for s in samples]
-
-    async def _score_again(self, samples: Sequence[Sample]) -> None:
-        """Scores what an earlier life could not."""
-        bare = [s.model_copy(update={"result": None}) for s in samples if s.messages is None]
-        scored = await self._scored(bare)
+        scored = [s if s.result is not None else s.model_copy(update={"result": next(results)}) for s in samples]
         self._store.add(scored)
-        self._count(scored, again=True)
-
-    def _count(self, samples: Sequence[Sample], *, fresh: bool = False, again: bool = False) -> None:
-        progress = self.progress
-        if not again:
-            progress.done += len(samples)
-        if fresh:
-            progress.fresh += len(samples)
-            progress.tokens += sum(sample.completion_tokens for sample in samples)
-        judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
-        progress.greedy += len(judged)
-        progress.correct += sum(judged)
+        return scored
 
     def _leave_out(self, work: Work, reason: str, detail: str, count: int | None = None) -> None:
         left_out = self.progress.left_out
         left_out[reason] += len(work.indices) if count is None else count
         self.progress.examples.setdefault(reason, f"{work.prompt.id}: {detail}")
-        if not self.progress.done and sum(left_out.values()) >= min(HOPELESS, self.progress.total):
+        if not self.progress.done and left_out.total() >= min(HOPELESS_FAILURES, self.progress.total):
             raise ConfigurationError(
-                f"nothing succeeds: {sum(left_out.values())} samples {dict(left_out)}; {work.prompt.id}: {detail}"
+                f"nothing succeeds: {left_out.total()} samples {dict(left_out)}; {work.prompt.id}: {detail}"
             )

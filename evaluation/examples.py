@@ -1,4 +1,4 @@
-"""The prompts that are evaluated, made by the data-server's own code: the same rows, template and token ids."""
+"""The prompts of an evaluation, made by the data-server's own code: the same rows, chat template and token ids."""
 
 from __future__ import annotations
 
@@ -6,36 +6,40 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.core.errors import ConfigurationError
-from services.data_server import app, sources
+from services.core.settings import Settings
+from services.data_server import sources
+from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.protocol import Prompt, Split
 
 ALL = "all"
+_NOT_IN_RECIPE = {*Settings.model_fields, "model_name"}
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The prompts of a split, in the order of the source; ``too_long`` more have more than MAX_PROMPT_TOKENS."""
+    """The prompts of a split, in the order of the source."""
 
     prompts: list[Prompt]
     too_long: int
+    """Further prompts, which have more than MAX_PROMPT_TOKENS tokens."""
     recipe: dict[str, Any]
-    """What the prompts depend on: an evaluation of other prompts is another evaluation."""
+    """The settings that the prompts depend on: other prompts make another evaluation."""
 
 
-def load(dataset: str | None, split: str, model: str, limit: int, *, own_process: bool) -> Examples:
-    """Loads the first ``limit`` prompts (0: all) of a split: ``train``, ``test``, ``all`` or, on the hub, any other.
+def load(split: str, model: str, limit: int) -> Examples:
+    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test``, ``all`` or, on the hub, any other.
 
     Raises:
-        ConfigurationError: dataset, split or tokenizer cannot be had.
+        ConfigurationError: the dataset, the split or the tokenizer of ``model`` cannot be loaded.
     """
-    settings = _settings(dataset, split, model)
-    data = app.load(settings, own_process=own_process)
+    settings = _settings(split, model)
+    # As in a data-server's own process, transformers is imported without torch, which saves seconds.
+    catalogues = load_dataset(settings, own_process=True).catalogues
     splits = [Split.TRAIN, Split.TEST] if split == ALL else [Split.TRAIN if split == Split.TRAIN else Split.TEST]
     prompts: list[Prompt] = []
     too_long = 0
-    for one in splits:
-        catalogue = data.catalogues[one]
+    for catalogue in (catalogues[one] for one in splits):
         for place in range(len(catalogue)):
             if limit and len(prompts) >= limit:
                 break
@@ -44,17 +48,12 @@ def load(dataset: str | None, split: str, model: str, limit: int, *, own_process
                 too_long += 1
             else:
                 prompts.append(Prompt.model_validate(record))
-    data.state.close()
-    fields = DataSettings.model_fields.keys() - {"shared_dir"}
-    recipe = settings.model_dump(
-        mode="json",
-        include=fields - {"run_id", "log_level", "log_format", "jobgroup_token", "dataset_cache_dir", "model_name"},
-    )
+    recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
     return Examples(prompts, too_long, {**recipe, "split": split})
 
 
-def _settings(dataset: str | None, split: str, model: str) -> DataSettings:
-    given: dict[str, Any] = {"dataset": dataset, "model_name": model, "data_shuffle": False}
+def _settings(split: str, model: str) -> DataSettings:
+    given: dict[str, Any] = {"model_name": model}
     settings = DataSettings.load(**given)
     if split in (Split.TRAIN, Split.TEST, ALL):
         return settings

@@ -1,7 +1,7 @@
-"""Takes down what an agent says to its model, and sees to it that the model is sampled as the evaluation wants.
+"""A transport that records an agent's conversation and gives its requests the evaluation's sampling parameters.
 
-An agent gets an ordinary httpx client. What passes through it is recorded, so that lengths, turns and the conversation
-are known whatever the agent is made of.
+An agent gets an ordinary httpx client on top of it, so lengths, turns and the conversation are known whatever library
+the agent uses.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from typing import Any
 import httpx
 
 _COMPLETIONS = ("/chat/completions", "/completions")
-# What a client may call the same thing.
 _LIMITS = ("max_tokens", "max_completion_tokens")
+"""Two names of OpenAI's API for the length limit of a turn."""
 
 
 @dataclass
 class Recording:
-    """What one episode has said so far."""
+    """The conversation of one episode so far."""
 
     turns: int = 0
     prompt_tokens: int = 0
-    """Of the first turn."""
+    """Prompt tokens of the first turn."""
     completion_tokens: int = 0
     tool_calls: int = 0
     is_truncated: bool = False
     """Whether the last turn was cut off at its length limit."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    lost: str | None = None
-    """What the last request ended with where the server failed, not the agent."""
+    server_error: str | None = None
+    """The failure of the server with which the last request ended; None where it was answered."""
 
     @property
     def last_text(self) -> str:
-        """What the model said last."""
-        said = [m.get("content") for m in self.messages if m.get("role") == "assistant"]
-        return next((text for text in reversed(said) if isinstance(text, str)), "")
+        """The last text that the model wrote."""
+        texts = [m.get("content") for m in self.messages if m.get("role") == "assistant"]
+        return next((text for text in reversed(texts) if isinstance(text, str)), "")
 
 
 class RecordingTransport(httpx.AsyncBaseTransport):
-    """Sends requests through a client that all episodes share; closing it closes nothing."""
+    """A transport over a client that all episodes share; closing the transport leaves that client open."""
 
     def __init__(
-        self, shared: httpx.AsyncClient, forced: dict[str, Any], max_tokens: int, recording: Recording
+        self, shared: httpx.AsyncClient, forced: dict[str, float], max_tokens: int, recording: Recording
     ) -> None:
-        """Makes a transport.
+        """Make a transport.
 
         Args:
             shared: sends the requests.
-            forced: sampling parameters that win over what the agent asks for.
-            max_tokens: of a turn, where the agent sets no limit or a larger one.
+            forced: sampling parameters that win over the agent's own.
+            max_tokens: length limit of a turn, unless the agent sets a lower one.
             recording: is filled.
         """
         self._shared = shared
@@ -59,7 +59,7 @@ class RecordingTransport(httpx.AsyncBaseTransport):
         self._recording = recording
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Sends a request, completions with the evaluation's sampling parameters."""
+        """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""
         body = None
         if request.method == "POST" and request.url.path.endswith(_COMPLETIONS):
             body = self._with_sampling(json.loads(await request.aread()))
@@ -67,17 +67,19 @@ class RecordingTransport(httpx.AsyncBaseTransport):
             request = httpx.Request("POST", request.url, headers=headers, json=body, extensions=request.extensions)
         try:
             response = await self._shared.send(request, stream=True)
-            if body is None or body.get("stream"):
-                # A streamed reply goes on as it is: what it says is the agent's to read.
-                self._note_turn(response.status_code)
-                return response
-            await response.aread()
+            # A streamed reply passes unread: its text is for the agent alone.
+            is_read = body is not None and not body.get("stream")
+            if is_read:
+                await response.aread()
         except httpx.TransportError as error:
-            self._recording.lost = f"{type(error).__name__}: {error}"
+            self._recording.server_error = f"{type(error).__name__}: {error}"
             raise
-        self._note_turn(response.status_code)
-        if response.status_code == httpx.codes.OK:
-            self._note_reply(body, response.json())
+        status = response.status_code
+        is_overloaded = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
+        self._recording.server_error = f"the server answered {status}" if is_overloaded else None
+        self._recording.turns += status == httpx.codes.OK
+        if body is not None and is_read and status == httpx.codes.OK:
+            self._record(body, response.json())
         return response
 
     def _with_sampling(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -85,20 +87,14 @@ class RecordingTransport(httpx.AsyncBaseTransport):
         kept = {name: value for name, value in body.items() if name not in _LIMITS}
         return {**kept, "max_tokens": limit, **self._forced}
 
-    def _note_turn(self, status: int) -> None:
-        cannot_now = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
-        self._recording.lost = f"the server answered {status}" if cannot_now else None
-        self._recording.turns += status == httpx.codes.OK
-
-    def _note_reply(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
+    def _record(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
         recording = self._recording
         usage = reply.get("usage") or {}
-        if not recording.prompt_tokens:
-            recording.prompt_tokens = int(usage.get("prompt_tokens", 0))
+        recording.prompt_tokens = recording.prompt_tokens or int(usage.get("prompt_tokens", 0))
         recording.completion_tokens += int(usage.get("completion_tokens", 0))
         choice = reply["choices"][0]
         recording.is_truncated = choice.get("finish_reason") == "length"
         message = choice.get("message") or {"role": "assistant", "content": choice.get("text")}
-        said = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
+        answer = {name: message[name] for name in ("role", "content", "tool_calls") if message.get(name)}
         recording.tool_calls += len(message.get("tool_calls") or [])
-        recording.messages = [*(body.get("messages") or []), said]
+        recording.messages = [*(body.get("messages") or []), answer]

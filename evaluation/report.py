@@ -1,22 +1,23 @@
-"""What an evaluation says at its end: results.json, a table, and the curve over the checkpoints of a run."""
+"""The results of an evaluation: results.json, the printed tables, and the curve over several checkpoints."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Progress
-from evaluation.metrics import Answer, Estimate, PromptAnswers, accuracy, by_category, lengths
+from evaluation.metrics import Answer, Estimate, Metrics, PromptAnswers, accuracy, by_category, lengths
 from evaluation.samples import Key, Kind, Sample
+from evaluation.settings import EvaluationSettings
+from services.core.files import atomic_write
 from services.protocol import FinishReason, Prompt
 
 RESULTS = "results.json"
@@ -24,9 +25,8 @@ CURVE = "curve.json"
 CURVE_IMAGE = "curve.png"
 
 
-@dataclass
-class Results:
-    """The numbers of one model."""
+class Results(BaseModel):
+    """The numbers of one model, as results.json has them."""
 
     model: str
     name: str
@@ -37,117 +37,118 @@ class Results:
     workflow: str
     prompts: int
     samples_per_prompt: int
-    metrics: dict[str, Estimate]
-    categories: dict[str, dict[str, Estimate]] = field(default_factory=dict)
-    reward_mean: dict[str, float] = field(default_factory=dict)
-    """By kind."""
-    completion_tokens: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By kind: mean, median, p95, max."""
-    truncated: dict[str, float] = field(default_factory=dict)
+    metrics: Metrics
+    categories: dict[str, Metrics] = {}
+    reward_mean: dict[str, float] = {}
+    """Mean reward, by kind."""
+    completion_tokens: dict[str, dict[str, int | float]] = {}
+    """Mean, median, p95 and max of the lengths, by kind."""
+    truncated: dict[str, float] = {}
     """Share of completions that ended at their length limit, by kind."""
-    agent: dict[str, float] = field(default_factory=dict)
+    agent: dict[str, float] = {}
     """Turns and tool calls an episode."""
-    left_out: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = {}
     """Samples that are in no metric, by reason: a service failed, or an agent did."""
     over_limit: int = 0
     """Samples counted as wrong because the verifier reached its time or memory limit over them."""
-    throughput: dict[str, float | None] = field(default_factory=dict)
-    servers: dict[str, Any] = field(default_factory=dict)
-    policy_versions: list[int] = field(default_factory=list)
-    settings: dict[str, Any] = field(default_factory=dict)
+    throughput: dict[str, int | float | None] = {}
+    servers: dict[str, Any] = {}
+    policy_versions: list[int] = []
+    settings: dict[str, Any] = {}
 
-    def as_dict(self) -> dict[str, Any]:
-        """For results.json."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Results:
-        """What ``as_dict`` gave."""
-        categories = {name: _estimates(metrics) for name, metrics in content["categories"].items()}
-        return cls(**{**content, "metrics": _estimates(content["metrics"]), "categories": categories})
-
-
-def _estimates(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, Estimate]:
-    return {name: Estimate(**numbers) for name, numbers in metrics.items()}
+    @property
+    def headline(self) -> list[str]:
+        """One metric of each kind: of pass@k and maj@k the metric with the largest k."""
+        return list({name.partition("@")[0]: name for name in self.metrics}.values())
 
 
 def results_of(
     checkpoint: Checkpoint,
     prompts: Sequence[Prompt],
     samples: Mapping[Key, Sample],
-    ks: Sequence[int],
-    samples_per_prompt: int,
+    settings: EvaluationSettings,
     *,
-    resamples: int,
-    seed: int,
+    left_out: Mapping[str, int],
+    identity: dict[str, Any],
     **facts: Any,
 ) -> Results:
-    """The numbers from what is in the store; ``facts`` are further fields."""
-    drawn: dict[str, dict[Kind, list[Sample]]] = defaultdict(lambda: {kind: [] for kind in Kind})
-    wanted = {prompt.id for prompt in prompts}
-    for sample in samples.values():
-        within = sample.kind is Kind.GREEDY or sample.index < samples_per_prompt
-        if sample.prompt_id in wanted and within:
-            drawn[sample.prompt_id][sample.kind].append(sample)
-    answers = [_answers(prompt, drawn[prompt.id]) for prompt in prompts]
-    options: dict[str, Any] = {"resamples": resamples, "seed": seed}
-    kinds = {kind.value: [s for p in prompts for s in drawn[p.id][kind]] for kind in Kind}
-    everything = [sample for of_kind in kinds.values() for sample in of_kind]
+    """Return the numbers of the samples in a store.
+
+    Args:
+        checkpoint: the model.
+        prompts: the prompts that count; a store may have samples of more.
+        samples: the store's samples.
+        settings: say which metrics; a store may have more samples of a prompt than they ask for.
+        left_out: samples that could not be obtained, by reason.
+        identity: everything that the samples depend on.
+        **facts: the other fields of ``Results``.
+    """
+    n, ks, seed = settings.eval_samples, settings.ks, settings.seed
+    drawn = {kind: _drawn(prompts, samples, kind, count) for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, n))}
+    answers = [
+        PromptAnswers(next(iter(_answers(greedy)), None), _answers(sampled), prompt.category)
+        for prompt, greedy, sampled in zip(prompts, drawn[Kind.GREEDY], drawn[Kind.SAMPLED], strict=True)
+    ]
+    by_kind = {kind.value: [s for own in by_prompt for s in own] for kind, by_prompt in drawn.items()}
+    everything = [sample for found in by_kind.values() for sample in found]
     unscored = sum(sample.is_correct is None for sample in everything)
-    left_out: dict[str, int] = facts.pop("left_out")
     return Results(
         model=checkpoint.model,
         name=checkpoint.name,
         step=checkpoint.step,
         fingerprint=checkpoint.fingerprint(),
         prompts=len(prompts),
-        samples_per_prompt=samples_per_prompt,
-        metrics=accuracy(answers, samples_per_prompt, ks, **options),
-        categories=by_category(answers, samples_per_prompt, ks, **options),
-        reward_mean={kind: mean for kind, given in kinds.items() if (mean := _reward_mean(given)) is not None},
-        completion_tokens={k: lengths([s.completion_tokens for s in given]) for k, given in kinds.items() if given},
-        truncated={
-            kind: statistics.fmean(sample.finish_reason is FinishReason.LENGTH for sample in given)
-            for kind, given in kinds.items()
-            if given
-        },
-        agent=_agent(everything),
+        split=settings.eval_split,
+        workflow=settings.workflow.value,
+        samples_per_prompt=n,
+        settings=identity,
+        metrics=accuracy(answers, n, ks, seed=seed),
+        categories=by_category(answers, n, ks, seed=seed),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
+        **_statistics({kind: found for kind, found in by_kind.items() if found}),
         **facts,
     )
 
 
-def _answers(prompt: Prompt, drawn: Mapping[Kind, Sequence[Sample]]) -> PromptAnswers:
-    greedy, sampled = (
-        [
-            Answer(s.is_correct, s.result.extracted)
-            for s in sorted(drawn[kind], key=lambda s: s.index)
-            if s.result is not None and s.is_correct is not None
-        ]
-        for kind in (Kind.GREEDY, Kind.SAMPLED)
-    )
-    return PromptAnswers(greedy[0] if greedy else None, sampled, prompt.category)
+def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind, count: int) -> list[list[Sample]]:
+    """Return the first ``count`` samples of each prompt, as far as the store has them."""
+    return [
+        [s for index in range(count) if (s := samples.get((prompt.id, kind, index))) is not None] for prompt in prompts
+    ]
 
 
-def _reward_mean(samples: Iterable[Sample]) -> float | None:
-    rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
-    return statistics.fmean(rewards) if rewards else None
-
-
-def _agent(samples: Sequence[Sample]) -> dict[str, float]:
-    episodes = [sample for sample in samples if sample.messages is not None]
-    if not episodes:
-        return {}
+def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
+    """Return rewards, lengths and truncation by kind, and the turns and tool calls of agents."""
+    rewards = {
+        kind: [s.result.reward for s in found if s.result is not None and s.result.reward is not None]
+        for kind, found in by_kind.items()
+    }
+    episodes = [sample for found in by_kind.values() for sample in found if sample.messages is not None]
     return {
-        "turns": statistics.fmean(sample.turns for sample in episodes),
-        "tool_calls": statistics.fmean(sample.tool_calls for sample in episodes),
+        "reward_mean": {kind: statistics.fmean(given) for kind, given in rewards.items() if given},
+        "completion_tokens": {kind: lengths([s.completion_tokens for s in found]) for kind, found in by_kind.items()},
+        "truncated": {
+            kind: statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in found)
+            for kind, found in by_kind.items()
+        },
+        "agent": {
+            name: statistics.fmean(getattr(episode, name) for episode in episodes)
+            for name in ("turns", "tool_calls")
+            if episodes
+        },
     }
 
 
-def throughput(progress: Progress) -> dict[str, float | None]:
-    """Of this life: what an earlier one made took no time of it."""
+def _answers(samples: Sequence[Sample]) -> list[Answer]:
+    return [
+        Answer(s.is_correct, s.result.extracted) for s in samples if s.result is not None and s.is_correct is not None
+    ]
+
+
+def throughput(progress: Progress) -> dict[str, int | float | None]:
+    """Return the throughput of this process only; the samples of earlier attempts are counted apart."""
     seconds = progress.seconds
     return {
         "seconds": seconds,
@@ -159,51 +160,50 @@ def throughput(progress: Progress) -> dict[str, float | None]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Write ``content`` as JSON; readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.rename(path)
+    atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
 def show(console: Console, everything: Sequence[Results]) -> None:
-    """Prints the table of all models, and one by category for each that has any."""
-    names = list(dict.fromkeys(name for results in everything for name in results.metrics))
+    """Print a table of all models, and one by category for each model that has categories."""
     first = everything[0]
     table = Table(title=f"{first.dataset} {first.split}, {first.prompts} prompts", title_justify="left")
     table.add_column("")
     for results in everything:
         table.add_column(results.name, justify="right")
-    for name in names:
+    for name in dict.fromkeys(name for results in everything for name in results.metrics):
         table.add_row(name, *(_estimate(results.metrics.get(name)) for results in everything))
-    for label, row in _more_rows(everything):
-        table.add_row(label, *row)
+    for label, form, values in _further_rows(everything):
+        table.add_row(label, *("-" if value is None else format(value, form) for value in values))
     console.print(table)
     for results in everything:
         if results.categories:
             console.print(_category_table(results))
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
-        told = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
-        console.print(f"left out: {told}", style="yellow")
+        counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
+        console.print(f"left out: {counts}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):
         console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
 
 
-def _more_rows(everything: Sequence[Results]) -> list[tuple[str, list[str]]]:
-    rows = [
-        ("tokens, mean", [_number(r.completion_tokens.get("greedy", {}).get("mean"), ".0f") for r in everything]),
-        ("tokens, p95", [_number(r.completion_tokens.get("greedy", {}).get("p95"), ".0f") for r in everything]),
-        ("truncated", [_number(r.truncated.get("greedy"), ".1%") for r in everything]),
-        ("tokens/s", [_number(r.throughput.get("completion_tokens_per_second"), ".0f") for r in everything]),
+def _further_rows(everything: Sequence[Results]) -> list[tuple[str, str, list[int | float | None]]]:
+    """Return label, format and one value a model of the rows below the metrics."""
+    greedy = [results.completion_tokens.get("greedy", {}) for results in everything]
+    rows: list[tuple[str, str, list[int | float | None]]] = [
+        ("tokens, mean", ".0f", [tokens.get("mean") for tokens in greedy]),
+        ("tokens, p95", ".0f", [tokens.get("p95") for tokens in greedy]),
+        ("truncated", ".1%", [results.truncated.get("greedy") for results in everything]),
+        ("tokens/s", ".0f", [results.throughput.get("completion_tokens_per_second") for results in everything]),
     ]
     if any(results.agent for results in everything):
-        rows.append(("tool calls", [_number(r.agent.get("tool_calls"), ".2f") for r in everything]))
-        rows.append(("turns", [_number(r.agent.get("turns"), ".2f") for r in everything]))
+        rows.append(("tool calls", ".2f", [results.agent.get("tool_calls") for results in everything]))
+        rows.append(("turns", ".2f", [results.agent.get("turns") for results in everything]))
     return rows
 
 
 def _category_table(results: Results) -> Table:
-    names = _headline(results)
+    names = results.headline
     table = Table("category", "prompts", *names, title=f"{results.name} by category", title_justify="left")
     for category, metrics in results.categories.items():
         prompts = max((estimate.prompts for estimate in metrics.values()), default=0)
@@ -211,48 +211,30 @@ def _category_table(results: Results) -> Table:
     return table
 
 
-def _step(results: Results, position: int) -> int:
-    """Where a checkpoint stands on the curve: its training step, or its place among those given."""
-    return position if results.step is None else results.step
-
-
-def _headline(results: Results) -> list[str]:
-    """One metric of a kind: of pass@k and maj@k that with the largest k."""
-    return list({name.partition("@")[0]: name for name in results.metrics}.values())
-
-
 def _estimate(estimate: Estimate | None) -> str:
-    if estimate is None:
-        return "-"
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    return "-" if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def write_curve(directory: Path, everything: Sequence[Results]) -> None:
-    """Writes curve.json, and draws curve.png: each metric over the steps, with its interval."""
+    """Write curve.json, and draw curve.png: each metric over the steps, with its interval.
+
+    A checkpoint without a step stands at its place among the given ones.
+    """
+    steps = [place if results.step is None else results.step for place, results in enumerate(everything)]
     points = [
-        {
-            "step": _step(results, position),
-            "name": results.name,
-            "model": results.model,
-            "metrics": {name: estimate.as_dict() for name, estimate in results.metrics.items()},
-        }
-        for position, results in enumerate(everything)
+        {"step": step, **results.model_dump(include={"name", "model", "metrics"})}
+        for step, results in zip(steps, everything, strict=True)
     ]
     write_json(directory / CURVE, points)
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name in _headline(everything[-1]):
-        drawn = [(i, results.metrics[name]) for i, results in enumerate(everything) if name in results.metrics]
-        steps = [_step(everything[i], i) for i, _ in drawn]
-        estimates = [estimate for _, estimate in drawn]
-        axes.plot(steps, [estimate.value for estimate in estimates], marker="o", markersize=3, label=name)
-        axes.fill_between(steps, [e.low for e in estimates], [e.high for e in estimates], alpha=0.15)
+    for name in everything[-1].headline:
+        drawn = [(s, r.metrics[name]) for s, r in zip(steps, everything, strict=True) if name in r.metrics]
+        x = [step for step, _ in drawn]
+        axes.plot(x, [estimate.value for _, estimate in drawn], marker="o", markersize=3, label=name)
+        axes.fill_between(x, [e.low for _, e in drawn], [e.high for _, e in drawn], alpha=0.15)
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(-0.02, 1.02))
     axes.set_title(f"{everything[0].dataset} {everything[0].split}, {everything[0].prompts} prompts")
     axes.grid(alpha=0.3)

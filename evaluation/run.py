@@ -1,167 +1,103 @@
-"""From the command line to the results: plans an evaluation, and carries it out model by model."""
+"""The run of a planned evaluation: model by model, from the servers' start to the results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from evaluation import checkpoints, examples, report, schedulers
+from evaluation import examples, report, schedulers, servers, skypilot
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Evaluation, Scorer
-from evaluation.examples import Examples
+from evaluation.evaluation import Evaluation, score
+from evaluation.plan import Plan
 from evaluation.samples import SampleStore
-from evaluation.schedulers import Servers
+from evaluation.schedulers import Say, Servers
 from evaluation.servers import Discover, ServerPool
-from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.settings import SchedulerName
 from evaluation.view import View
-from evaluation.workflows import Agent, AgentWorkflow, Sampling, SingleTurn, Workflow, load_agent
+from evaluation.workflows import AgentWorkflow, Score, SingleTurn, Workflow
 from services.clients.reward import RewardClient
-from services.core.errors import ConfigurationError
+from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 from services.core.vocabulary import vocabulary_size
-from services.data_server.settings import DataSettings
-from services.reward_server.settings import RewardSettings
 
-RESULTS_MARK = "results.json: "
-"""Begins the line by which a job tells its results; skypilot.py reads it."""
-VOLUME = "/shared/"
+START_SECONDS = 60.0
+"""The wait for the first of servers that run already."""
+JOB_GROUP_START_SECONDS = 3600.0
+"""The same wait in a job group, where images are pulled and models loaded at the same time."""
 SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be done."""
+def run_until_signal(plan: Plan, *, live: bool | None) -> int:
+    """Evaluate until done, or until Ctrl-C, SIGTERM or a hang-up, which end the servers in order; return the exit code.
 
-    settings: EvaluationSettings
-    scheduler: SchedulerName
-    checkpoints: Sequence[Checkpoint]
-    dataset: str
-    output: Path
-    num_servers: int
-    urls: Sequence[str]
-    discover: str | None
-    reward_url: str | None
-    variables: Mapping[str, str]
-    print_results: bool
-    agent: Agent | None
+    ``live`` says whether progress is a bar; None: on a terminal only.
 
-    @classmethod
-    def make(
-        cls,
-        settings: EvaluationSettings,
-        *,
-        models: Sequence[str],
-        run_dir: Path | None,
-        scheduler: SchedulerName | None,
-        urls: Sequence[str],
-        discover: str | None,
-        output: Path | None,
-        **others: Any,
-    ) -> Plan:
-        """Checks what can be checked before anything starts.
+    Raises:
+        ConfigurationError: a model, dataset or server cannot be had.
+        DependencyLostError: servers do not answer. Finished samples are kept.
+        ScoringLostError: the reward-server does not answer. Finished samples are kept.
+    """
+    # Without a terminal rich assumes 80 columns, too few for the tables.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    received: list[int] = []
 
-        Raises:
-            ConfigurationError: something does not go together.
-        """
-        if not models and run_dir is None:
-            models = [settings.model_name]
-        scheduler = scheduler or (SchedulerName.ENDPOINTS if urls or discover else SchedulerName.LOCAL)
-        _check(settings, scheduler, urls, discover)
-        dataset = DataSettings.load().dataset
-        if scheduler is SchedulerName.SKYPILOT:
-            # Where these models are is the cluster's affair.
-            found = _on_the_cluster(models, run_dir)
-        else:
-            found = checkpoints.resolve(models, run_dir)
-        if scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
-            raise ConfigurationError(
-                f"running servers have one model, but {len(found)} are given; give one, or --scheduler local"
-            )
-        is_agent = settings.eval_workflow is WorkflowName.AGENT
-        name = found[0].name if len(found) == 1 else (run_dir.resolve().name if run_dir else f"{len(found)}-models")
-        parts = [name, Path(dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
-        return cls(
-            settings=settings,
-            scheduler=scheduler,
-            checkpoints=found,
-            dataset=dataset,
-            output=(output or settings.eval_output / "-".join(parts)).resolve(),
-            urls=urls,
-            discover=discover,
-            agent=load_agent(settings.eval_agent) if is_agent and scheduler is not SchedulerName.SKYPILOT else None,
-            **others,
-        )
+    async def work() -> None:
+        task = asyncio.ensure_future(evaluate(plan, console, live=console.is_terminal if live is None else live))
 
-    def directory(self, checkpoint: Checkpoint) -> Path:
-        """Where the samples and results of a model go."""
-        return self.output if len(self.checkpoints) == 1 else self.output / checkpoint.name
+        def stop(number: int) -> None:
+            received.append(number)
+            task.cancel()
 
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        await task
 
-def _on_the_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
-    here = [model for model in models if Path(model).is_dir() and not model.startswith(VOLUME)]
-    if here or run_dir is not None:
-        raise ConfigurationError(
-            f"--scheduler skypilot: {here[0] if here else run_dir} is a directory of this machine; give a model's name "
-            f"on the hub, or a directory of the volume such as {VOLUME}runs/grpo-17/model"
-        )
-    return [Checkpoint(re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-"), model) for model in models]
-
-
-def _check(settings: EvaluationSettings, scheduler: SchedulerName, urls: Sequence[str], discover: str | None) -> None:
-    too_large = [k for k in settings.ks if k > settings.eval_samples]
-    if too_large:
-        raise ConfigurationError(
-            f"--k {too_large[0]} needs as many samples of each prompt, but --samples is {settings.eval_samples}; give "
-            f"--samples {too_large[-1]} or more, or a smaller k"
-        )
-    if scheduler is not SchedulerName.ENDPOINTS and (urls or discover):
-        raise ConfigurationError(
-            f"--scheduler {scheduler.value} starts its own servers; leave out --url and --discover"
-        )
+    try:
+        asyncio.run(work())
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        name = signal.Signals(received[0]).name
+        print(f"evaluate: stopped by {name}; the same command goes on from {plan.output}", file=sys.stderr)
+        return 128 + received[0]
+    return 0
 
 
 async def evaluate(plan: Plan, console: Console, *, live: bool) -> None:
-    """Carries out a plan, and shows and writes the results.
-
-    Raises:
-        ConfigurationError: something cannot be had or does not go together.
-        DependencyLostError: servers do not answer. What is done is kept.
-    """
+    """Evaluate each model of the plan, and show and write the results; raises as ``run_until_signal`` does."""
     everything = []
     for checkpoint in plan.checkpoints:
         if plan.scheduler is SchedulerName.SKYPILOT:
-            results = await _evaluate_by_skypilot(plan, checkpoint, console)
+            results = await _evaluate_on_cluster(plan, checkpoint, console)
         else:
             results = await _evaluate_here(plan, checkpoint, console, live=live)
-        report.write_json(plan.directory(checkpoint) / report.RESULTS, results.as_dict())
+        report.write_json(plan.directory(checkpoint) / report.RESULTS, results.model_dump())
         everything.append(results)
+    content: Mapping[str, Any] = everything[0].model_dump()
     if len(everything) > 1:
-        content: Any = {"checkpoints": [results.as_dict() for results in everything]}
+        content = {"checkpoints": [results.model_dump() for results in everything]}
         report.write_json(plan.output / report.RESULTS, content)
         report.write_curve(plan.output, everything)
-    else:
-        content = everything[0].as_dict()
     report.show(console, everything)
     console.print(f"written to {plan.output}", highlight=False, soft_wrap=True)
     if plan.print_results:
-        print(RESULTS_MARK + json.dumps(content), flush=True)
+        print(skypilot.RESULTS_MARK + json.dumps(content), flush=True)
 
 
-async def _evaluate_by_skypilot(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
-    from evaluation import skypilot
-
+async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
     settings = plan.settings
-    # Where it writes, and its shared volume, are the job's own.
-    ours = {"jobgroup_token", "shared_dir", "run_id", "log_level", "log_format", "eval_output", "model_name"}
+    # The job has its own output directory and shared volume.
+    ours = {*Settings.model_fields, "eval_output", "model_name"}
     given = settings.model_dump(mode="json", include=settings.model_fields_set - ours)
     variables = {
         **plan.variables,
@@ -176,58 +112,55 @@ async def _evaluate_by_skypilot(plan: Plan, checkpoint: Checkpoint, console: Con
         plan.num_servers,
         {name: value for name, value in variables.items() if name not in secrets},
         secrets,
-        lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False),
+        _printer(console),
     )
-    return report.Results.from_dict(content)
+    return report.Results.model_validate(content)
 
 
 async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *, live: bool) -> report.Results:
     settings = plan.settings
     directory = plan.directory(checkpoint)
-    # A process of its own: transformers is imported without torch, which nothing here needs.
-    found = examples.load(None, settings.eval_split, checkpoint.model, settings.eval_prompts, own_process=True)
-    with SampleStore(directory, _identity(plan, checkpoint, found)) as store:
+    say = _printer(console)
+    found = examples.load(settings.eval_split, checkpoint.model, settings.eval_prompts)
+    identity = plan.identity(checkpoint, found)
+    start_seconds = JOB_GROUP_START_SECONDS if schedulers.in_job_group() else START_SECONDS
+    with SampleStore(directory, identity) as store:
         if store.resumed:
-            console.print(f"{directory} has {store.resumed} samples already", highlight=False, soft_wrap=True)
-
-        def say(line: str) -> None:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-
+            say(f"{directory} has {store.resumed} samples already")
         async with (
-            _servers(plan, checkpoint, directory, say) as servers,
-            _pool(plan, checkpoint, servers) as pool,
-            RewardClient(servers.reward, settings.token, deadline=settings.eval_prompt_seconds) as rewards,
+            _servers(plan, checkpoint, directory, say) as started,
+            ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,
+            RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
         ):
-            await run_until_first_ends(pool.wait_ready(settings.eval_start_seconds), servers.watch())
-            scorer = Scorer(rewards, settings.eval_lost_seconds)
-            workflow = _workflow(plan, checkpoint, scorer)
-            evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer.score, store)
+            await run_until_first_ends(pool.wait_ready(start_seconds), started.watch())
+            scorer: Score = partial(score, rewards)
+            workflow: Workflow = SingleTurn(settings)
+            if plan.agent is not None:
+                workflow = AgentWorkflow(plan.agent, settings, scorer, checkpoint.model)
+            evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store)
             with View(console, checkpoint.name, pool, live=live) as view:
-                await run_until_first_ends(evaluation.run(view.show), servers.watch())
-            for reason, detail in evaluation.progress.examples.items():
+                await run_until_first_ends(evaluation.run(view.show), started.watch())
+            progress = evaluation.progress
+            for reason, detail in progress.examples.items():
                 say(f"left out ({reason}), for example {detail}")
             return report.results_of(
                 checkpoint,
                 found.prompts,
                 store.samples,
-                settings.ks,
-                settings.eval_samples,
-                resamples=settings.eval_resamples,
-                seed=settings.seed,
+                settings,
+                left_out={**progress.left_out, **({"prompt too long": found.too_long} if found.too_long else {})},
                 dataset=plan.dataset,
-                split=settings.eval_split,
-                workflow=settings.eval_workflow.value,
-                left_out=dict(evaluation.progress.left_out)
-                | ({"prompt too long": found.too_long} if found.too_long else {}),
-                throughput=report.throughput(evaluation.progress),
+                throughput=report.throughput(progress),
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
-                settings=_identity(plan, checkpoint, found),
+                identity=identity,
             )
 
 
-def _servers(
-    plan: Plan, checkpoint: Checkpoint, directory: Path, say: schedulers.Say
-) -> AbstractAsyncContextManager[Servers]:
+def _printer(console: Console) -> Say:
+    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _servers(plan: Plan, checkpoint: Checkpoint, directory: Path, say: Say) -> AbstractAsyncContextManager[Servers]:
     if plan.scheduler is SchedulerName.LOCAL:
         return schedulers.local(checkpoint.model, plan.num_servers, directory, plan.variables, say)
     return schedulers.running(plan.urls, _discovery(plan.discover), plan.reward_url, directory, plan.variables, say)
@@ -236,52 +169,4 @@ def _servers(
 def _discovery(where: str | None) -> Discover | None:
     if where is None:
         return None
-    if Path(where).is_dir():
-        return schedulers.local_run(Path(where))
-    from evaluation import skypilot
-
-    return skypilot.discovery(where)
-
-
-def _pool(plan: Plan, checkpoint: Checkpoint, servers: Servers) -> ServerPool:
-    settings = plan.settings
-    return ServerPool(
-        servers.urls,
-        token=settings.token,
-        vocab_size=vocabulary_size(checkpoint.model, "--model"),
-        places=settings.eval_concurrency,
-        prompt_seconds=settings.eval_prompt_seconds,
-        lost_seconds=settings.eval_lost_seconds,
-        discover=servers.discover,
-        seed_each_completion=settings.engine_deterministic,
-    )
-
-
-def _workflow(plan: Plan, checkpoint: Checkpoint, scorer: Scorer) -> Workflow:
-    settings = plan.settings
-    sampling = Sampling(settings.max_new_tokens, settings.temperature, settings.top_p, settings.seed)
-    if plan.agent is None:
-        return SingleTurn(sampling)
-    return AgentWorkflow(
-        plan.agent,
-        sampling,
-        scorer.score,
-        model=checkpoint.model,
-        token=settings.token,
-        seconds=settings.eval_prompt_seconds,
-    )
-
-
-def _identity(plan: Plan, checkpoint: Checkpoint, found: Examples) -> dict[str, Any]:
-    """What samples depend on. How many there are of a prompt, and of how many prompts, may change."""
-    settings = plan.settings
-    names = {"max_new_tokens", "temperature", "top_p", "seed", "eval_workflow"}
-    fields = settings.model_dump(mode="json", include=names)
-    return {
-        "weights": checkpoint.fingerprint(),
-        **fields,
-        **({"eval_agent": settings.eval_agent} if plan.agent is not None else {}),
-        **{name: value for name, value in found.recipe.items() if value is not None},
-        # A reward-server elsewhere has its own.
-        **({"reward_fn": RewardSettings.load().reward_fn} if plan.reward_url is None else {}),
-    }
+    return schedulers.local_run(Path(where)) if Path(where).is_dir() else skypilot.discovery(where)

@@ -1,4 +1,4 @@
-"""The samples of an evaluation on disk: written as they come, so that a killed evaluation goes on from them."""
+"""The samples of an evaluation on disk, written as they come, so that a killed evaluation continues from them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.core.errors import ConfigurationError
-from services.protocol import FinishReason, RewardResult
+from services.core.files import atomic_write
+from services.protocol import FinishReason, Prompt, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct
 
 SAMPLES = "samples.jsonl"
@@ -22,17 +22,18 @@ IDENTITY = "evaluation.json"
 
 
 class Kind(StrEnum):
-    """How the tokens of a completion were chosen."""
+    """The way in which the tokens of a completion were chosen."""
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
 
 
 Key = tuple[str, Kind, int]
+"""Prompt id, kind and index: an evaluation has one sample of each."""
 
 
 class Sample(BaseModel):
-    """One completion, or one episode of an agent, of a prompt; ``result`` is None as long as it is not scored."""
+    """One completion, or one episode of an agent, for a prompt."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,23 +44,37 @@ class Sample(BaseModel):
     prompt: str
     ground_truth: str
     completion: str
-    """The text; of an agent, the last that the model said."""
+    """The text of the completion, or the last text that the agent's model wrote."""
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
-    """Of all turns."""
+    """Tokens of all turns."""
     turns: int = 1
     tool_calls: int = 0
     messages: list[dict[str, Any]] | None = None
-    """An agent's whole conversation."""
+    """An agent's whole conversation; None for a single completion."""
     policy_version: int | None = None
     server: str
     seconds: float
     result: RewardResult | None = None
+    """The verifier's result; None until the sample is scored."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, kind: Kind, index: int, **outcome: Any) -> Self:
+        """Make the sample of ``prompt`` with this kind and index; ``outcome`` gives the other fields."""
+        return cls(
+            prompt_id=prompt.id,
+            kind=kind,
+            index=index,
+            category=prompt.category,
+            prompt=prompt.prompt,
+            ground_truth=prompt.ground_truth,
+            **outcome,
+        )
 
     @property
     def key(self) -> Key:
-        """What there is one sample of."""
+        """The key of the sample within its evaluation."""
         return (self.prompt_id, self.kind, self.index)
 
     @property
@@ -69,32 +84,33 @@ class Sample(BaseModel):
 
     @property
     def is_over_limit(self) -> bool:
-        """Return whether it is wrong because it exceeds the verifier's time or memory limit."""
+        """Return whether the answer is wrong because it exceeds the verifier's time or memory limit."""
         return self.result is not None and self.result.status in OVER_LIMIT
 
 
 class SampleStore:
-    """Samples by key, and the file that they are in. A context manager; one process at a time."""
+    """Samples by key, and the file that holds them. A context manager; one process at a time."""
 
     def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
-        """Makes a store that is not open.
+        """Make a store that is not open.
 
         Args:
             directory: holds the file.
-            identity: what the samples depend on; those of another evaluation are refused.
+            identity: everything that the samples depend on; samples of another identity are refused.
         """
         self.directory = directory
         self.path = directory / SAMPLES
-        self._identity = dict(identity)
+        self._identity = identity
         self.samples: dict[Key, Sample] = {}
         self.resumed = 0
-        """How many were there at the start."""
+        """The number of samples that the file had when it was opened."""
 
     def __enter__(self) -> Self:
-        """Opens the file and reads what it has.
+        """Open the file and read it.
 
         Raises:
-            ConfigurationError: it belongs to another evaluation, another process has it, or it is no file of samples.
+            ConfigurationError: the file belongs to another evaluation, is in use by another process, or does not hold
+                samples.
         """
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -103,28 +119,25 @@ class SampleStore:
             raise ConfigurationError(f"--output {self.directory}: {error}; give a directory to write to") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._read()
+            self._check_identity()
         except BlockingIOError as error:
             self._file.close()
             raise ConfigurationError(
                 f"another evaluation writes to {self.directory}; wait for it, end it, or give another --output"
             ) from error
-        try:
-            self._read()
-            self._check_identity()
         except BaseException:
             self._file.close()
             raise
         self.resumed = len(self.samples)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._file:
             os.fsync(self._file.fileno())
 
     def add(self, samples: Sequence[Sample]) -> None:
-        """Keeps samples; one of a known key takes the place of the former. They survive this process at once."""
+        """Store samples, so that they survive this process; a sample replaces an earlier one with its key."""
         self._file.write(b"".join(sample.model_dump_json().encode() + b"\n" for sample in samples))
         self._file.flush()
         self.samples.update((sample.key, sample) for sample in samples)
@@ -148,8 +161,9 @@ class SampleStore:
 
     def _check_identity(self) -> None:
         path = self.directory / IDENTITY
-        # As JSON has it, so that it compares with what was written.
-        identity = json.loads(json.dumps(self._identity))
+        content = json.dumps(self._identity, indent=2) + "\n"
+        # Through JSON, so that tuples compare equal to the lists that were written.
+        identity: dict[str, Any] = json.loads(content)
         if self.samples and path.exists():
             before = json.loads(path.read_text())
             differing = sorted(name for name in {*before, *identity} if before.get(name) != identity.get(name))
@@ -159,6 +173,4 @@ class SampleStore:
                     f"{self.directory} holds the samples of another evaluation: {name} was {before.get(name)!r} and is "
                     f"{identity.get(name)!r}; give another --output, or remove that directory"
                 )
-        temporary = path.with_name(f".{path.name}.partial")
-        temporary.write_text(json.dumps(identity, indent=2) + "\n")
-        temporary.rename(path)
+        atomic_write(path, content)

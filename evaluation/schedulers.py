@@ -1,6 +1,6 @@
-"""Where the servers of an evaluation come from: started here, or running already.
+"""The origin of an evaluation's servers: started on this machine, or running already.
 
-SkyPilot's part is in ``skypilot.py``: it has the whole evaluation run elsewhere, with the servers beside it.
+With SkyPilot (``skypilot.py``) the whole evaluation runs elsewhere, beside its servers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from evaluation.servers import Discover, address, parse_url
+from evaluation.servers import Discover, parse_url
 from local_runner import directory, gpus, nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
@@ -28,7 +28,7 @@ from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 
 LOCAL_START_SECONDS = 1800.0
-"""For a model to be fetched and loaded."""
+"""Enough for a model to be downloaded and loaded."""
 POLL_SECONDS = 0.2
 MAX_RESTARTS = 3
 LOG_LINES = 5
@@ -36,30 +36,30 @@ LOG_LINES = 5
 Say = Callable[[str], None]
 
 
-async def _for_ever() -> None:
+async def _forever() -> None:
     await asyncio.Event().wait()
 
 
 @dataclass(frozen=True)
 class Servers:
-    """What an evaluation asks."""
+    """The addresses of an evaluation's servers."""
 
     urls: Sequence[str]
     reward: Endpoint
     discover: Discover | None = None
-    watch: Callable[[], Awaitable[None]] = _for_ever
-    """Raises when what was started here has failed for good."""
+    watch: Callable[[], Awaitable[None]] = _forever
+    """Raises an error once servers that were started here have failed for good."""
 
 
 @asynccontextmanager
 async def local(
     model: str | None, num_servers: int, output: Path, variables: Mapping[str, str], say: Say
 ) -> AsyncIterator[Servers]:
-    """Starts a reward-server and, with a ``model``, ``num_servers`` rollout nodes behind one router, and ends them.
+    """Start a reward-server and, with a ``model``, ``num_servers`` rollout nodes behind one router; end them on exit.
 
     Raises:
-        ConfigurationError: a server cannot run as it is configured; the message has the end of its log.
-        DependencyLostError: one failed for good, or was not ready in time.
+        ConfigurationError: a server refuses its configuration; the message has the end of its log.
+        DependencyLostError: a server failed for good, or was not ready in time.
     """
     group = _group(model, num_servers, variables)
     with nodes.allocate(group) as addresses:
@@ -71,7 +71,8 @@ async def local(
             gpus=gpus.visible(),
             mark=f"evaluation-{uuid.uuid4().hex}",
         )
-        say(f"starting {_names(group)}; logs in {run.run_dir / 'logs'}")
+        counts = " and ".join(f"{task.num_nodes} {task.name}" for task in group.tasks)
+        say(f"starting {counts}; logs in {run.run_dir / 'logs'}")
 
         def report(task: TaskSpec, rank: int | None, state: State, why: str) -> None:
             if state in (State.FAILED, State.RESTARTING):
@@ -80,21 +81,21 @@ async def local(
         supervisor = Supervisor(run, report)
 
         async def watch() -> None:
-            outcome = await asyncio.shield(life)
-            code = outcome.exit_code or EXIT_RECOVERABLE
-            told = f"the servers ended: {outcome.reason}\n{_logs(run)}"
-            raise ConfigurationError(told) if code == EXIT_CONFIGURATION else DependencyLostError(told)
+            outcome = await asyncio.shield(job)
+            message = f"the servers ended: {outcome.reason}\n{_ends_of_logs(run)}"
+            is_configuration = outcome.exit_code == EXIT_CONFIGURATION
+            raise ConfigurationError(message) if is_configuration else DependencyLostError(message)
 
         with watchdog.guard(run.mark):
-            life = asyncio.create_task(supervisor.run())
+            job = asyncio.create_task(supervisor.run())
             try:
-                reward = _endpoint(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
-                router = _endpoint(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)) if model else None
-                await run_until_first_ends(_ready(reward, router), watch())
+                reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
+                router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)) if model else None
+                await run_until_first_ends(_wait_ready(reward, router), watch())
                 yield Servers([router.url] if router else [], reward, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
-                await asyncio.gather(life, return_exceptions=True)
+                await asyncio.gather(job, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -106,33 +107,37 @@ async def running(
     variables: Mapping[str, str],
     say: Say,
 ) -> AsyncIterator[Servers]:
-    """Servers that run already: those given, those discovered, else the router of this job group.
+    """Use servers that run already: the given and the discovered ones, else the router of this job group.
 
-    Without a reward-server, in this job group or given, one is started here.
+    The reward-server is the given one, else that of this job group; outside a job group one is started here.
 
     Raises:
-        ConfigurationError: none is given and this is no job group.
+        ConfigurationError: no server is given outside a job group.
     """
-    in_group = "SKYPILOT_JOBGROUP_NAME" in os.environ or endpoints.ENDPOINTS_VARIABLE in os.environ
-    given = [parse_url(url) for url in urls]
+    given = [parse_url(url).url for url in urls]
     if not given and discover is None:
-        if not in_group:
+        if not in_job_group():
             raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
-        given = [endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER).url]
+        given = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
     if reward_url is not None:
-        yield Servers(given, address(parse_url(reward_url)), discover)
-    elif in_group:
-        yield Servers(given, endpoints.endpoint(endpoints.Task.REWARD_SERVER), discover)
+        yield Servers(given, parse_url(reward_url), discover)
+    elif in_job_group():
+        yield Servers(given, endpoints.endpoint(Task.REWARD_SERVER), discover)
     else:
         async with local(None, 0, output, variables, say) as servers:
             yield Servers(given, servers.reward, discover, servers.watch)
 
 
+def in_job_group() -> bool:
+    """Return whether this process is a node of a job group, on a cluster or under the local runner."""
+    return "SKYPILOT_JOBGROUP_NAME" in os.environ or endpoints.ENDPOINTS_VARIABLE in os.environ
+
+
 def local_run(run_dir: Path) -> Discover:
-    """Discovers the router of a run of the local runner.
+    """Return a function that discovers the router of a local runner's run.
 
     Raises:
-        ConfigurationError: it is no such run.
+        ConfigurationError: ``run_dir`` is not the directory of such a run.
     """
     if not (run_dir / directory.FILE).is_file():
         raise ConfigurationError(f"--discover {run_dir} is not the directory of a run of scripts.run_local")
@@ -145,21 +150,29 @@ def local_run(run_dir: Path) -> Discover:
     return discover
 
 
-async def _ready(reward: Endpoint, router: Endpoint | None) -> None:
-    """Returns when the reward-server answers and the router has a worker."""
+async def _wait_ready(reward: Endpoint, router: Endpoint | None) -> None:
+    """Wait until the reward-server answers and the router has a worker.
+
+    Raises:
+        DependencyLostError: they are not ready within LOCAL_START_SECONDS.
+    """
     token = Settings.load().token
     async with RewardClient(reward, token) as client:
         await client.wait_healthy(LOCAL_START_SECONDS)
     if router is None:
         return
-    async with RouterAdmin(router, token) as control, asyncio.timeout(LOCAL_START_SECONDS):
-        # The router tells nobody by itself.
-        while not (await control.is_healthy() and await control.healthy_workers()):  # noqa: ASYNC110
-            await asyncio.sleep(POLL_SECONDS)
+    async with RouterAdmin(router, token) as control:
+        try:
+            async with asyncio.timeout(LOCAL_START_SECONDS):
+                # The router has no route that waits for a worker.
+                while not (await control.is_healthy() and await control.healthy_workers()):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError as error:
+            raise DependencyLostError(f"no rollout node is ready after {LOCAL_START_SECONDS:g} s") from error
 
 
 def _group(model: str | None, num_servers: int, variables: Mapping[str, str]) -> JobGroup:
-    """The tasks of jobgroup.yaml that an evaluation needs; each is primary, so that the end of one is noticed."""
+    """Return the tasks of jobgroup.yaml that an evaluation needs; each is primary, so its end is noticed."""
 
     def task(name: Task, count: int, gpus_per_node: int, **own: str) -> TaskSpec:
         return TaskSpec(
@@ -180,16 +193,6 @@ def _group(model: str | None, num_servers: int, variables: Mapping[str, str]) ->
     return JobGroup("evaluation", tuple(tasks))
 
 
-def _names(group: JobGroup) -> str:
-    return " and ".join(f"{task.num_nodes} {task.name}" for task in group.tasks)
-
-
-def _endpoint(address: str) -> Endpoint:
-    host, _, port = address.rpartition(":")
-    return Endpoint(host, int(port))
-
-
-def _logs(run: Run) -> str:
-    """The ends of all logs."""
+def _ends_of_logs(run: Run) -> str:
     logs = sorted((run.run_dir / "logs").glob("*.log"))
     return "\n".join(f"{log.name}: {line}" for log in logs for line in log.read_text().splitlines()[-LOG_LINES:])

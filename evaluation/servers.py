@@ -1,7 +1,7 @@
-"""The inference servers of an evaluation: work goes to the least busy that lives, and moves on when its server dies.
+"""A pool of inference servers: work goes to the least busy live server, and moves to another when its server dies.
 
-A server is a router, an SGLang or a rollout node: all speak the same. What a dead one was doing is done again
-elsewhere, so it costs time and nothing else. A server that answers again is used again.
+A server is a router, an SGLang or a rollout node; all have the same routes. The unfinished work of a dead server is
+done again elsewhere, so a death costs time and nothing else. A server that answers again is used again.
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from evaluation.settings import EvaluationSettings
 from services.clients.rollout import RolloutClient
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.http.client import RequestRefusedError, describe
+from services.http.client import describe
 
 T = TypeVar("T")
 
+PROMPT_SECONDS = 600.0
+"""The longest time that one prompt or episode may take at one server."""
+LOST_SECONDS = 600.0
+"""The evaluation gives up after no server, or no reward-server, has answered for this long. Within that
+time, a node that is replaced on a cluster is back."""
 WATCH_SECONDS = 1.0
 PROBE_SECONDS = 5.0
 REFUSALS = 2
-"""Probes in a row that cannot connect, after which a server counts as dead."""
+"""A server counts as dead after this many probes in a row could not connect."""
 SILENT_SECONDS = 60.0
-"""A server that connects but does not answer well for that long counts as dead; a busy one may be slow."""
+"""A server that accepts connections counts as dead after this long without a good answer; a busy one may be slow."""
 DISCOVER_SECONDS = 30.0
 MAX_TRIES = 4
-"""How often work is tried that servers lose although they live."""
+"""Tries of a piece of work that servers lose although they live."""
 
 Discover = Callable[[], Awaitable[Sequence[str]]]
 
 
 @dataclass(frozen=True)
-class Address(Endpoint):
+class UrlEndpoint(Endpoint):
     """An endpoint given by its URL, which may have https or a path."""
 
-    base: str = ""
+    base_url: str = ""
 
     @property
     def url(self) -> str:
         """The base URL, without a trailing slash."""
-        return self.base
+        return self.base_url
 
 
-def parse_url(text: str) -> str:
-    """``host:port`` or a URL as a base URL.
+def parse_url(text: str) -> UrlEndpoint:
+    """Return the endpoint of ``host:port`` or of a URL.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: ``text`` is neither.
     """
     base = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     try:
         parts = urlsplit(base)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError:
-        valid = False
-    if not valid:
+        parts, port = urlsplit(""), 0
+    if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigurationError(f"{text!r} is no address; give one such as http://127.0.0.1:30000")
-    return base
-
-
-def address(url: str) -> Address:
-    """A base URL as clients of this project take it."""
-    parts = urlsplit(url)
-    return Address(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), url)
+    return UrlEndpoint(parts.hostname, port, base)
 
 
 @dataclass(eq=False)
 class Server:
-    """One server and what it is doing."""
+    """One server and its work."""
 
     url: str
     rollouts: RolloutClient
     http: httpx.AsyncClient
-    """For everything but /generate: connections are shared by all episodes."""
+    """The client for all routes but /generate; all episodes share its connections."""
     is_alive: bool = False
     answered: float = -1e9
     refusals: int = 0
@@ -87,50 +87,38 @@ class Server:
 
     @property
     def is_usable(self) -> bool:
-        """Whether work goes to it: it lives, and the last probe could connect."""
+        """Return whether the server gets work: it lives, and the last probe could connect."""
         return self.is_alive and not self.refusals
 
 
 class ServerPool:
-    """Runs work on servers. An async context manager, used within one event loop."""
+    """Servers that share work. An async context manager, used within one event loop."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        *,
-        token: str | None,
+        settings: EvaluationSettings,
         vocab_size: int,
-        places: int,
-        prompt_seconds: float,
-        lost_seconds: float,
         discover: Discover | None = None,
-        seed_each_completion: bool = False,
     ) -> None:
-        """Makes a pool.
+        """Make a pool.
 
         Args:
-            urls: of servers known from the start.
-            token: sent as ``Authorization: Bearer``.
-            vocab_size: ids of prompts must be below.
-            places: pieces of work at one server at once.
-            prompt_seconds: for one piece of work on one server.
-            lost_seconds: how long no server at all may live before work fails.
-            discover: asked for more URLs, now and then; what it no longer names is dropped once it is dead.
-            seed_each_completion: as of ``RolloutClient``.
+            urls: servers known from the start.
+            settings: token, work at one server at once, and whether engines are deterministic.
+            vocab_size: token ids of prompts must be below.
+            discover: returns the URLs of more servers, and is asked now and then; a dead server that it no longer names
+                is dropped.
         """
         self.servers: dict[str, Server] = {}
         self.deaths = 0
-        """How often a server that lived was found dead."""
+        """How often a live server was found dead."""
         self.moved = 0
         """How often work was begun anew on another server."""
-        self._given = list(urls)
-        self._token = token
+        self._given = urls
+        self._settings = settings
         self._vocab_size = vocab_size
-        self._places = places
-        self._prompt_seconds = prompt_seconds
-        self._lost_seconds = lost_seconds
         self._discover = discover
-        self._seed_each_completion = seed_each_completion
         self._evicted: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._alive_at = time.monotonic()
@@ -149,15 +137,15 @@ class ServerPool:
 
     @property
     def alive(self) -> list[Server]:
-        """The servers that work goes to."""
+        """The live servers."""
         return [server for server in self.servers.values() if server.is_alive]
 
     async def wait_ready(self, seconds: float) -> None:
-        """Returns when a server lives and takes our token.
+        """Wait until a server lives and accepts our token.
 
         Raises:
             ConfigurationError: a server refuses the token.
-            DependencyLostError: none lives within ``seconds``; the message says what each of them answers.
+            DependencyLostError: no server lives within ``seconds``; the message has the answer of each.
         """
         try:
             async with asyncio.timeout(seconds), self._changed:
@@ -169,11 +157,11 @@ class ServerPool:
         await asyncio.gather(*(self._check_token(server) for server in self.alive))
 
     async def run(self, work: Callable[[Server], Awaitable[T]]) -> T:
-        """What ``work`` returns, on whichever server.
+        """Return the result of ``work`` on any of the servers.
 
         Raises:
-            DependencyLostError: no server lived for long, or all that were tried lost the work although they live.
-            Exception: whatever else ``work`` raises.
+            DependencyLostError: no server lived for LOST_SECONDS, or live servers lost the work MAX_TRIES times.
+            Exception: any other error of ``work``.
         """
         tries = 0
         while True:
@@ -186,7 +174,7 @@ class ServerPool:
                     if job not in self._evicted:
                         raise
                 except DependencyLostError:
-                    # It may have died this moment, and that does not count.
+                    # The server may have died this moment, which does not count as a try.
                     await self._probe(server)
                     tries += server.is_usable
                     if tries >= MAX_TRIES:
@@ -198,43 +186,36 @@ class ServerPool:
 
     @contextlib.asynccontextmanager
     async def _place(self) -> AsyncIterator[Server]:
-        """A place at the least busy server, once there is one."""
-        chosen: list[Server] = []
-
-        def free() -> bool:
-            chosen[:] = sorted(
-                (s for s in self.servers.values() if s.is_usable and len(s.jobs) < self._places),
-                key=lambda s: len(s.jobs),
-            )[:1]
-            return bool(chosen) or self._watch.done() or self._is_lost()
-
+        """Wait for a free place, and yield the least busy server."""
         async with self._changed:
-            await self._changed.wait_for(free)
-        if not chosen:
-            if self._watch.done():
-                await self._watch
-            raise DependencyLostError(f"no server answers for {self._lost_seconds:g} s: {self._problems()}")
+            places = self._settings.eval_concurrency
+            while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < places]):
+                if self._watch.done():
+                    await self._watch
+                if not self.alive and time.monotonic() - self._alive_at > LOST_SECONDS:
+                    raise DependencyLostError(f"no server answers for {LOST_SECONDS:g} s: {self._problems()}")
+                await self._changed.wait()
         try:
-            yield chosen[0]
+            yield min(free, key=lambda server: len(server.jobs))
         finally:
             async with self._changed:
                 self._changed.notify()
 
     async def _add(self, url: str) -> None:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else None
+        settings, token = self._settings, self._settings.token
         rollouts = RolloutClient(
-            address(url),
-            self._token,
+            parse_url(url),
+            token,
             vocab_size=self._vocab_size,
-            max_concurrency=self._places,
-            deadline_seconds=self._prompt_seconds,
-            seed_each_completion=self._seed_each_completion,
+            max_concurrency=settings.eval_concurrency,
+            deadline_seconds=PROMPT_SECONDS,
+            seed_each_completion=settings.engine_deterministic,
         )
         http = httpx.AsyncClient(
             base_url=url,
-            headers=headers,
-            timeout=httpx.Timeout(self._prompt_seconds, connect=PROBE_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=self._places + 8, keepalive_expiry=5.0),
+            headers={"Authorization": f"Bearer {token}"} if token else None,
+            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=settings.eval_concurrency + 8, keepalive_expiry=5.0),
             trust_env=False,
         )
         self.servers[url] = Server(
@@ -242,7 +223,7 @@ class ServerPool:
         )
 
     async def _watch_servers(self) -> None:
-        """Asks every server, again and again, whether it lives."""
+        """Probe every server every WATCH_SECONDS, and discover new ones, until cancelled."""
         try:
             discovered = -1e9
             while True:
@@ -256,28 +237,26 @@ class ServerPool:
                     self._changed.notify_all()
                 await asyncio.sleep(WATCH_SECONDS)
         finally:
-            # Those who wait find that nobody watches any more.
+            # Wakes the waiting work, which then raises the error of this task.
             async with self._changed:
                 self._changed.notify_all()
 
     async def _find_more(self, discover: Discover) -> None:
         try:
-            found = {parse_url(url) for url in await discover()}
+            found = {parse_url(url).url for url in await discover()}
         except DependencyLostError:
-            # What is known stays; that no server lives at all is noticed elsewhere.
-            return
+            return  # the known servers stay; the loss of all of them is noticed elsewhere
         for url in sorted(found - set(self.servers)):
             await self._add(url)
-        for url in [u for u, s in self.servers.items() if u not in found and u not in self._given and not s.is_alive]:
-            del self.servers[url]
+        for url, server in list(self.servers.items()):
+            if url not in found and url not in self._given and not server.is_alive:
+                del self.servers[url]
 
     async def _probe(self, server: Server) -> None:
         try:
             response = await server.http.get("/health", timeout=PROBE_SECONDS)
-        except httpx.ConnectError as error:
-            server.refusals += 1
-            server.problem = describe(error)
         except httpx.HTTPError as error:
+            server.refusals += isinstance(error, httpx.ConnectError)
             server.problem = describe(error)
         else:
             server.refusals = 0
@@ -287,14 +266,11 @@ class ServerPool:
                 return
             server.problem = f"/health answers {response.status_code} {response.text[:100]}".strip()
         if server.refusals >= REFUSALS or time.monotonic() - server.answered > SILENT_SECONDS:
-            self._bury(server)
-
-    def _bury(self, server: Server) -> None:
-        self.deaths += server.is_alive
-        server.is_alive = False
-        for job in server.jobs:
-            self._evicted.add(job)
-            job.cancel()
+            self.deaths += server.is_alive
+            server.is_alive = False
+            for job in server.jobs:
+                self._evicted.add(job)
+                job.cancel()
 
     async def _check_token(self, server: Server) -> None:
         response = await server.http.get("/v1/models")
@@ -303,14 +279,6 @@ class ServerPool:
                 f"{server.url} refuses the token ({response.status_code}); set JOBGROUP_TOKEN to the servers' own"
             )
 
-    def _is_lost(self) -> bool:
-        return not self.alive and time.monotonic() - self._alive_at > self._lost_seconds
-
     def _problems(self) -> str:
-        told = [f"{server.url}: {server.problem}" for server in self.servers.values()]
-        return "; ".join(told) or "discovery found none"
-
-
-def refusal(error: RequestRefusedError) -> str:
-    """Why a server refused a prompt, in words for a report."""
-    return f"{error.status} {error.detail}"
+        problems = [f"{server.url}: {server.problem}" for server in self.servers.values()]
+        return "; ".join(problems) or "discovery found none"

@@ -1,7 +1,7 @@
-"""The evaluation's settings: environment variables, which options of the command line win over.
+"""The settings of an evaluation: environment variables, over which options of the command line win.
 
-They share their names with those of a training run where they mean the same, so that a run's ``--env-file`` evaluates a
-checkpoint as it was trained.
+A setting that means the same in training has the same name there, so that a run's ``--env-file`` evaluates a checkpoint
+as it was trained.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from services.core.settings import Settings
 
 MATH_AGENT = "evaluation.math_agent:solve"
+"""The built-in agent, which has the tools add and multiply."""
 
 
 class SchedulerName(StrEnum):
-    """Where the servers come from."""
+    """The origin of the servers."""
 
     LOCAL = "local"
     ENDPOINTS = "endpoints"
@@ -25,14 +26,14 @@ class SchedulerName(StrEnum):
 
 
 class WorkflowName(StrEnum):
-    """How an answer comes about."""
+    """The way in which a prompt is answered."""
 
     SINGLE_TURN = "single-turn"
     AGENT = "agent"
 
 
 class EvaluationSettings(Settings):
-    """What an evaluation reads from its environment."""
+    """Settings of an evaluation."""
 
     model_name: str = Field(
         default="Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="The model: a hub name or a directory."
@@ -50,46 +51,35 @@ class EvaluationSettings(Settings):
         min_length=1,
         description="`test`, `train`, `all` (both), or any other split of a Hugging Face dataset.",
     )
-    eval_workflow: WorkflowName = Field(
-        default=WorkflowName.SINGLE_TURN, description="`single-turn`, or `agent`: a callable that talks to the model."
-    )
     eval_agent: str = Field(
-        default=MATH_AGENT, description="The agent, as `module:function`; the default has the tools add and multiply."
+        default="",
+        description="An agent that answers the prompts over several turns, as `module:function`; "
+        f"`{MATH_AGENT}` is built in. Unset: one completion answers a prompt.",
     )
     eval_output: Path = Field(
         default=Path("runs/evaluations"), description="Evaluations are in directories below, by model and dataset."
     )
-    eval_prompts: int = Field(default=0, ge=0, description="Evaluate the first so many prompts; 0: all.")
+    eval_prompts: int = Field(default=0, ge=0, description="Evaluate only this many prompts, the first ones; 0: all.")
     eval_samples: int = Field(
         default=0, ge=0, le=1024, description="Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."
     )
     eval_k: str = Field(
         default="",
-        pattern=r"^(\d+(,\d+)*)?$",
+        pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$",
         description="Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that.",
     )
     eval_concurrency: int = Field(
         default=64, ge=1, description="Prompts, or an agent's episodes, in flight at one server (or router)."
     )
-    eval_prompt_seconds: float = Field(default=600.0, gt=0, description="Longest time that one prompt may take.")
-    eval_start_seconds: float = Field(
-        default=60.0, gt=0, description="How long to wait for the first server that runs elsewhere."
-    )
-    eval_lost_seconds: float = Field(
-        default=600.0, gt=0, description="How long no server at all may answer before the evaluation gives up."
-    )
-    eval_resamples: int = Field(default=2000, ge=100, le=100_000, description="Resamples of the bootstrap.")
 
-    @field_validator("eval_k")
-    @classmethod
-    def _k_is_positive(cls, text: str) -> str:
-        if any(int(k) == 0 for k in text.split(",") if k):
-            raise ValueError("k is 1 or more")
-        return text
+    @property
+    def workflow(self) -> WorkflowName:
+        """The way in which prompts are answered."""
+        return WorkflowName.AGENT if self.eval_agent else WorkflowName.SINGLE_TURN
 
     @property
     def ks(self) -> list[int]:
-        """Each k, in order."""
+        """Each k of pass@k and maj@k, in order."""
         if self.eval_k:
             return sorted({int(k) for k in self.eval_k.split(",")})
         # pass@1 and maj@1 are avg@n.

@@ -1,7 +1,7 @@
-"""SkyPilot: an evaluation as a job group of its own, and servers found by their names.
+"""SkyPilot: an evaluation as a job group of its own, and the discovery of servers by their names.
 
-The only module of the evaluation that imports SkyPilot, and of this project it imports no more than the errors, so that
-SkyPilot's own environment runs it.
+This module alone imports SkyPilot. Of this project it imports the errors only, so that it also runs in an environment
+made for SkyPilot.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from services.core.errors import ConfigurationError, DependencyLostError
 if TYPE_CHECKING:
     import sky
 
-YAML = Path(__file__).parents[1] / "evaluation" / "evaluate.yaml"
+YAML = Path(__file__).with_name("evaluate.yaml")
 SERVERS_TASK = "rollout-server"
 EVALUATE_TASK = "evaluate"
 ROUTER_PORT = 30000
 RESULTS_MARK = "results.json: "
-"""Begins the line by which a job tells its results."""
+"""The beginning of the line in which a job prints its results."""
 
 Say = Callable[[str], None]
 
 
 def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, str]) -> sky.Dag:
-    """The job group of evaluation/evaluate.yaml with ``num_servers`` rollout nodes and further variables.
+    """Return the job group of evaluation/evaluate.yaml with ``num_servers`` rollout nodes and further variables.
 
     Raises:
         ConfigurationError: SkyPilot is not installed, or refuses the file with these variables.
@@ -54,11 +54,11 @@ def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, s
 def launch(
     name: str, num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, str], say: Say
 ) -> dict[str, Any]:
-    """Launches an evaluation as a managed job group, follows its log, and returns its results.
+    """Launch an evaluation as a managed job group, follow its log, and return its results.
 
     Raises:
-        ConfigurationError: it cannot be launched.
-        DependencyLostError: it ended without results.
+        ConfigurationError: SkyPilot does not launch it.
+        DependencyLostError: the job ended without results.
     """
     group = load(num_servers, variables, secrets)
     from sky import jobs
@@ -67,7 +67,7 @@ def launch(
     group.name = name
     try:
         job_ids, _ = sky.stream_and_get(jobs.launch(group, name=name))
-    # SkyPilot raises a dozen kinds for a cluster that is not there, a refused login, no such volume, ...
+    # SkyPilot raises a dozen kinds of errors: no such cluster, a refused login, no such volume, ...
     except Exception as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
@@ -82,8 +82,8 @@ def launch(
     return log.results
 
 
-def discovery(prefix: str, port: int = ROUTER_PORT) -> Callable[[], Awaitable[Sequence[str]]]:
-    """Discovers the clusters and SkyServe services whose name begins with ``prefix``, by the router's port.
+def discovery(prefix: str) -> Callable[[], Awaitable[Sequence[str]]]:
+    """Return a function that discovers the clusters and SkyServe services whose names begin with ``prefix``.
 
     Raises:
         ConfigurationError: SkyPilot is not installed.
@@ -91,32 +91,32 @@ def discovery(prefix: str, port: int = ROUTER_PORT) -> Callable[[], Awaitable[Se
     _import_sky()
 
     async def discover() -> Sequence[str]:
-        return await asyncio.to_thread(find, prefix, port)
+        return await asyncio.to_thread(find, prefix)
 
     return discover
 
 
-def find(prefix: str, port: int = ROUTER_PORT) -> list[str]:
-    """URLs of what SkyPilot runs under names that begin with ``prefix``; what is not up yet has none.
+def find(prefix: str) -> list[str]:
+    """Return the routers' URLs of clusters and services whose names begin with ``prefix`` and that are up.
 
     Raises:
-        DependencyLostError: SkyPilot's API server cannot be asked.
+        DependencyLostError: SkyPilot's API server does not answer.
     """
     sky = _import_sky()
     from sky import exceptions
 
     try:
         clusters = [record["name"] for record in sky.get(sky.status(all_users=True))]
-    # Whatever its client raises, of the network or of the server: it is asked again later.
+    # The client raises many kinds of errors, of the network or of the server; it is asked again later.
     except Exception as error:
         raise DependencyLostError(f"SkyPilot cannot be asked for its clusters: {error}") from error
     urls = []
     for name in clusters:
         if name.startswith(prefix):
             try:
-                urls += list(sky.get(sky.endpoints(name, port=port)).values())
+                urls += list(sky.get(sky.endpoints(name, port=ROUTER_PORT)).values())
             except (exceptions.ClusterNotUpError, ValueError, RuntimeError):
-                continue  # not up, or without that port: the next time, perhaps
+                continue  # not up, or without that port: perhaps the next time
     try:
         services = sky.get(sky.serve.status(None))
     except RuntimeError:
@@ -126,7 +126,7 @@ def find(prefix: str, port: int = ROUTER_PORT) -> list[str]:
 
 
 class _Log(io.TextIOBase):
-    """What a job writes: passed on line by line, but the one with its results, which is kept."""
+    """A job's log: passes on every line, except the line with the results, which it keeps."""
 
     def __init__(self, say: Say) -> None:
         self.results: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ class _Log(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Takes a piece of the log."""
+        """Take a piece of the log."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
             _, mark, rest = line.partition(RESULTS_MARK)

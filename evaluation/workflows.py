@@ -1,4 +1,4 @@
-"""How an answer comes about: one completion of the prompt, or an agent that talks to the model over several turns."""
+"""The ways in which a prompt is answered: one completion, or an agent that talks to the model over several turns."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
+from evaluation import servers
 from evaluation.recording import Recording, RecordingTransport
 from evaluation.samples import Kind, Sample
 from evaluation.servers import Server
+from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
-from services.protocol import Completion, FinishReason, Message, Prompt, RewardItem, RewardResult, RewardStatus
+from services.protocol import FinishReason, Message, Prompt, RewardItem, RewardResult, RewardStatus
 
 NO_KEY = "none"
-"""Sent as the API key where the servers ask for none: OpenAI's client insists on one."""
+"""The API key where the servers ask for none, because OpenAI's client insists on one."""
 
 AGENT_PACKAGES = ("agents", "openai")
 """The packages of the extra ``evaluation`` that agents import."""
@@ -34,112 +36,84 @@ Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 
 
 class ScoringLostError(Exception):
-    """The reward-server does not answer: no fault of an inference server, nor of an agent."""
+    """The reward-server does not answer: neither an inference server nor an agent is at fault."""
 
 
 class AgentFailedError(Exception):
-    """An agent raised; the message says what."""
+    """An agent raised an error, which the message names."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How samples are drawn; greedy completions are beside them."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-
-    def params(self, kind: Kind) -> SamplingParams:
-        """For /generate."""
-        if kind is Kind.GREEDY:
-            return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0)
-        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p)
-
-    def openai(self, kind: Kind, seed: int) -> dict[str, Any]:
-        """For /v1/chat/completions."""
-        if kind is Kind.GREEDY:
-            return {"temperature": 0.0}
-        return {"temperature": self.temperature, "top_p": self.top_p, "seed": seed}
-
-    def seed_of(self, prompt: Prompt, kind: Kind, index: int) -> int:
-        """A 31-bit seed, the same on every machine and in a resumed evaluation."""
-        text = f"{self.seed}/{kind.value}/{prompt.id}/{index}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
+    """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
+    text = f"{seed}/{kind.value}/{prompt.id}/{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
 
 
 class Workflow(Protocol):
-    """Makes samples of a prompt."""
+    """A way to answer a prompt."""
 
     one_by_one: bool
-    """Whether the samples of a prompt are separate pieces of work."""
+    """Whether each sample of a prompt is a piece of work by itself."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """Samples with these numbers; perhaps not all, and perhaps not scored yet."""
+        """Return samples with these indices, perhaps fewer, and perhaps not scored yet."""
         ...
 
 
 class SingleTurn:
-    """One request for all completions of a prompt, which the engine reads once."""
+    """One request for all completions of a prompt, so that the engine computes the prompt once."""
 
     one_by_one = False
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, settings: EvaluationSettings) -> None:
+        self._settings = settings
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """The completions that could be had."""
+        """Return the completions that the server gave."""
+        settings = self._settings
+        params = SamplingParams(settings.max_new_tokens, settings.temperature, settings.top_p)
+        if kind is Kind.GREEDY:
+            params = SamplingParams(settings.max_new_tokens, temperature=0.0)
+        seed = seed_of(settings.seed, prompt, kind, indices[0])
         started = time.monotonic()
-        completions = await server.rollouts.generate(
-            prompt.prompt_ids,
-            self._sampling.params(kind),
-            n=len(indices),
-            seed=self._sampling.seed_of(prompt, kind, indices[0]),
-        )
+        completions = await server.rollouts.generate(prompt.prompt_ids, params, n=len(indices), seed=seed)
         seconds = time.monotonic() - started
         return [
-            _sample(prompt, kind, index, completion, server.url, seconds)
+            Sample.of(
+                prompt,
+                kind,
+                index,
+                completion=completion.completion,
+                finish_reason=completion.finish_reason,
+                prompt_tokens=len(prompt.prompt_ids),
+                completion_tokens=len(completion.completion_ids),
+                policy_version=completion.oldest_version if completion.policy_versions else None,
+                server=server.url,
+                seconds=seconds,
+            )
             for index, completion in zip(indices, completions, strict=False)
         ]
 
 
-def _sample(prompt: Prompt, kind: Kind, index: int, completion: Completion, server: str, seconds: float) -> Sample:
-    return Sample(
-        prompt_id=prompt.id,
-        kind=kind,
-        index=index,
-        category=prompt.category,
-        prompt=prompt.prompt,
-        ground_truth=prompt.ground_truth,
-        completion=completion.completion,
-        finish_reason=completion.finish_reason,
-        prompt_tokens=len(prompt.prompt_ids),
-        completion_tokens=len(completion.completion_ids),
-        policy_version=completion.oldest_version if completion.policy_versions else None,
-        server=server,
-        seconds=seconds,
-    )
-
-
 @dataclass
 class Example:
-    """What an agent is to solve."""
+    """A prompt as an agent gets it."""
 
     id: str
     prompt: str
     """The user's turn, with the instruction on how to give the answer."""
     messages: list[Message]
-    """The whole conversation up to the answer: a system turn and solved examples where there are any."""
+    """The whole conversation before the answer: the system turn and solved examples, where there are any."""
     ground_truth: str
     category: str | None
     model: str
-    """What to call the model in requests."""
+    """The model's name in requests."""
     scorer: Score = field(repr=False)
     result: RewardResult | None = None
-    """What the last call of ``score`` said."""
+    """The result of the last call of ``score``."""
 
     async def score(self, response: str) -> float | None:
-        """The reward of a response by the reward functions of the evaluation; None where it cannot be scored."""
+        """Return the reward of ``response`` by the evaluation's reward functions; None if it cannot be scored."""
         item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
         [self.result] = await self.scorer([item])
         return self.result.reward
@@ -149,30 +123,30 @@ Agent = Callable[..., Awaitable[float | None]]
 
 
 class AgentWorkflow:
-    """An agent's episodes: a callable gets the example, ``base_url``, ``api_key`` and ``http_client``, and returns a
-    reward, or None for an answer that cannot be scored.
+    """Episodes of an agent: an ``async def`` that gets the example, ``base_url``, ``api_key`` and ``http_client``.
+
+    It returns a reward, or None for an answer that cannot be scored.
     """
 
     one_by_one = True
 
-    def __init__(
-        self, agent: Agent, sampling: Sampling, score: Score, *, model: str, token: str | None, seconds: float
-    ) -> None:
+    def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
         self._agent = agent
-        self._sampling = sampling
+        self._settings = settings
         self._score = score
         self._model = model
-        self._api_key = token or NO_KEY
-        self._seconds = seconds
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """One episode an index, one after the other."""
+        """Play one episode for each index, one after the other."""
         return [await self._episode(server, prompt, kind, index) for index in indices]
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
-        recording = Recording()
-        forced = self._sampling.openai(kind, self._sampling.seed_of(prompt, kind, index))
-        transport = RecordingTransport(server.http, forced, self._sampling.max_new_tokens, recording)
+        settings, recording = self._settings, Recording()
+        forced: dict[str, float] = {"temperature": 0.0}
+        if kind is Kind.SAMPLED:
+            seed = seed_of(settings.seed, prompt, kind, index)
+            forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
+        transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
         example = Example(
             id=prompt.id,
             prompt=prompt.prompt,
@@ -184,14 +158,11 @@ class AgentWorkflow:
         )
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
-            reward = await self._play(example, f"{server.url}/v1", http_client, recording)
-        return Sample(
-            prompt_id=prompt.id,
-            kind=kind,
-            index=index,
-            category=prompt.category,
-            prompt=prompt.prompt,
-            ground_truth=prompt.ground_truth,
+            reward = await self._reward(example, f"{server.url}/v1", http_client, recording)
+        return Sample.of(
+            prompt,
+            kind,
+            index,
             completion=recording.last_text,
             finish_reason=FinishReason.LENGTH if recording.is_truncated else FinishReason.STOP,
             prompt_tokens=recording.prompt_tokens,
@@ -204,26 +175,27 @@ class AgentWorkflow:
             result=_result(example, reward),
         )
 
-    async def _play(
+    async def _reward(
         self, example: Example, base_url: str, http_client: httpx.AsyncClient, recording: Recording
     ) -> float | None:
-        """The agent's reward.
+        """Run the agent and return its reward.
 
         Raises:
-            DependencyLostError: the server failed, so that the episode is worth another try.
-            AgentFailedError: the agent itself did, or took too long.
+            DependencyLostError: the server failed, so the episode is worth another try.
+            AgentFailedError: the agent failed, or took too long.
         """
         try:
-            async with asyncio.timeout(self._seconds):
-                reward = await self._agent(example, base_url=base_url, api_key=self._api_key, http_client=http_client)
+            async with asyncio.timeout(servers.PROMPT_SECONDS):
+                key = self._settings.token or NO_KEY
+                reward = await self._agent(example, base_url=base_url, api_key=key, http_client=http_client)
         except TimeoutError as error:
-            raise AgentFailedError(f"the agent took more than {self._seconds:g} s") from error
+            raise AgentFailedError(f"the agent took more than {servers.PROMPT_SECONDS:g} s") from error
         except (DependencyLostError, ScoringLostError):
             raise
-        # Whatever an agent's library raises: one failed episode must not end the others.
+        # An agent's library may raise anything, and one failed episode must not end the others.
         except Exception as error:
-            if recording.lost is not None:
-                raise DependencyLostError(f"{base_url}: {recording.lost}") from error
+            if recording.server_error is not None:
+                raise DependencyLostError(f"{base_url}: {recording.server_error}") from error
             raise AgentFailedError(f"{type(error).__name__}: {error}") from error
         if reward is None:
             return None
@@ -233,7 +205,7 @@ class AgentWorkflow:
 
 
 def _result(example: Example, reward: float | None) -> RewardResult:
-    """The agent's reward, with what the verifier said where it was asked and agrees."""
+    """Return the agent's reward, with the verifier's result if the agent asked for it and returned its reward."""
     if example.result is not None and example.result.reward == reward:
         return example.result
     if reward is None:
@@ -242,10 +214,10 @@ def _result(example: Example, reward: float | None) -> RewardResult:
 
 
 def load_agent(name: str) -> Agent:
-    """The callable ``module:function``; modules are also looked for in the current directory.
+    """Import the agent ``module:function``; the current directory is on the path, too.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
     """
     module_name, _, function = name.partition(":")
     if not module_name or not function:

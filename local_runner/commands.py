@@ -1,4 +1,4 @@
-"""The commands that a person may give next when a run has ended, whole, to be copied."""
+"""The commands that a person may run next when a run has ended, complete, to be copied."""
 
 from __future__ import annotations
 
@@ -21,43 +21,40 @@ class Launch:
     env: Sequence[str] = ()
     env_files: Sequence[Path] = ()
     secrets: Sequence[str] = ()
-    """The names alone: their values are not for a terminal."""
+    """The names alone, because the values must not appear on a terminal."""
     num_nodes: Sequence[str] = ()
     shared_dir: Path = Path()
 
     def settings(self) -> list[str]:
         """Return the options that give variables."""
-        options = [part for path in self.env_files for part in ("--env-file", str(path))]
-        return options + [part for pair in self.env for part in ("--env", pair)]
+        return [*_repeated("--env-file", self.env_files), *_repeated("--env", self.env)]
 
-    def again(self, run_id: str, *more: str) -> list[str]:
-        """Return the command that goes on with the run."""
-        options = [*self.settings(), *(part for pair in more for part in ("--env", pair))]
-        options += [part for name in self.secrets for part in ("--secret", name)]
-        options += [part for count in self.num_nodes for part in ("--num-nodes", count)]
+    def again(self, run_id: str, *env: str) -> list[str]:
+        """Return the command that continues the run, with the further variables ``env``."""
+        options = [*self.settings(), *_repeated("--env", env), *_repeated("--secret", self.secrets)]
+        options += _repeated("--num-nodes", self.num_nodes)
         if self.shared_dir != Path():
             options += ["--shared-dir", str(self.shared_dir)]
         return [*module("scripts.run_local"), str(self.job_group), *options, "--run-id", run_id]
 
 
 def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what can be done with an ended run and the commands for it.
+    """Return purpose and command of everything that can be done with an ended run.
 
     Args:
         run: the run.
-        launch: how it was started.
-        summary: the trainer's summary.json; empty where there is none of this run.
+        launch: the command line that started it.
+        summary: the trainer's summary.json; empty if the trainer has written none.
     """
     directory = shown_path(run.run_dir)
     commands = [("look at it", shlex.join([*module("scripts.view"), directory]))]
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         model = f"{directory}/model"
-        serve = shlex.join([*module("services.embedded_engine"), "--host", "127.0.0.1"])
         evaluate = [*module("scripts.evaluate"), "--model", model, *launch.settings()]
+        serve = shlex.join([*module("services.embedded_engine"), "--host", "127.0.0.1"])
         commands.append(("evaluate", shlex.join(evaluate)))
         commands.append(("chat (OpenAI's API)", f"MODEL_NAME={shlex.quote(model)} {serve}"))
-        more = f"MAX_STEPS={2 * int(summary['steps'])}"
-        commands.append(("train on", shlex.join(launch.again(run.run_id, more))))
+        commands.append(("train on", shlex.join(launch.again(run.run_id, f"MAX_STEPS={2 * int(summary['steps'])}"))))
     elif any((run.run_dir / "checkpoints").glob("*")):
         commands.append(("resume", shlex.join(launch.again(run.run_id))))
     elif any(task.name == Task.TRAINER for task in run.group.tasks):
@@ -68,10 +65,14 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
 
 
 def shown_path(path: Path) -> str:
-    """Return ``path`` from here if it is below, else whole."""
+    """Return ``path`` relative to the current directory if it is below, else unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def module(name: str) -> list[str]:
     """Return the beginning of a command that runs the module ``name`` with this interpreter."""
     return [shown_path(Path(sys.prefix) / "bin" / "python"), "-m", name]
+
+
+def _repeated(option: str, values: Sequence[object]) -> list[str]:
+    return [part for value in values for part in (option, str(value))]

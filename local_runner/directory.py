@@ -1,4 +1,4 @@
-"""Run directories: how a person names one, and what it says of its runner, its state and its size."""
+"""Run directories: their names on a command line, and the runner, state and size of a run."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ import psutil
 
 from local_runner.environment import Run
 from services.core.errors import ConfigurationError
+from services.core.files import atomic_write
 
 FILE = "nodes.json"
 LOCK = "runner.lock"
 RUNS = Path("runs")
 MARKS = (FILE, LOCK, "metrics.jsonl", "components")
-"""Any of these makes a directory a run's; config.json is in models, too."""
+"""A directory with any of these is a run's. config.json is not among them, because models have one, too."""
 LAST_FILES_SECONDS = 300
-"""A run that has succeeded writes its last files within that long of its summary."""
+"""A run that has succeeded writes its last files within this time after its summary."""
 QUIET_SECONDS = 24 * 3600
-"""A run that no runner of this machine accounts for may be under way elsewhere until nothing has been written that
-long: a step, or a wait for nodes, may take hours."""
+"""A run without a runner on this machine may be under way elsewhere until nothing has been written for this long; a
+step, or a wait for nodes, may take hours."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """A runner's process, and ``host:port`` of everything that its nodes listen on, as JOBGROUP_ENDPOINTS has it."""
+    """A runner's process, and the addresses on which its nodes listen."""
 
     pid: int
     started: float
     endpoints: dict[str, str]
+    """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
     machine: str = ""
-    """The host name of the runner's machine; empty in directories of former versions."""
+    """The host name of the runner's machine; empty in directories of version 0.1."""
 
     @property
     def is_here(self) -> bool:
@@ -46,7 +48,7 @@ class Nodes:
         return self.machine in ("", socket.gethostname())
 
     def is_running(self) -> bool:
-        """Return whether the runner still runs on this machine, and its number is not another process's."""
+        """Return whether the runner still runs on this machine; its pid alone may be another process's by now."""
         try:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.NoSuchProcess:
@@ -55,14 +57,14 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Usage:
-    """The disk space that a run takes, in bytes, and when a file of it was last written."""
+    """The disk space of a run in bytes, and the time of its newest file."""
 
     size: int
     written: float
 
 
 def record_nodes(run: Run) -> None:
-    """Write down that this process runs ``run``, and where.
+    """Write nodes.json, which says that this process runs ``run``, and on which addresses.
 
     Raises:
         ConfigurationError: the run directory cannot be written.
@@ -82,13 +84,13 @@ def record_nodes(run: Run) -> None:
 
 
 def read_nodes(run_dir: Path) -> Nodes | None:
-    """What was written down; None of a run that no local runner has run."""
+    """Return the content of nodes.json; None for a run that no local runner has run."""
     content = read_object(run_dir / FILE)
     return Nodes(**content) if content else None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
+    """Return the JSON object in a file; empty if there is no such file."""
     if not path.exists():
         return {}
     content: dict[str, Any] = json.loads(path.read_text())
@@ -96,21 +98,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_object(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object; a file that was there stays whole where the disk is full."""
-    partial = path.with_name(f".{path.stem}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a JSON object; the old file stays whole when the disk is full."""
+    atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory's lock, which its runner has as long as it runs, on a shared volume for all machines.
+    """Hold the run directory's lock, as its runner does while it runs; on a shared volume it binds all machines.
 
     Raises:
-        BlockingIOError: somebody else has it.
+        BlockingIOError: another process has the lock.
     """
     with (run_dir / LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,12 +117,12 @@ def locked(run_dir: Path) -> Iterator[None]:
 def under_way(run_dir: Path, written: float) -> str | None:
     """Return why the run is, or may be, under way; None when it is over.
 
-    The runner's lock and its process tell of a local run. A run of another machine, or of a cluster, which has no such
-    runner, counts as over when it has succeeded, or when nothing has been written for QUIET_SECONDS.
+    A local run is under way while its runner has the lock or its process lives. A run of another machine or a cluster
+    is over when it has succeeded, or when nothing has been written for QUIET_SECONDS.
 
     Args:
         run_dir: the run.
-        written: when a file of it was last written.
+        written: the time of the run's newest file.
     """
     nodes = read_nodes(run_dir)
     if nodes is not None and nodes.is_running():
@@ -141,13 +138,13 @@ def under_way(run_dir: Path, written: float) -> str | None:
     if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
         return None
     ago = max(time.time() - written, 0.0)
-    if ago < QUIET_SECONDS:
-        where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
-        return (
-            f"it may go on in {where}, since it has not succeeded and was last written {ago / 60:.0f} minutes ago; "
-            f"if it is over, remove it by hand: rm -r {run_dir}"
-        )
-    return None
+    if ago >= QUIET_SECONDS:
+        return None
+    where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
+    return (
+        f"it may go on in {where}, since it has not succeeded and was last written {ago / 60:.0f} minutes ago; "
+        f"if it is over, remove it by hand: rm -r {run_dir}"
+    )
 
 
 def _has_succeeded(run_dir: Path, written: float) -> bool:
@@ -159,7 +156,7 @@ def _has_succeeded(run_dir: Path, written: float) -> bool:
 
 
 def state_of(run_dir: Path, nodes: Nodes | None) -> str:
-    """One word: running, or how the run ended, or unknown where neither its runner nor its trainer has said."""
+    """Return ``running``, the outcome of the run, or ``unknown`` if neither runner nor trainer has recorded it."""
     if nodes is not None and nodes.is_running():
         return "running"
     status: str | None = read_object(run_dir / "summary.json").get("status")
@@ -169,7 +166,7 @@ def state_of(run_dir: Path, nodes: Nodes | None) -> str:
 
 
 def usage(run_dir: Path) -> Usage:
-    """Measure a run directory; a file with several links counts once, and links elsewhere do not count."""
+    """Measure a run directory; a file with several links counts once, and symbolic links are not followed."""
     sizes: dict[tuple[int, int], int] = {}
     written = 0.0
     for parent, _, names in os.walk(run_dir):
@@ -187,22 +184,19 @@ def find_run(given: str | None, runs: Path = RUNS) -> Path:
     Raises:
         ConfigurationError: there is no such run.
     """
+    found = next(iter(all_runs(runs)), None) if given is None else named_run(given, runs)
+    if found is not None:
+        return found
     if given is None:
-        newest = next(iter(all_runs(runs)), None)
-        if newest is None:
-            raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
-        return newest
-    found = named_run(given, runs)
-    if found is None:
-        there = ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
-        raise ConfigurationError(
-            f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {there}"
-        )
-    return found
+        raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
+    there = ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
+    raise ConfigurationError(
+        f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {there}"
+    )
 
 
 def named_run(given: str, runs: Path = RUNS) -> Path | None:
-    """Return the run directory that ``given`` names, as id or directory; None where there is none."""
+    """Return the directory of the run with the id or directory ``given``; None if there is none."""
     return next((path for path in (runs / given, Path(given)) if is_run(path)), None)
 
 
@@ -212,7 +206,7 @@ def is_run(path: Path) -> bool:
 
 
 def all_runs(runs: Path = RUNS) -> list[Path]:
-    """Return the runs in the directory ``runs``, the newest first: the one that was last written to."""
+    """Return the runs in the directory ``runs``, the one last written to first."""
     return sorted(filter(is_run, runs.glob("*")), key=_last_written, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""The environment of a node's process: what SkyPilot sets, the task's variables, and what one machine needs besides."""
+"""The environment of a node's process: SkyPilot's variables, the task's own, and defaults for a single machine."""
 
 from __future__ import annotations
 
@@ -19,40 +19,41 @@ from services.core.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Run:
-    """What the nodes of one run have in common."""
+    """A run: its job group, directory, addresses and GPUs."""
 
     group: JobGroup
     run_id: str
     shared_dir: Path
-    """Stands for the group's volume."""
+    """The directory that stands for the group's volume."""
     addresses: Addresses
     gpus: tuple[str, ...] = ()
     """This machine's GPUs, by index."""
     mark: str = ""
+    """The run's mark in the environment of its processes; see ``processes.MARK``."""
 
     @property
     def run_dir(self) -> Path:
-        """Where components write; see the settings' ``run_dir``."""
+        """The run directory, where components write."""
         return self.shared_dir / "runs" / self.run_id
 
     def log(self, task: TaskSpec, rank: int) -> Path:
-        """The log of a node."""
+        """Return the path of a node's log."""
         return self.run_dir / "logs" / f"{task.name}-{rank}.log"
 
     def node_mark(self, task: TaskSpec, rank: int) -> str:
-        """What marks the processes of a node."""
+        """Return the mark of a node's processes."""
         return f"{self.mark}/{task.name}-{rank}"
 
 
 def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
-    """All variables of node ``rank`` of ``task``; a task's own win over this machine's."""
+    """Return all variables of node ``rank`` of ``task``; the task's own win over this machine's."""
     hosts = run.addresses.hosts[task.name]
     gpus = _gpus_of(run, task, rank)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SKYPILOT_")}
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        # Nodes of one task compute at once; different tasks mostly take turns.
+        # Nodes of one task compute at the same time; different tasks mostly take turns.
         "OMP_NUM_THREADS": str(max(1, cores() // task.num_nodes)),
     }
     if run.gpus:
@@ -74,18 +75,20 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
 
 
 def check_mounts(group: JobGroup) -> None:
-    """One volume can be stood for by a directory.
+    """Check that the group mounts at most one volume, because one directory stands for it.
 
     Raises:
-        ConfigurationError: the group mounts several volumes.
+        ConfigurationError: the group mounts several.
     """
     volumes = sorted({volume for task in group.tasks for volume in task.mounts.values()})
     if len(volumes) > 1:
-        raise ConfigurationError(f"the local runner stands in for one volume; job group {group.name} mounts {volumes}")
+        raise ConfigurationError(
+            f"the local runner has a directory for one volume; job group {group.name} mounts {volumes}"
+        )
 
 
 def check_gpus(run: Run) -> None:
-    """Every node of the trainer has GPUs of its own: NCCL joins no two ranks on the same one.
+    """Check that every node of the trainer has GPUs of its own, because NCCL joins no two ranks on one GPU.
 
     Raises:
         ConfigurationError: this machine has too few.
@@ -101,17 +104,17 @@ def check_gpus(run: Run) -> None:
 
 
 def new_run_id(group: JobGroup) -> str:
-    """A name that sorts by time."""
+    """Return a run id that sorts by time."""
     return f"{group.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], directory: Path) -> dict[str, str]:
-    """``variables`` in which every path below a mount path leads to ``directory`` instead."""
+    """Return ``variables`` with every path below a mount path replaced by a path below ``directory``."""
     result = dict(variables)
     for name, value in variables.items():
         for mount in mounts:
@@ -121,18 +124,14 @@ def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], 
 
 
 def _gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
-    """The GPUs of a node: its share of the machine's in order of the file, shared in turn when there are too few.
+    """Return the GPUs of a node: those that its task's variables name, else the next ones in the order of the file.
 
-    A task whose own variables say what it sees has that instead.
+    Nodes share GPUs in turn when the machine has too few.
     """
     if not run.gpus or not task.gpus_per_node:
         return []
     if VISIBLE in task.environment:
         return listed(task.environment[VISIBLE])
-    first = 0
-    for other in run.group.tasks:
-        if other.name == task.name:
-            break
-        first += other.num_nodes * other.gpus_per_node
-    first += rank * task.gpus_per_node
+    before = run.group.tasks[: [other.name for other in run.group.tasks].index(task.name)]
+    first = sum(other.num_nodes * other.gpus_per_node for other in before) + rank * task.gpus_per_node
     return sorted({run.gpus[(first + i) % len(run.gpus)] for i in range(task.gpus_per_node)})

@@ -1,9 +1,9 @@
-"""Asks the components over HTTP whether they are up, and the trainer what it is doing, for the live view."""
+"""Requests to the components of a run: whether a node is up, and which phase the trainer is in."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -15,79 +15,98 @@ from services.core.endpoints import Task
 POLL_SECONDS = 1.0
 REQUEST_SECONDS = 5.0
 
-# The port of each task whose /health stands for the node. Rank 0 of a rollout-server is up when its router is.
 _PORTS = {
     Task.DATA_SERVER: endpoints.DATA_PORT,
+    Task.ROLLOUT_SERVER: endpoints.ENGINE_PORT,
     Task.REWARD_SERVER: endpoints.REWARD_PORT,
     Task.REPLAY_BUFFER: endpoints.REPLAY_PORT,
     Task.TRAINER: endpoints.STATUS_PORT,
 }
+"""The port of each task whose /health stands for the node."""
 
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """What the trainer says of itself."""
+    """The trainer's phase and step, from its /stats."""
 
     phase: str
     step: int
     total_steps: int
 
 
-def health_url(run: Run, task: str, rank: int) -> str | None:
-    """Where node ``rank`` of ``task`` tells its health; None for a node that does not."""
-    if task == Task.ROLLOUT_SERVER:
-        port = endpoints.ROUTER_PORT if rank == 0 else endpoints.ENGINE_PORT
-    elif task == Task.TRAINER and rank > 0:
+def client(token: str | None = None) -> httpx.AsyncClient:
+    """Return a client of a run's components, which connects anew for each request, as components may restart."""
+    headers = {"Authorization": f"Bearer {token}"} if token else None
+    limits = httpx.Limits(max_keepalive_connections=0)
+    return httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False, headers=headers)
+
+
+def health_address(addresses: Mapping[str, str], node: str) -> str | None:
+    """Return the ``host:port`` at which a node, such as ``reward-server-0``, answers /health; None if at none.
+
+    Args:
+        addresses: ``host:port`` by ``node:port``, as JOBGROUP_ENDPOINTS has it.
+        node: task and rank.
+    """
+    task, _, rank = node.rpartition("-")
+    # Only the trainer's first rank listens.
+    if task not in _PORTS or (task == Task.TRAINER and rank != "0"):
         return None
-    elif task in _PORTS:
-        port = _PORTS[Task(task)]
-    else:
+    return addresses.get(f"{node}:{_PORTS[Task(task)]}")
+
+
+def trainer_address(addresses: Mapping[str, str]) -> str | None:
+    """Return the ``host:port`` of the trainer's status page; None in a run without a trainer."""
+    return health_address(addresses, f"{Task.TRAINER.value}-0")
+
+
+async def get(http: httpx.AsyncClient, address: str, path: str) -> httpx.Response | None:
+    """Return the reply of a component, whatever its status; None if there is none."""
+    try:
+        return await http.get(f"http://{address}{path}")
+    except httpx.TransportError:
         return None
-    return f"http://{run.addresses.find(task, rank, port)}/health"
+
+
+async def trainer_status(http: httpx.AsyncClient, address: str) -> TrainerStatus | None:
+    """Return the trainer's status; None while the trainer does not answer."""
+    response = await get(http, address, "/stats")
+    if response is None or response.status_code != httpx.codes.OK:
+        return None
+    stats = response.json()
+    return TrainerStatus(stats["phase"], stats["step"], stats["total_steps"])
 
 
 async def watch(run: Run, report: Callable[[str, int, bool], None]) -> None:
-    """Calls ``report(task, rank, is_up)`` for every node that tells, again and again, until cancelled."""
-    urls = {
-        (task.name, rank): url
+    """Call ``report(task, rank, is_up)`` for every node with a /health every POLL_SECONDS, until cancelled."""
+    addresses = {
+        (task.name, rank): address
         for task in run.group.tasks
         for rank in range(task.num_nodes)
-        if (url := health_url(run, task.name, rank)) is not None
+        if (address := health_address(run.addresses.endpoints, f"{task.name}-{rank}")) is not None
     }
-    # A component that restarts gets a fresh connection.
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False) as client:
+    if (Task.ROLLOUT_SERVER, 0) in addresses:
+        # The first rollout node is up once its router is.
+        addresses[Task.ROLLOUT_SERVER, 0] = run.addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)
+    async with client() as http:
 
-        async def ask(task: str, rank: int, url: str) -> None:
-            try:
-                response = await client.get(url)
-            except httpx.TransportError:
-                report(task, rank, False)
-            else:
-                report(task, rank, response.status_code == httpx.codes.OK)
+        async def ask(task: str, rank: int, address: str) -> None:
+            response = await get(http, address, "/health")
+            report(task, rank, response is not None and response.status_code == httpx.codes.OK)
 
         while True:
-            await asyncio.gather(*(ask(task, rank, url) for (task, rank), url in urls.items()))
+            await asyncio.gather(*(ask(task, rank, address) for (task, rank), address in addresses.items()))
             await asyncio.sleep(POLL_SECONDS)
 
 
 async def watch_trainer(run: Run, report: Callable[[TrainerStatus], None]) -> None:
-    """Calls ``report`` with what the trainer is doing, again and again, until cancelled."""
-    trainer = next((task for task in run.group.tasks if task.name == Task.TRAINER), None)
-    if trainer is None:
+    """Call ``report`` with the trainer's status every POLL_SECONDS, until cancelled."""
+    address = trainer_address(run.addresses.endpoints)
+    if address is None:
         return
-    url = f"http://{run.addresses.find(trainer.name, 0, endpoints.STATUS_PORT)}/stats"
-    token = trainer.environment.get("JOBGROUP_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    limits = httpx.Limits(max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False, headers=headers) as client:
+    trainer = next(task for task in run.group.tasks if task.name == Task.TRAINER)
+    async with client(trainer.environment.get("JOBGROUP_TOKEN")) as http:
         while True:
-            try:
-                response = await client.get(url)
-            except httpx.TransportError:
-                pass  # not up, or not any more
-            else:
-                if response.status_code == httpx.codes.OK:
-                    stats = response.json()
-                    report(TrainerStatus(stats["phase"], stats["step"], stats["total_steps"]))
+            if (status := await trainer_status(http, address)) is not None:
+                report(status)
             await asyncio.sleep(POLL_SECONDS)

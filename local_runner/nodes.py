@@ -1,8 +1,8 @@
-"""Gives every node of a job group an address of its own on this machine.
+"""The addresses of a job group's nodes on this machine.
 
-Linux answers on all of 127.0.0.0/8, so there a node is 127.x.y.k and listens on its usual ports, or a free one where
-something of this machine has a usual one on all addresses. Elsewhere only 127.0.0.1 answers; nodes then share it, and
-each of their ports is mapped to a free one.
+Linux answers on all of 127.0.0.0/8. There each node has an address 127.x.y.k of its own and listens on its usual ports;
+a free port replaces a usual one that another program has on all addresses. Elsewhere only 127.0.0.1 answers: nodes
+share it, and each of their ports is mapped to a free one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from services.core.endpoints import PORTS, Task
 from services.core.errors import ConfigurationError
 
 BLOCK_TRIES = 64
-# Held by a run for as long as its addresses are its own; no component listens there.
 GUARD_PORT = 30999
+"""A run binds this port of its block of addresses to reserve the block; no component listens there."""
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the nodes are: ``hosts[task][rank]``, and ``endpoints`` as JOBGROUP_ENDPOINTS has it."""
+    """The addresses of a run's nodes."""
 
     hosts: dict[str, list[str]]
+    """Host by task and rank."""
     endpoints: dict[str, str]
+    """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
 
     @property
     def variable(self) -> str:
@@ -36,15 +38,15 @@ class Addresses:
         return json.dumps(self.endpoints)
 
     def find(self, task: str, rank: int, port: int) -> str:
-        """``host:port`` of what node ``rank`` of ``task`` calls ``port``."""
+        """Return the ``host:port`` that stands for ``port`` of node ``rank`` of ``task``."""
         return self.endpoints[f"{task}-{rank}:{port}"]
 
 
 @contextlib.contextmanager
 def allocate(group: JobGroup, *, own_hosts: bool | None = None) -> Iterator[Addresses]:
-    """Addresses for every node of ``group`` that no other run gets meanwhile.
+    """Yield addresses for every node of ``group``, which no other run gets within the context.
 
-    ``own_hosts`` says whether each node has a host of its own; by default, wherever the machine allows it.
+    ``own_hosts`` says whether each node has a host of its own; None: wherever the machine allows it.
 
     Raises:
         ConfigurationError: no free block of addresses was found.
@@ -66,28 +68,21 @@ def allocate(group: JobGroup, *, own_hosts: bool | None = None) -> Iterator[Addr
             yield _addresses(group, [f"{block}.{number + 2}" for number in range(count)], keep_ports=True)
             return
         raise ConfigurationError(
-            f"no free block of loopback addresses in {BLOCK_TRIES} tries; something has port {GUARD_PORT} of all: "
-            "end it, or give --shared-host"
+            f"no free block of loopback addresses in {BLOCK_TRIES} tries; another program has port {GUARD_PORT} on all "
+            "of them: end it, or give --shared-host"
         )
 
 
-def _nodes(group: JobGroup) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Task, rank and ports of every node."""
-    for task in group.tasks:
-        ports = PORTS[Task(task.name)] if task.name in set(Task) else ()
-        for rank in range(task.num_nodes):
-            yield task.name, rank, ports
-
-
 def _addresses(group: JobGroup, node_hosts: Sequence[str], *, keep_ports: bool) -> Addresses:
-    """Addresses of all nodes, which are at ``node_hosts`` in the order of the file."""
+    """Return the addresses of all nodes, whose hosts are ``node_hosts`` in the order of the file."""
     hosts: dict[str, list[str]] = {}
     endpoints = {}
     with contextlib.ExitStack() as stack:
-        for host, (task, rank, ports) in zip(node_hosts, _nodes(group), strict=True):
+        ranks = [(task.name, rank) for task in group.tasks for rank in range(task.num_nodes)]
+        for host, (task, rank) in zip(node_hosts, ranks, strict=True):
             hosts.setdefault(task, []).append(host)
-            for port in ports:
-                # All stay bound until the last is found, so no two get the same.
+            for port in PORTS.get(Task(task), ()) if task in set(Task) else ():
+                # All ports stay bound until the last is found, so that no two nodes get the same.
                 probe = stack.enter_context(socket.socket())
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((host, port if keep_ports and _can_listen(host, port) else 0))

@@ -1,4 +1,4 @@
-"""Standard output for a run that goes on although the disk under it is full."""
+"""Standard output that does not end a run when the disk under it is full."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class _DroppingFile(io.FileIO):
-    """A file that drops what a full disk does not take."""
+    """A file that drops data for which the disk has no room."""
 
     def write(self, data: Any) -> int:
-        """Write what the disk takes; all of it is said to be written where it takes nothing."""
+        """Write ``data``, or drop it on a full disk; return the number of bytes as if they were written."""
         try:
             return super().write(data)
         except OSError as error:
@@ -24,6 +24,6 @@ class _DroppingFile(io.FileIO):
 
 
 def standard_output() -> TextIO:
-    """Return this process's standard output, which drops what cannot be written since a disk is full."""
+    """Return this process's standard output, with data dropped while the disk is full."""
     file = _DroppingFile(sys.stdout.fileno(), "wb", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(file), encoding=sys.stdout.encoding, errors=sys.stdout.errors)

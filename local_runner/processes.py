@@ -1,7 +1,7 @@
-"""Processes of one run: found by a mark in their environment, ended as a whole, measured together.
+"""The processes of a run: found by a mark in their environment, ended together, and their memory measured.
 
 A node's command may start further processes, in sessions of their own (torchrun does), and may die before them. All
-inherit the mark, so they are found whatever became of their parents.
+inherit the mark, so they are found even when their parents are gone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 import psutil
 
 MARK = "LOCAL_RUN_MARK"
-"""Environment variable; its value is ``<run mark>/<task>-<rank>``."""
+"""The environment variable whose value is ``<run mark>/<task>-<rank>``."""
 
 POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
 
 
 def marked(prefix: str) -> list[psutil.Process]:
-    """Every live process whose mark is ``prefix`` or below it, and every descendant of one; not this process."""
+    """Return the live processes whose mark is ``prefix`` or below it, and their descendants, without this process."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid == os.getpid():
@@ -34,21 +34,21 @@ def marked(prefix: str) -> list[psutil.Process]:
             mark = process.environ().get(MARK, "")
             if (mark == prefix or mark.startswith(prefix + "/")) and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = process
-                # A process may have overwritten its environment (setproctitle does); its parent still tells.
+                # A child may have overwritten its environment, as setproctitle does.
                 found.update((child.pid, child) for child in process.children(recursive=True))
-        except (psutil.Error, OSError):  # gone meanwhile, or not ours to look at
+        except (psutil.Error, OSError):  # gone meanwhile, or another user's
             continue
     return list(found.values())
 
 
 def end(prefixes: Sequence[str], grace_seconds: float) -> None:
-    """Ends everything marked and returns when nothing of it is left.
+    """End all marked processes, and return when none is left.
 
-    SIGTERM goes to the process groups of the topmost processes, whose business their children are; SIGKILL, after
-    ``grace_seconds``, to whatever is left. Without grace there is only the latter.
+    SIGTERM goes to the process groups of the topmost processes, which end their children. After ``grace_seconds``, or
+    at once if they are 0, SIGKILL goes to every process that is left.
 
     Raises:
-        RuntimeError: something could not be killed.
+        RuntimeError: a process could not be killed.
     """
     running = _all_marked(prefixes)
     if grace_seconds > 0:
@@ -57,7 +57,7 @@ def end(prefixes: Sequence[str], grace_seconds: float) -> None:
         while (running := [process for process in running if _runs(process)]) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + KILL_SECONDS
-    # Look again each time: what was asked to end may have started others.
+    # Look again each time, because a process that was asked to end may have started others.
     while running := _all_marked(prefixes):
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {[process.pid for process in running]} do not end, not even by SIGKILL")
@@ -68,26 +68,26 @@ def end(prefixes: Sequence[str], grace_seconds: float) -> None:
 
 
 class MemoryMeter:
-    """Measures the memory of this process's descendants, by node.
+    """The memory of this process's descendants, by node.
 
-    Pages that several processes share count once where the system tells (Linux's PSS). Asking for that makes it walk
-    through all pages while the process waits, some 50 ms a gigabyte; so a node is asked when it has grown by
-    ``ASK_AFTER``, and meanwhile the same part of its files and shared memory is taken to be its own.
+    On Linux, pages that several processes share count once (PSS). Measuring PSS stops a process for some 50 ms a
+    gigabyte, because the kernel walks through all pages. So it is measured when a node has grown by the factor
+    ``MEASURE_AFTER``; until then the node's share of its files and shared memory is taken to be unchanged.
     """
 
-    ASK_AFTER = 1.05
+    MEASURE_AFTER = 1.05
 
     def __init__(self) -> None:
         self.peak = 0
-        """The most that all had together, in bytes."""
+        """Highest memory of all nodes together, in bytes."""
         self.peak_by_node: dict[str, int] = {}
         self._nodes: dict[psutil.Process, str] = {}
-        self._asked: dict[str, int] = {}
+        self._measured: dict[str, int] = {}
         self._own_part: dict[str, float] = {}
-        """Of the pages that may be shared, how many count as the node's, when last asked."""
+        """The node's share of the pages that may be shared, at the last measurement."""
 
     def measure(self) -> int:
-        """Bytes that all have together now."""
+        """Return the bytes that all nodes together use now."""
         processes: dict[str, list[psutil.Process]] = {}
         private: Counter[str] = Counter()
         shared: Counter[str] = Counter()
@@ -100,8 +100,8 @@ class MemoryMeter:
                 shared[node] += may_be_shared
         used = {node: private[node] + int(shared[node] * self._own_part.get(node, 1.0)) for node in processes}
         for node in used if psutil.LINUX else ():
-            if used[node] > self.ASK_AFTER * self._asked.get(node, 0):
-                used[node] = self._asked[node] = _proportional(processes[node])
+            if used[node] > self.MEASURE_AFTER * self._measured.get(node, 0):
+                used[node] = self._measured[node] = _proportional(processes[node])
                 self._own_part[node] = max(used[node] - private[node], 0) / max(shared[node], 1)
         for node in used:
             self.peak_by_node[node] = max(used[node], self.peak_by_node.get(node, 0))
@@ -109,7 +109,7 @@ class MemoryMeter:
         return sum(used.values())
 
     def _node_of(self, process: psutil.Process) -> str:
-        # A process that is not yet what it is to be has its parent's environment, with the mark or without.
+        # Before exec a child still has its parent's environment, perhaps without a mark.
         node = self._nodes.get(process) or process.environ().get(MARK, "").partition("/")[2]
         if node:
             self._nodes[process] = node
@@ -117,7 +117,7 @@ class MemoryMeter:
 
 
 def _proportional(processes: Iterable[psutil.Process]) -> int:
-    """PSS of all together, in bytes."""
+    """Return the PSS of all processes together, in bytes."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):

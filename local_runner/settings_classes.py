@@ -1,4 +1,4 @@
-"""The settings classes of all components: which task of a job group reads which."""
+"""The settings classes of all components, and the tasks of a job group that read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Reader:
     tasks: tuple[str, ...]
 
     def settings_class(self) -> type[Settings]:
-        """Import the class."""
+        """Import and return the class."""
         found: type[Settings] = getattr(importlib.import_module(self.module), self.name)
         return found
 

@@ -1,4 +1,4 @@
-"""Reads a job group's YAML into what the local runner needs, and refuses what SkyPilot would silently ignore."""
+"""Job groups as the local runner reads them from YAML; keys that SkyPilot would silently ignore are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DURATION = re.compile(r"(\d+)\s*([smh]?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One task: what runs on each of its nodes, and what happens when it ends."""
+    """One task: the command of its nodes, and the rules for its end."""
 
     name: str
     run: str
@@ -32,11 +32,11 @@ class TaskSpec:
     declared: frozenset[str] = frozenset()
     """The variables that the file itself names."""
     mounts: Mapping[str, str] = field(default_factory=dict)
-    """Mount path to volume name."""
+    """Volume names by mount path."""
     max_restarts_on_errors: int = 0
     recover_on_exit_codes: frozenset[int] = frozenset()
     termination_delay: float = 0.0
-    """Seconds that the task outlives the primary tasks."""
+    """Seconds that the task continues after the primary tasks."""
     is_primary: bool = False
 
 
@@ -50,7 +50,7 @@ class JobGroup:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the command line adds: variables for every task, and node counts by task."""
+    """Additions of the command line: variables for every task, and node counts by task."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
@@ -58,13 +58,13 @@ class Overrides:
 
 
 def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
-    """The job group of the file ``path``.
+    """Return the job group of the file ``path``.
 
-    Variables come from a task's ``envs`` and ``secrets``, then ``overrides``, which reach every task. One that the file
-    leaves null must be among the overrides, as with SkyPilot.
+    A task's variables are its ``envs`` and ``secrets``, and ``overrides``, which win and reach every task. A variable
+    that the file leaves null must be among the overrides, as with SkyPilot.
 
     Raises:
-        ConfigurationError: the file cannot be read, or something in it is unknown, missing or of the wrong kind.
+        ConfigurationError: the file cannot be read, or a key is unknown, missing or of the wrong kind.
     """
     overrides = overrides or Overrides()
     header, *documents = _documents(path)
@@ -93,10 +93,10 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
 
 
 def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
-    """``K=V`` pairs of a command line as a dictionary; ``K`` alone takes its value from this process's environment.
+    """Return the ``NAME=VALUE`` pairs of a command line; ``NAME`` alone takes its value from the environment.
 
     Raises:
-        ConfigurationError: ``K`` is empty, or alone and not set.
+        ConfigurationError: a name is empty, or stands alone and is not set.
     """
     result = {}
     for pair in pairs:
@@ -112,10 +112,10 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 
 def env_file(path: Path) -> dict[str, str]:
-    """The variables of a file with a ``NAME=VALUE`` a line; blank lines and those that begin with ``#`` say nothing.
+    """Return the variables of a file with a ``NAME=VALUE`` a line; blank lines and lines with ``#`` first are skipped.
 
     Raises:
-        ConfigurationError: it cannot be read or has another line.
+        ConfigurationError: the file cannot be read, or a line has another form.
     """
     try:
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -132,11 +132,16 @@ def env_file(path: Path) -> dict[str, str]:
     return result
 
 
+def env_files(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the variables of several files of ``NAME=VALUE`` lines; a later file wins."""
+    return {name: value for path in paths for name, value in env_file(path).items()}
+
+
 def counts(pairs: Sequence[str]) -> dict[str, int]:
-    """``TASK=COUNT`` pairs of a command line as a dictionary.
+    """Return the ``TASK=COUNT`` pairs of a command line.
 
     Raises:
-        ConfigurationError: a pair is something else.
+        ConfigurationError: a pair has another form.
     """
     result = {}
     for pair in pairs:
@@ -148,10 +153,10 @@ def counts(pairs: Sequence[str]) -> dict[str, int]:
 
 
 def seconds(duration: str | int) -> float:
-    """``30``, ``"30s"``, ``"5m"`` or ``"1h"`` in seconds.
+    """Return ``30``, ``"30s"``, ``"5m"`` or ``"1h"`` in seconds.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: ``duration`` has another form.
     """
     match = DURATION.fullmatch(str(duration))
     if match is None:
@@ -160,7 +165,7 @@ def seconds(duration: str | int) -> float:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """A loader to which a repeated key is an error; YAML and SkyPilot let the last one win."""
+    """A loader that refuses a repeated key, where YAML and SkyPilot silently use the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -219,7 +224,7 @@ def _given(path: Path, task: str, declared: Mapping[str, Any], given: Mapping[st
 
 
 def _gpus(accelerators: Any) -> int:
-    """How many GPUs ``H100``, ``H100:2`` or ``{H100: 2}`` asks for; of several choices, the first."""
+    """Return the number of GPUs in ``H100``, ``H100:2`` or ``{H100: 2}``; the first of several choices counts."""
     if not accelerators:
         return 0
     if isinstance(accelerators, dict):
@@ -229,7 +234,7 @@ def _gpus(accelerators: Any) -> int:
 
 
 def _delays(path: Path, value: Any, names: Sequence[str]) -> dict[str, float]:
-    """The termination delay of every task, in seconds."""
+    """Return the termination delay of every task, in seconds."""
     given = value if isinstance(value, dict) else {"default": value if value is not None else 0}
     if unknown := set(given) - set(names) - {"default"}:
         raise ConfigurationError(f"{path}: termination_delay names {sorted(unknown)}; the tasks are {list(names)}")

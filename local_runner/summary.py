@@ -1,9 +1,8 @@
-"""The end of a run: the outcome, the time it took, a few completions before and after, and the next commands."""
+"""The printed end of a run: its outcome and duration, a few completions before and after, and the next commands."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,17 @@ from local_runner.directory import all_runs, read_object, usage, write_object
 from local_runner.environment import Run
 from local_runner.processes import MemoryMeter
 from local_runner.supervisor import Outcome
-from local_runner.view import duration, gigabytes
+from local_runner.view import counted, duration, gigabytes
 
 FILES = {"model": "trained model", "reward.png": "reward curve", "checkpoints": "checkpoints", "logs": "logs"}
-"""Files and directories that the end of a run points to, with their names there."""
+"""The files and directories of a run to which its end points, with their labels."""
 SHOWN_COMPLETIONS = 3
 LONGEST_COMPLETION = 200
 """Characters of a prompt or completion that are shown."""
 
 
-@dataclass(frozen=True)
-class BeforeAndAfter:
-    """A held-out prompt with its greedy completions and their rewards at the first and at the last evaluation."""
-
-    prompt: str
-    before: str
-    after: str
-    reward_before: float | None
-    reward_after: float | None
-
-
 def record(run: Run, outcome: Outcome, meter: MemoryMeter) -> None:
-    """Write ``runner.json`` into the run directory: what the run took, for benchmarks to read."""
+    """Write ``runner.json`` into the run directory: outcome, time, memory and restarts, which benchmarks read."""
     content = {
         "exit_code": outcome.exit_code,
         "reason": outcome.reason,
@@ -49,36 +37,32 @@ def record(run: Run, outcome: Outcome, meter: MemoryMeter) -> None:
     write_object(run.run_dir / "runner.json", content)
 
 
-def trainer_summary(run: Run, since: float) -> dict[str, Any] | None:
-    """Return the trainer's summary.json; None when it has written none after ``since`` (a time of ``time.time``)."""
+def trainer_summary(run: Run, since: float) -> dict[str, Any]:
+    """Return the trainer's summary.json; empty if it has written none after ``since``, a time of ``time.time``."""
     path = run.run_dir / "summary.json"
-    return read_object(path) if path.exists() and path.stat().st_mtime >= since else None
+    return read_object(path) if path.exists() and path.stat().st_mtime >= since else {}
 
 
 def show(
-    console: Console,
-    run: Run,
-    launch: Launch,
-    outcome: Outcome,
-    peak_memory_bytes: int,
-    summary: dict[str, Any] | None,
+    console: Console, run: Run, launch: Launch, outcome: Outcome, peak_memory_bytes: int, summary: dict[str, Any]
 ) -> None:
-    """Print the end of a run."""
+    """Print the end of a run; ``summary`` is the trainer's, empty if there is none."""
     table = Table(show_header=False, title=f"run {run.run_id}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(run, outcome, peak_memory_bytes, summary or {}):
+    for name, value in _rows(run, outcome, peak_memory_bytes, summary):
         table.add_row(name, value)
     console.print(table)
     if summary:
-        show_completions(console, read_completions(run.run_dir))
+        _show_completions(console, run.run_dir)
     runs = all_runs(run.run_dir.parent)
-    taken = gigabytes(sum(usage(path).size for path in runs))
-    count = "1 run takes" if len(runs) == 1 else f"{len(runs)} runs take"
-    console.print(f"{count} {taken} in {shown_path(run.run_dir.parent)}/", highlight=False, soft_wrap=True)
-    for what, command in next_commands(run, launch, summary or {}):
-        # Each command is a line of its own and whole, to be copied, however narrow the terminal.
-        console.print(Text(f"\n{what}:", "bold"))
+    size = gigabytes(sum(usage(path).size for path in runs))
+    verb = "takes" if len(runs) == 1 else "take"
+    place = shown_path(run.run_dir.parent)
+    console.print(f"{counted(len(runs), 'run')} {verb} {size} in {place}/", highlight=False, soft_wrap=True)
+    for purpose, command in next_commands(run, launch, summary):
+        # Each command is a line of its own and complete, to be copied, however narrow the terminal.
+        console.print(Text(f"\n{purpose}:", "bold"))
         console.print(Text(f"  {command}"), soft_wrap=True)
 
 
@@ -87,14 +71,19 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
     steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
     if first is None or last is None:
         return "mean reward", "no step" if first is None else f"{first:.3f}, of the only step"
-    # Summaries of earlier runs do not say how many steps; they took three.
+    # Summaries of version 0.1 do not give the number of steps, which was three.
     label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps or 3} steps"
     return label, f"{first:.3f} → {last:.3f}"
 
 
 def accuracy_change(summary: dict[str, Any]) -> str:
-    """Return the accuracies before and after the run, with their standard errors where the summary has them."""
+    """Return the accuracies before and after the run, with their standard errors if the summary has them."""
     return " → ".join(_with_error(summary, name) for name in ("accuracy_before", "accuracy_after"))
+
+
+def restarts_text(restarts: dict[str, int]) -> str:
+    """Return the number of restarts of each task."""
+    return ", ".join(f"{task} {count}" for task, count in restarts.items())
 
 
 def _with_error(summary: dict[str, Any], name: str) -> str:
@@ -104,74 +93,43 @@ def _with_error(summary: dict[str, Any], name: str) -> str:
     return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
 
 
-def read_completions(run_dir: Path) -> list[BeforeAndAfter]:
-    """Return the first prompts of evaluations.jsonl that were answered at the first and at the last evaluation."""
+def _show_completions(console: Console, run_dir: Path) -> None:
+    """Print the first held-out prompts that were answered at the first and at the last evaluation."""
     path = run_dir / "evaluations.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not records or records[0]["step"] == records[-1]["step"]:
-        return []
-    first, last = records[0]["step"], records[-1]["step"]
-    after = {record["prompt"]: record for record in records if record["step"] == last}
-    return [
-        BeforeAndAfter(
-            before["prompt"],
-            before["completion"],
-            after[before["prompt"]]["completion"],
-            before["reward"],
-            after[before["prompt"]]["reward"],
-        )
-        for before in records
-        if before["step"] == first and before["prompt"] in after
-    ][:SHOWN_COMPLETIONS]
-
-
-def show_completions(console: Console, completions: list[BeforeAndAfter]) -> None:
-    """Print held-out prompts with their completions before and after training."""
-    if not completions:
         return
+    before = [record for record in records if record["step"] == records[0]["step"]]
+    after = {record["prompt"]: record for record in records if record["step"] == records[-1]["step"]}
     console.print("held-out prompts, greedy completions", style="italic")
     table = Table(show_lines=True)
     for column in ("prompt", "before", "after"):
         table.add_column(column, overflow="fold")
-    for shown in completions:
-        table.add_row(
-            Text(_excerpt(shown.prompt)),
-            _judged(shown.before, shown.reward_before),
-            _judged(shown.after, shown.reward_after),
-        )
+    for record in [record for record in before if record["prompt"] in after][:SHOWN_COMPLETIONS]:
+        prompt = record["prompt"]
+        table.add_row(Text(_excerpt(prompt)), _completion(record), _completion(after[prompt]))
     console.print(table)
 
 
 def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("outcome", outcome.reason)]
     if summary:
-        rows += [
-            ("model", str(summary.get("model"))),
-            ("dataset", str(summary.get("dataset"))),
-            ("device", str(summary.get("device"))),
-            ("steps", str(summary.get("steps"))),
-            reward_change(summary),
-            ("accuracy on held-out prompts", accuracy_change(summary)),
-        ]
+        rows += [(name, str(summary.get(name))) for name in ("model", "dataset", "device", "steps")]
+        rows += [reward_change(summary), ("accuracy on held-out prompts", accuracy_change(summary))]
     rows.append(("time, from start to end", duration(outcome.seconds)))
     if summary.get("seconds") is not None:
         rows.append(("time of training, all attempts", duration(summary["seconds"])))
     rows.append(("peak memory of all processes", f"{peak_memory_bytes / 1e9:.1f} GB"))
     if outcome.restarts:
-        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in outcome.restarts.items())))
-    files = (
-        ("model", "trained model"),
-        ("reward.png", "reward curve"),
-        ("checkpoints", "checkpoints"),
-        ("logs", "logs"),
-    )
-    rows += [(what, shown_path(run.run_dir / name)) for name, what in files if (run.run_dir / name).exists()]
-    return rows
+        rows.append(("restarts", restarts_text(outcome.restarts)))
+    paths = {name: run.run_dir / name for name in FILES}
+    return rows + [(FILES[name], shown_path(path)) for name, path in paths.items() if path.exists()]
 
 
-def _judged(completion: str, reward: float | None) -> Text:
-    said = "not scored" if reward is None else f"reward {reward:g}"
-    return Text.assemble(_excerpt(completion), "\n", (said, "dim"))
+def _completion(record: dict[str, Any]) -> Text:
+    reward = record["reward"]
+    judgement = "not scored" if reward is None else f"reward {reward:g}"
+    return Text.assemble(_excerpt(record["completion"]), "\n", (judgement, "dim"))
 
 
 def _excerpt(text: str) -> str:

@@ -1,13 +1,13 @@
-"""Runs the tasks of a job group as SkyPilot's controller would, and leaves no process behind.
+"""A supervisor that runs the tasks of a job group as SkyPilot's controller would, and leaves no process behind.
 
 - A task's nodes start together. When one ends with an error the others are killed (137), and the whole task restarts if
   its ``job_recovery`` says so: always on a listed exit code, else while ``max_restarts_on_errors`` lasts.
 - The run ends with its primary tasks. Auxiliaries outlive them by their ``termination_delay``, or not at all when a
   primary failed.
 
-In two cases a restart could only fail alike, and the run stops with the reason instead, where SkyPilot would go on: a
-task that exits with 78 has a setting, dataset or model that cannot be had, or an engine that never came up; and a
-primary that fails after an auxiliary is gone for good.
+In two cases a restart would only fail again; the run then stops with the reason, although SkyPilot would go on. A task
+exits with 78, because a setting, dataset or model cannot be had or an engine never came up. Or a primary fails after an
+auxiliary has failed for good.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from local_runner.environment import Run, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 
-# After Ctrl-C everything is gone within 10 s: most of it is the trainer's, to write a checkpoint, then until the second
-# time, also counted from Ctrl-C, the services'. The rest is for killing on a busy machine.
 PRIMARY_STOP_SECONDS = 7.0
+"""The time from Ctrl-C to the end of the primary tasks, in which the trainer writes a checkpoint."""
 AUXILIARY_STOP_SECONDS = 8.0
-# At the end of a run nobody waits for anything of the auxiliaries.
+"""The time from Ctrl-C to the end of the auxiliaries; a busy machine has ended everything within 10 s."""
 AUXILIARY_END_SECONDS = 5.0
+"""The time that auxiliaries have to end after a run, when nobody waits for their work."""
 KILLED = 128 + signal.SIGKILL
 LONG_ENOUGH_SECONDS = 60.0
 LONGEST_BACKOFF_SECONDS = 30.0
 
 
-# Begins the line in a log at which a start or restart begins.
-LIFE_MARK = "=== "
+START_MARK = "=== "
+"""The beginning of the line that a node's log has at every start."""
 
 
 class State(StrEnum):
-    """What a node is doing."""
+    """The state of a node."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -55,7 +55,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The end of a run."""
 
     exit_code: int
     reason: str
@@ -64,8 +64,8 @@ class Outcome:
 
 
 @dataclass
-class _Life:
-    """What has become of a task."""
+class _Record:
+    """The restarts, errors and last exit code of a task."""
 
     restarts: int = 0
     errors: int = 0
@@ -73,38 +73,38 @@ class _Life:
 
 
 Report = Callable[[TaskSpec, int | None, State, str], None]
-"""Called with a task, a rank (None: the task as a whole), the state it is in now and a few words on why."""
+"""Called with a task, a rank (None: the whole task), the new state and its reason in a few words."""
 
 
 StartNode = Callable[[TaskSpec, int, IO[bytes]], Awaitable[asyncio.subprocess.Process]]
-"""Starts a task's command as the node of a rank, which writes to the given log; its processes carry the node's mark."""
+"""Starts the command of a task's node with its output in the given log; the processes must have the node's mark."""
 
 
 class Supervisor:
-    """Starts, restarts and ends the processes of one run."""
+    """The processes of one run, which it starts, restarts and ends."""
 
     def __init__(self, run: Run, report: Report, start_node: StartNode | None = None) -> None:
-        """Makes a supervisor that has not started anything.
+        """Make a supervisor that has not started anything.
 
         Args:
             run: the run.
-            report: told of every change.
-            start_node: how a node is started; by default as a process of this machine.
+            report: is called at every change of state.
+            start_node: starts a node; by default as a process of this machine.
         """
         self._run = run
         self._report = report
         self._start_node = start_node or self._start_here
-        self._lives = {task.name: _Life() for task in run.group.tasks}
+        self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] | None = None
         self._impatient = asyncio.Event()
         self._ending = False
         self._told_of_logs = False
 
     async def run(self) -> Outcome:
-        """Runs the group to its end; returns when no process of it is left."""
+        """Run the group to its end, and return when none of its processes is left."""
         started = time.monotonic()
         self._stop = asyncio.get_running_loop().create_future()
-        jobs = {task.name: asyncio.create_task(self._live(task), name=task.name) for task in self._run.group.tasks}
+        jobs = {task.name: asyncio.create_task(self._run_task(task), name=task.name) for task in self._run.group.tasks}
         try:
             exit_code, reason = await self._until_over(jobs)
             await self._end(jobs, exit_code)
@@ -114,18 +114,18 @@ class Supervisor:
                 job.cancel()
             await asyncio.gather(*jobs.values(), return_exceptions=True)
             await asyncio.to_thread(processes.end, [self._run.mark], 0)
-        restarts = {name: life.restarts for name, life in self._lives.items() if life.restarts}
+        restarts = {name: record.restarts for name, record in self._records.items() if record.restarts}
         return Outcome(exit_code, reason, time.monotonic() - started, restarts)
 
     def stop(self, signal_number: int) -> None:
-        """Ends the run early: the primary tasks first, that they may write a checkpoint. Called again: at once."""
+        """End the run early, the primary tasks first, so that they can write a checkpoint; a second call kills all."""
         if self._stop is not None and not self._stop.done():
             self._stop.set_result(signal_number)
         else:
             self._impatient.set()
 
     async def _until_over(self, jobs: dict[str, asyncio.Task[int]]) -> tuple[int, str]:
-        """Waits until the run's fate is clear; returns the exit code and the reason."""
+        """Wait until the outcome of the run is known, and return exit code and reason."""
         assert self._stop is not None
         primaries = {task.name for task in self._run.group.tasks if task.is_primary}
         names: dict[asyncio.Future[int], str] = {job: name for name, job in jobs.items()}
@@ -140,11 +140,11 @@ class Supervisor:
                     return code, f"{name} failed with exit code {code}"
                 if code == EXIT_CONFIGURATION:
                     return code, f"{name} cannot run as it is configured (exit code {code})"
-            if all(self._lives[name].exit_code == 0 for name in primaries):
+            if all(self._records[name].exit_code == 0 for name in primaries):
                 return 0, "done"
 
     async def _end(self, jobs: dict[str, asyncio.Task[int]], exit_code: int) -> None:
-        """Ends what still runs: in order after a success or a request to stop, at once after a failure."""
+        """End the running tasks: in order after a success or a request to stop, all at once after a failure."""
         self._ending = True
         assert self._stop is not None
         tasks = self._run.group.tasks
@@ -174,9 +174,9 @@ class Supervisor:
             await asyncio.to_thread(processes.end, marks, 0)
         await ended
 
-    async def _live(self, task: TaskSpec) -> int:
-        """Runs ``task``, restarts included; returns its last exit code, 0 when all nodes succeeded."""
-        life = self._lives[task.name]
+    async def _run_task(self, task: TaskSpec) -> int:
+        """Run ``task`` with its restarts, and return its last exit code: 0 when all nodes succeeded."""
+        record = self._records[task.name]
         while True:
             started = time.monotonic()
             codes = await self._run_once(task)
@@ -185,41 +185,41 @@ class Supervisor:
             code = next((code for code in codes if code not in (0, KILLED)), max(codes))
             refusal = self._refuses_restart(task, codes) if code else None
             if not code or refusal:
-                life.exit_code = code
+                record.exit_code = code
                 if code:
                     self._report(task, None, State.FAILED, f"exit code {code}{refusal}")
                 return code
-            life.restarts += 1
+            record.restarts += 1
             if time.monotonic() - started > LONG_ENOUGH_SECONDS:
                 pause = 1.0
             else:
-                pause = min(2.0 ** (life.restarts - 1), LONGEST_BACKOFF_SECONDS)
-            self._report(task, None, State.RESTARTING, f"exit code {code}; restart {life.restarts} in {pause:.0f} s")
+                pause = min(2.0 ** (record.restarts - 1), LONGEST_BACKOFF_SECONDS)
+            self._report(task, None, State.RESTARTING, f"exit code {code}; restart {record.restarts} in {pause:.0f} s")
             await asyncio.sleep(pause)
             if self._ending:
                 return 0
 
     def _refuses_restart(self, task: TaskSpec, codes: list[int]) -> str | None:
-        """Why ``task``, whose nodes ended with ``codes``, is not restarted; None if it is, which may cost budget."""
-        life = self._lives[task.name]
+        """Return why ``task``, whose nodes ended with ``codes``, is not restarted; None if it is."""
+        record = self._records[task.name]
         gone = [
             other.name
             for other in self._run.group.tasks
-            if not other.is_primary and self._lives[other.name].exit_code not in (None, 0)
+            if not other.is_primary and self._records[other.name].exit_code not in (None, 0)
         ]
         if EXIT_CONFIGURATION in codes:
-            return ": a restart would fail alike"
+            return ": a restart would fail again"
         if task.is_primary and gone:
             return f": not restarted, since {', '.join(gone)} failed for good"
         if task.recover_on_exit_codes.intersection(codes):
             return None
-        life.errors += 1
-        if life.errors > task.max_restarts_on_errors:
-            return f" after {life.errors - 1} of {task.max_restarts_on_errors} restarts on errors"
+        record.errors += 1
+        if record.errors > task.max_restarts_on_errors:
+            return f" after {record.errors - 1} of {task.max_restarts_on_errors} restarts on errors"
         return None
 
     async def _run_once(self, task: TaskSpec) -> list[int]:
-        """Runs all nodes of ``task`` once; returns their exit codes by rank, 137 where another's end killed it."""
+        """Run all nodes of ``task`` once, and return their exit codes by rank, 137 if killed for another's failure."""
         leaders = [await self._start(task, rank) for rank in range(task.num_nodes)]
         waits = [asyncio.create_task(leader.wait()) for leader in leaders]
         try:
@@ -230,7 +230,7 @@ class Supervisor:
                     break
             killed = {waits.index(wait) for wait in pending}
         finally:
-            # Nothing of this life may reach into the next: neither other nodes nor what a node left behind.
+            # No process of this start, of any node, may still run at the next.
             if not self._ending:
                 marks = [self._run.node_mark(task, rank) for rank in range(task.num_nodes)]
                 await asyncio.to_thread(processes.end, marks, 0)
@@ -243,7 +243,7 @@ class Supervisor:
 
     async def _start(self, task: TaskSpec, rank: int) -> asyncio.subprocess.Process:
         path = self._run.log(task, rank)
-        log, failure = _open_log(path, self._lives[task.name].restarts)
+        log, failure = _open_log(path, self._records[task.name].restarts)
         with log:
             leader = await self._start_node(task, rank, log)
         why = f"pid {leader.pid}"
@@ -267,9 +267,9 @@ class Supervisor:
 
 
 def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
-    """Open a node's log and write its first line; return with it what prevented that, such as a full disk.
+    """Open a node's log and write its first line; return the log, and the error if there was one.
 
-    A log that cannot be opened is the null device; the others may be written to again once there is space.
+    A log that cannot be opened is replaced by the null device; any other is written again once there is space.
     """
     what = f"restart {restarts}" if restarts else "start"
     try:
@@ -278,12 +278,12 @@ def _open_log(path: Path, restarts: int) -> tuple[IO[bytes], OSError | None]:
     except OSError as error:
         return open(os.devnull, "wb"), error
     try:
-        log.write(f"{LIFE_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
+        log.write(f"{START_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {what} ===\n".encode())
     except OSError as error:
         return log, error
     return log, None
 
 
 def _shell_code(returncode: int) -> int:
-    """An exit code as a shell tells it: 128 + n for a process that signal n ended."""
+    """Return the exit code as a shell has it: 128 + n for a process that signal n ended."""
     return 128 - returncode if returncode < 0 else returncode

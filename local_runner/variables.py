@@ -1,6 +1,7 @@
-"""Checks the variables of a run before anything starts: that somebody reads each, and that the values are allowed.
+"""Checks of a run's variables before anything starts: a component reads each name, and the values are allowed.
 
-Components ignore the variables of others, since ``--env`` reaches every task; so none of them can tell a misspelt name.
+A component ignores the variables of others, because ``--env`` reaches every task, so no component notices a misspelt
+name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from local_runner.environment import Run, node_environment
 from local_runner.settings_classes import READERS
 from local_runner.spec import JobGroup
 from services.core.errors import ConfigurationError
+from services.core.retired import RETIRED
 
 LIBRARIES = (
     *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
@@ -26,19 +28,19 @@ LIBRARIES = (
 
 SYSTEM = {"CI", "DEBUG", "HOME", "HOSTNAME", "LANG", "NO_COLOR", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
 LIKE_A_SETTING = 0.9
-"""The similarity (difflib's ratio) to one of our settings from which a library's variable counts as misspelt."""
+"""A library's variable counts as a misspelt setting if it is at least this similar to one (difflib's ratio)."""
 
 
 def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str, str]) -> None:
-    """Check that every variable given has a reader; a name that the job group's file declares has one.
+    """Check that a component reads every given variable; a name that the job group's file declares passes.
 
     Args:
         group: the job group.
-        options: given one by one, for this job group: a component of it must read them.
-        files: from files, which may serve several job groups: a component of any must read them.
+        options: variables of the command line, which a component of this job group must read.
+        files: variables of files, which may serve several job groups, so a component of any may read them.
 
     Raises:
-        ConfigurationError: nothing reads a variable; the message has the nearest names.
+        ConfigurationError: no component reads a variable; the message has the nearest name.
     """
     readers: dict[str, list[str]] = {}
     for reader in READERS:
@@ -50,7 +52,9 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     for name in dict.fromkeys((*options, *files)):
         if name in declared or _is_foreign(name, readers):
             continue
-        if name.upper() not in readers:
+        if name in RETIRED:
+            problems.append(f"{name} is no longer read: {RETIRED[name]}")
+        elif name.upper() not in readers:
             problems.append(
                 f"{name} is read by no component{_nearest(name, {*readers, *declared})}. If your own code reads it, "
                 "declare it under `envs` of its task in the job group's file"
@@ -63,10 +67,10 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
 
 
 def check_values(run: Run) -> None:
-    """Load the settings of every task as its first node will, from the file, the options and this environment.
+    """Check the settings of every task by loading them as its first node will.
 
     Raises:
-        ConfigurationError: values that are not allowed, with the tasks that refuse them.
+        ConfigurationError: a value is not allowed; the message names the tasks that refuse it.
     """
     problems: dict[str, list[str]] = {}
     for task in run.group.tasks:
@@ -83,7 +87,7 @@ def check_values(run: Run) -> None:
 
 
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:
-    """Return whether a library or the system reads ``name``, and it is no misspelt setting of ours."""
+    """Return whether a library or the system reads ``name``, and it is not a misspelt setting."""
     upper = name.upper()
     if upper in settings:
         return False
@@ -99,7 +103,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have ``variables`` as this process's environment within it."""
+    """Replace this process's environment by ``variables`` within the context."""
     before = dict(os.environ)
     try:
         os.environ.clear()

@@ -15,14 +15,14 @@ from rich.text import Text
 
 from local_runner.commands import shown_path
 from local_runner.environment import Run
-from local_runner.health import TrainerStatus
+from local_runner.health import TrainerStatus, trainer_address
 from local_runner.progress import Pace, Step
 from local_runner.spec import TaskSpec
-from local_runner.supervisor import LIFE_MARK, State
-from services.core.endpoints import STATUS_PORT, Task
+from local_runner.supervisor import START_MARK, State
+from services.core.endpoints import Task
 
-# A component that answered once counts as silent after so many unanswered questions in a row.
 SILENT_AFTER = 15
+"""A node that was up counts as silent after this many unanswered requests in a row."""
 TAIL_LINES = 15
 
 _STYLES = {
@@ -33,9 +33,8 @@ _STYLES = {
     "restarting": "yellow",
     "stopped": "dim",
 }
-
-# The phase while the trainer itself cannot tell; after its end the services end.
 _TRAINER_PHASES = {State.RUNNING: "starting", State.ENDED: "ending", State.STOPPED: "ending", State.FAILED: "ending"}
+"""The shown phase while the trainer does not answer; after its end the services end."""
 
 
 @dataclass
@@ -45,7 +44,7 @@ class _Node:
 
 
 class View:
-    """Prints what happens as it happens; as a context manager it also keeps a live view below, on a terminal."""
+    """The events of a run, printed as they happen. A context manager, which keeps a live view on a terminal."""
 
     def __init__(self, run: Run, console: Console, *, live: bool) -> None:
         self._run = run
@@ -60,11 +59,9 @@ class View:
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> View:
-        """Starts the live view."""
-        self._console.print(
-            f"run {self._run.run_id}, logs in {shown_path(self._run.run_dir / 'logs')}", highlight=False, soft_wrap=True
-        )
-        page = self._run.addresses.endpoints.get(f"{Task.TRAINER.value}-0:{STATUS_PORT}")
+        logs = shown_path(self._run.run_dir / "logs")
+        self._console.print(f"run {self._run.run_id}, logs in {logs}", highlight=False, soft_wrap=True)
+        page = trainer_address(self._run.addresses.endpoints)
         if page is not None:
             self._console.print(f"run page http://{page} once the trainer is up", highlight=False, soft_wrap=True)
         if self._live is not None:
@@ -72,12 +69,12 @@ class View:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves its last picture standing."""
+        # The last picture stays on the terminal.
         if self._live is not None:
             self._live.stop()
 
     def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
-        """The state of a node changed, or that of a whole task."""
+        """Show the new state of a node, or with ``rank`` None of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
             self._nodes[task.name, own_rank] = _Node(state.value)
         if task.name == Task.TRAINER and not rank and state in _TRAINER_PHASES:
@@ -88,7 +85,7 @@ class View:
             self._explain(task, rank)
 
     def health(self, task: str, rank: int, is_up: bool) -> None:
-        """A node answered, or did not."""
+        """Show that a node answered or did not."""
         node = self._nodes[task, rank]
         if node.state not in (State.RUNNING, "up", "silent"):
             return
@@ -101,41 +98,39 @@ class View:
             self._say(f"{task}-{rank} does not answer", "bold yellow")
 
     def step(self, step: Step) -> None:
-        """A step ended."""
+        """Show a step that ended."""
         self._step = step
-        self._pace.seen(step)
+        self._pace.add(step)
         total = self._trainer.total_steps
         width = self._console.width if self._console.is_terminal else None
         self._say(describe(step, total, self._pace.seconds_left(total), width))
 
     def trainer(self, status: TrainerStatus) -> None:
-        """The trainer said what it is doing."""
+        """Show the trainer's status."""
         if status.phase != self._trainer.phase:
             self._phase_began = time.monotonic()
         self._trainer = status
 
     def memory(self, memory_bytes: int) -> None:
-        """The memory of all processes together was measured."""
+        """Show the memory of all processes together."""
         self._memory = memory_bytes
 
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
-        """What watches the run for this view ended; by an error, unless it was cancelled."""
+        """Say that a task which watched the run for this view ended with an error."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             self._say(f"the view goes on without a part, the run is not affected: {error!r}", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
-        # A terminal would break long lines within words; elsewhere they are for programs, and stay whole.
+        # A terminal would break long lines within words; elsewhere programs read them, so they stay whole.
         self._console.print(Text(text, style=style), soft_wrap=not self._console.is_terminal)
 
     def _explain(self, task: TaskSpec, rank: int) -> None:
-        """Prints why a node failed: its own last error if it named one, else the end of its log."""
+        """Print why a node failed: the last error that it logged, else the end of its log."""
         log = self._run.log(task, rank)
-        lines = last_life(log)
-        error = last_error(lines)
+        error = last_error(log)
         if error is None:
-            self._say(
-                f"the end of {shown_path(log)}:\n" + "\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), "dim"
-            )
+            end = "\n".join(f"  {line}" for line in lines_since_start(log)[-TAIL_LINES:])
+            self._say(f"the end of {shown_path(log)}:\n{end}", "dim")
         elif error != self._explained.get(task.name):
             self._say(f"  {error}", "red")
             self._explained[task.name] = error
@@ -144,14 +139,9 @@ class View:
         table = Table(box=None, pad_edge=False)
         for column in ("component", "state", "address"):
             table.add_column(column, overflow="fold")
-        for task in self._run.group.tasks:
-            for rank in range(task.num_nodes):
-                node = self._nodes[task.name, rank]
-                table.add_row(
-                    f"{task.name}-{rank}",
-                    Text(node.state, style=_STYLES.get(node.state, "")),
-                    self._run.addresses.hosts[task.name][rank],
-                )
+        for (task, rank), node in self._nodes.items():
+            state = Text(node.state, style=_STYLES.get(node.state, ""))
+            table.add_row(f"{task}-{rank}", state, self._run.addresses.hosts[task][rank])
         return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
 
     def _bar(self) -> RenderableType:
@@ -173,16 +163,16 @@ class View:
         return grid
 
 
-def last_life(log: Path) -> list[str]:
-    """The lines of a node's log since its last start."""
+def lines_since_start(log: Path) -> list[str]:
+    """Return the lines of a node's log since the node's last start."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    start = max((number for number, line in enumerate(lines) if line.startswith(LIFE_MARK)), default=-1)
+    start = max((number for number, line in enumerate(lines) if line.startswith(START_MARK)), default=-1)
     return lines[start + 1 :]
 
 
-def last_error(lines: list[str]) -> str | None:
-    """The last of ``lines`` in which a component names the error that ended it."""
-    return next((line for line in reversed(lines) if line.startswith("error: ")), None)
+def last_error(log: Path) -> str | None:
+    """Return the line in which a node named the error that ended it; None if its last start logged none."""
+    return next((line for line in reversed(lines_since_start(log)) if line.startswith("error: ")), None)
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None, width: int | None = None) -> str:
@@ -190,9 +180,9 @@ def describe(step: Step, total_steps: int, seconds_left: float | None, width: in
 
     Args:
         step: the step.
-        total_steps: of the run; 0 while unknown.
-        seconds_left: until the last step; None while unknown.
-        width: characters that the line may have; the shortest phases, then the loss, are left out of a longer one.
+        total_steps: steps of the run; 0 while unknown.
+        seconds_left: seconds until the last step; None while unknown.
+        width: characters that the line may have; a longer line omits its shortest phases first, and the loss last.
     """
     name = f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}"
     loss = [] if step.loss is None else [f"loss {step.loss:+.4f}"]
@@ -224,3 +214,8 @@ def duration(seconds: float) -> str:
 def gigabytes(size: int) -> str:
     """Return a size in bytes as ``3.1 GB`` or ``27 MB``."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 run`` or ``3 runs``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

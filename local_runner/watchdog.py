@@ -1,7 +1,7 @@
-"""Ends the processes of a run whose runner died without doing so: ``python -m local_runner.watchdog MARK``.
+"""End the processes of a run whose runner died before it could: ``python -m local_runner.watchdog MARK``.
 
-The runner holds the other end of this process's standard input and never writes to it. The end of the input is the end
-of the runner, however it came about.
+The runner holds the other end of this process's standard input and never writes to it. The input ends when
+the runner ends, however it ends.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ GRACE_SECONDS = 5.0
 
 @contextlib.contextmanager
 def guard(mark: str) -> Iterator[None]:
-    """Has the processes marked ``mark`` ended even if this process is killed."""
+    """End the processes marked ``mark`` even if this process is killed within the context."""
     environment_without_mark = {name: value for name, value in os.environ.items() if name != processes.MARK}
-    # Leaving the context closes its input, whereupon it finds nothing to end and ends itself.
+    # When the context is left, the watchdog's input closes; it then finds nothing to end, and ends itself.
     with subprocess.Popen(
         [sys.executable, "-m", "local_runner.watchdog", mark],
         stdin=subprocess.PIPE,
@@ -33,8 +33,8 @@ def guard(mark: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Waits for the runner's end, then ends what is left."""
-    # Ctrl-C and hang-ups are the runner's to handle.
+    """Wait for the runner's end, then end the processes that are left."""
+    # The runner handles Ctrl-C and hang-ups.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

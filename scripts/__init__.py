@@ -1,3 +1,3 @@
-"""What a person runs: the local runner, evaluation, benchmarks, the demo's model."""
+"""Commands that a person runs: a job group on this machine, its runs, evaluations, and makers of small models."""
 
-import services  # noqa: F401  # first: it says what to install where a package is missing
+import services  # noqa: F401  # first, because it explains missing packages

@@ -1,8 +1,8 @@
-"""Makes a policy that plays CartPole-v1, to try the evaluation head with: ``python -m scripts.cartpole_policy DIR``.
+"""Make a policy that plays CartPole-v1, to try the evaluation head with: ``python -m scripts.cartpole_policy DIR``.
 
 The policy imitates a linear controller that balances the pole: a network of random features whose last layer is fitted
 by ridge regression, in one pass and the same for the same seed. ``--width`` and ``--layers`` make it as costly to run
-as the policy that you have in mind.
+as a policy of your own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, Stat
 
 STATE = StateSpec(kind=StateKind.NUMBERS, shape=[4])
 ACTION = ActionSpec(kind=ActionKind.INDEX, count=2)
-# Of position, speed, angle and angular speed: what balances the pole and keeps the cart near the middle.
 CONTROLLER = torch.tensor([0.05, 0.15, 1.0, 0.35])
+"""Weights of position, speed, angle and angular speed that balance the pole and keep the cart near the middle."""
 SPREAD = torch.tensor([1.0, 1.0, 0.1, 1.0])
 EXAMPLES = 4096
 
 
 class CartPolePolicy(torch.nn.Module):
-    """Scores of the two actions."""
+    """A network from the state to the scores of the two actions."""
 
     def __init__(self, width: int, layers: int, seed: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class CartPolePolicy(torch.nn.Module):
         self._fit(generator)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States [batch, 4] to scores [batch, 2]."""
+        """Return the scores [batch, 2] of the states [batch, 4]."""
         scores: torch.Tensor = self.scores(self.trunk(states / SPREAD.to(states.device)))
         return scores
 
@@ -52,7 +52,7 @@ class CartPolePolicy(torch.nn.Module):
         wanted = states @ CONTROLLER
         features = self.trunk(states / SPREAD).double()
         features = torch.cat([features, torch.ones(EXAMPLES, 1, dtype=torch.float64)], dim=1)
-        # In the smaller of the two dual forms: there may be more features than examples.
+        # The dual form, because there may be more features than examples.
         kernel = features @ features.T + 1e-3 * features.square().mean() * torch.eye(EXAMPLES, dtype=torch.float64)
         weights = (features.T @ torch.linalg.solve(kernel, wanted.double())).float()
         self.scores.weight.copy_(torch.stack([-weights[:-1], weights[:-1]]))
@@ -60,7 +60,7 @@ class CartPolePolicy(torch.nn.Module):
 
 
 def main() -> None:
-    """Writes one version."""
+    """Write one version."""
     parser = argparse.ArgumentParser(prog="python -m scripts.cartpole_policy", description=__doc__)
     parser.add_argument("directory", type=Path, help="where versions lie; give it to the head as a policy")
     parser.add_argument("--version", type=int, default=1, help="default 1; a running head takes up a higher one")

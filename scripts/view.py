@@ -1,6 +1,6 @@
-"""Opens the run page over runs, one or several to compare: ``python -m scripts.view [RUN...]``.
+"""Open the run page over one run, or several to compare: ``python -m scripts.view [RUN...]``.
 
-A run that still goes on is shown as far as it has come. Nothing is written.
+A run under way is shown up to its last step. Nothing is written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.run_page.routes import PUBLIC, add_run_page
 
 
 def create_view_app(settings: Settings, runs: list[RunDirectory]) -> FastAPI:
-    """The application that shows ``runs``."""
+    """Return the application that shows ``runs``."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -49,7 +49,7 @@ def main(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8005,
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
-    """Serves the run page over runs until Ctrl-C."""
+    """Serve the run page over runs until Ctrl-C."""
 
     def work() -> None:
         settings = Settings.load()
@@ -59,7 +59,7 @@ def main(
         url = f"http://{host}:{listener.getsockname()[1]}"
         print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)
         if open_browser:
-            # Browsers started from a terminal may not return at once; the listener queues their request until we serve.
+            # Opening a browser may block, and its request waits in the listener's queue until the page is served.
             threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()
         serve(create_view_app(settings, runs), listener)
 

@@ -15,7 +15,7 @@ DESKTOP = {"width": 1280, "height": 900}
 
 
 def chromium() -> str | None:
-    """Where Chromium (or Chrome) is; CHROMIUM says it where it is not on the path. None where there is none."""
+    """Return the path of Chromium or Chrome, from CHROMIUM or the PATH; None if neither is installed."""
     return os.environ.get("CHROMIUM") or next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
     )
@@ -23,9 +23,9 @@ def chromium() -> str | None:
 
 @contextmanager
 def browser() -> Iterator[Browser]:
-    """A browser that ends with the context."""
+    """Start a browser that ends with the context."""
     with sync_playwright() as playwright:
-        # Containers lack what Chromium's sandbox needs; it sees nothing but our own pages.
+        # Chromium's sandbox does not work in containers, and it opens only our own pages.
         running = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         try:
             yield running
@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 
 def problems_of(page: Page) -> list[str]:
-    """A list which fills with the page's console errors, uncaught exceptions and failed requests as they come."""
+    """Return a list that collects the page's console errors, uncaught exceptions and failed requests."""
     problems: list[str] = []
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
@@ -43,11 +43,11 @@ def problems_of(page: Page) -> list[str]:
 
 
 def is_wider_than_window(page: Page) -> bool:
-    """Whether the page as a whole scrolls sideways, which it never should."""
+    """Return whether the whole page scrolls sideways, which it never should."""
     return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
 
 
 def screenshot(page: Page, path: Path) -> None:
-    """Writes a picture of the window as it is."""
+    """Write a screenshot of the window."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(path))

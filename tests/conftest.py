@@ -1,4 +1,4 @@
-"""What tests of several parts share."""
+"""Options, scheduling and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# What the processor has decides nothing about what is tested.
+# The tests must not depend on the processor's instructions.
 for variable in TYPE_VARIABLES:
     os.environ.setdefault(variable, "float32")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --require-all, which the targets of the Makefile give that are asked for by name."""
+    """Add --require-all, for Makefile targets that a person calls by name."""
     parser.addoption("--require-all", action="store_true", help="fail each test that would be skipped, with the reason")
 
 
@@ -42,7 +42,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
-# So that no process waits at the end for what another began last; and what computes goes beside what waits.
+# Long files start first, so that no process waits at the end for a long test, and tests that compute run beside tests
+# that wait.
 FIRST = (
     "tests/cluster/",
     "tests/local_runner/test_run_local.py",
@@ -53,11 +54,11 @@ FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest files first."""
+    """Sort the longest files first."""
     items.sort(key=lambda item: next((i for i, start in enumerate(FIRST) if item.nodeid.startswith(start)), len(FIRST)))
 
 
-# The tests of these files share what takes long to start: job groups on several hosts, and a rollout server.
+# The tests of these files share fixtures that start slowly: job groups on several hosts, and a rollout server.
 TOGETHER = (re.compile(r"tests/cluster/"), re.compile(r"tests/services/rollout_server/test_\w+_conformance\.py"))
 
 
@@ -70,11 +71,11 @@ class _ByFile(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling:
-    """Which process runs which tests."""
+    """Return the scheduler of pytest-xdist."""
     return _ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Path:
-    """A directory with the tiny model. Not to be written to."""
+    """A directory with the tiny model, which tests must not write to."""
     return made_once("tiny-model", [ROOT / "scripts/tiny_model.py"], "scripts.tiny_model")

@@ -1,4 +1,4 @@
-"""A service at the other end of HTTP that answers as a test says, and remembers what it was asked."""
+"""A fake HTTP service with a test's replies, which records its requests."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from urllib.parse import parse_qsl, urlsplit
 from services.core.endpoints import Endpoint
 
 Route = Callable[[dict[str, Any]], Any]
-"""From the request's JSON, or its query, to the reply; an integer is a status without one."""
+"""Returns the reply to a request's JSON or query; an integer is a status without a body."""
 
 
 @dataclass
 class FakeService:
-    """Its routes are named as in ``POST /reward``. A route that it does not have is answered 404."""
+    """A fake service. Routes have names such as ``POST /reward``; the service answers 404 for other routes."""
 
     endpoint: Endpoint
     routes: dict[str, Route]
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def asked(self, route: str) -> list[dict[str, Any]]:
-        """What came by one route, in order."""
+        """Return the requests to a route, in order."""
         return [request for name, request in self.requests if name == route]
 
 
 @contextmanager
 def fake_service(routes: dict[str, Route]) -> Iterator[FakeService]:
-    """Serves ``routes`` within it; they may be changed meanwhile."""
+    """Serve ``routes``, which may change meanwhile, until the context ends."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

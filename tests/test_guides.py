@@ -1,6 +1,6 @@
-"""The pages in docs/guides do what they say: their commands run, in order, and print what the pages show.
+"""The guides in docs/guides are true: their commands run, in order, and print what the pages show.
 
-The word behind a block's language says what it is:
+The word after a block's language gives its kind:
 
     bash            commands, run one after the other
     bash terminal   a service that runs on while the blocks below it are run
@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {page.stem: page for page in sorted((ROOT / "docs/guides").glob("*.md"))}
 FENCE = re.compile(r"^```(\w+)(?: ([\w. ]+))?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO_MODEL = ".cache/models/smollm2-135m"
-# Ports that the pages write out; each run of a page has free ones instead.
+# Ports in the pages, which each run of a page replaces by free ports.
 PORT = re.compile(r"\b(?:30000|80[08][0-5])\b")
 
 
@@ -53,7 +53,7 @@ class Block(NamedTuple):
 
     @property
     def file(self) -> str | None:
-        """The file that it is to be written to."""
+        """The file to write the block to, if any."""
         return next((word for word in self.words if "." in word), None)
 
 
@@ -64,7 +64,7 @@ def blocks(page: str) -> list[Block]:
 
 
 class Desk:
-    """A folder like a checkout after `make demo`, but with the tiny model for the demo's, where a page is tried."""
+    """A folder to run a page in: a checkout after `make demo`, but with the tiny model instead of the demo's."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder = folder
@@ -84,12 +84,12 @@ class Desk:
         }
 
     def given(self, text: str) -> str:
-        """``text`` with ports that are free here."""
+        """Return ``text`` with ports that are free here."""
         text = re.sub(r"(?<=-m services\.rollout_server)\b", f" --engine-port {free_port()}", text)
         return PORT.sub(lambda found: self.ports.setdefault(found[0], str(free_port())), text)
 
     def run(self, block: Block) -> None:
-        """Runs commands to their end; what they print is kept."""
+        """Run commands to their end and keep their output."""
         command = ["bash", "-euo", "pipefail", "-c", self.given(block.text)]
         if block.language == "python":
             command = [".venv/bin/python", "-c", block.text]
@@ -107,7 +107,7 @@ class Desk:
 
     @contextmanager
     def running(self, block: Block) -> Iterator[None]:
-        """A service that runs within the context; it is waited for until it is healthy."""
+        """Run a service within the context, entered when it is healthy."""
         [port] = PORT.findall(re.search(r"--port (\d+)", block.text)[0])
         log = self.folder / f"terminal-{port}.txt"
         command = ["bash", "-euo", "pipefail", "-c", self.given(block.text)]
@@ -141,7 +141,7 @@ def is_healthy(url: str) -> bool:
 
 
 def end(shell: subprocess.Popen[bytes]) -> None:
-    """Ends what a terminal runs, as closing it would."""
+    """End the processes of a terminal, as closing it does."""
     with suppress(psutil.NoSuchProcess):
         processes = [*psutil.Process(shell.pid).children(recursive=True), psutil.Process(shell.pid)]
         os.killpg(shell.pid, signal.SIGTERM)
@@ -151,13 +151,13 @@ def end(shell: subprocess.Popen[bytes]) -> None:
 
 
 def as_dry_run(text: str) -> list[str]:
-    """The commands of the local runner, to be shown what they would run."""
+    """Return the commands of the local runner as dry runs."""
     commands = (line.partition(" > ")[0] for line in text.splitlines() if "-m scripts.run_local" in line)
     return [f"{command} --dry-run" for command in commands]
 
 
 def try_page(page: str, desk: Desk, *, long: bool) -> None:
-    """Runs the blocks of a page. What takes long is left out unless wanted, but for dry runs of its jobs."""
+    """Run the blocks of a page; replace long blocks by dry runs of their jobs, unless they are wanted."""
     remaining = iter(blocks(page))
     skipped = False
 
@@ -189,7 +189,7 @@ def try_page(page: str, desk: Desk, *, long: bool) -> None:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """The lines that a page shows and nothing printed."""
+    """Return the lines that a page shows but no command printed."""
     patterns = {line: ".*".join(map(re.escape, line.split("..."))) for line in shown.splitlines()}
     return [line for line, pattern in patterns.items() if not re.search(pattern, printed)]
 

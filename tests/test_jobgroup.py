@@ -1,4 +1,4 @@
-"""jobgroup.yaml is what SkyPilot takes, and says what SkyPilot would not check."""
+"""jobgroup.yaml is valid for SkyPilot, and correct where SkyPilot does not check it."""
 
 import re
 from typing import Any
@@ -19,7 +19,7 @@ KILLED = 137
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, Any]:
-    """SkyPilot's own reading of jobgroup.yaml."""
+    """Jobgroup.yaml as SkyPilot loads it."""
     return skypilot_facts()["files"]["jobgroup.yaml"]
 
 

@@ -1,4 +1,4 @@
-"""Each role's extra brings what the role imports, so that a node that installs only it can run it."""
+"""Each role's extra installs the packages that the role imports, so that a node needs no other extra."""
 
 import ast
 import importlib.util
@@ -21,7 +21,7 @@ from services.core.extras import EXTRAS, extras_of
 ROOT = Path(__file__).parents[1]
 LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
 
-# Where each role begins, and the extras that it installs.
+# The first module of each role, and the extras that the role installs.
 ROLES = {
     "data": ("services.data_server.__main__", {"data"}),
     "reward": ("services.reward_server.__main__", {"reward"}),
@@ -52,7 +52,7 @@ def source(module: str) -> Path | None:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """The modules that ``module`` imports, at its top or in a function; not those for type checkers only."""
+    """Return the modules that ``module`` imports, at its top or in a function, without imports for type checkers."""
     tree = ast.parse(source(module).read_text())
     skipped = {
         id(node)
@@ -72,7 +72,7 @@ def imports(module: str) -> frozenset[str]:
 
 
 def reached(start: str) -> set[str]:
-    """All modules of the project that are imported from ``start`` on."""
+    """Return all modules of the project that ``start`` imports, directly or indirectly."""
     seen, todo = set(), [start]
     while todo:
         module = todo.pop()
@@ -85,7 +85,7 @@ def reached(start: str) -> set[str]:
 
 
 def brought(extras: set[str]) -> set[str]:
-    """The distributions that the project with ``extras`` brings, through all requirements."""
+    """Return the distributions that the project with ``extras`` requires, directly or indirectly."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chosen = [line for extra in extras for line in project["optional-dependencies"][extra]]
     todo = [Requirement(line) for line in project["dependencies"] + chosen]

@@ -1,4 +1,4 @@
-"""What is asked for by name shows what it says, or fails and says what to install."""
+"""A Makefile target that a person calls by name runs all its tests, or fails and says what to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far numbers that should be equal may be apart, by the type of numbers that they were computed in.
+"""Tolerances between numbers that should be equal, by the type of numbers that they were computed in.
 
 tests/conftest.py fixes the type that the tests' engines and trainers compute in, whatever the processor: float32,
 unless ENGINE_DTYPE and COMPUTE_TYPE are set. So the whole suite can be run in bfloat16, too.

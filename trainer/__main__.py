@@ -1,7 +1,7 @@
-"""``python -m trainer``: one rank of the trainer, or torchrun over this node's ranks where the job has several.
+"""``python -m trainer``: one rank of the trainer, or the launcher of this node's ranks when the job has several.
 
-SkyPilot runs the same command on every node of the task. With one rank in all, training happens in this process;
-otherwise torch's launcher starts one process a GPU (one a node without GPUs) with the same command.
+SkyPilot runs the same command on every node of the task. If the job has one rank, this process trains. Otherwise
+torch's launcher starts one process a GPU (one process on a node without GPUs) with the same command.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import os
 import sys
 import time
 from collections.abc import Collection
-from datetime import timedelta
 from typing import NoReturn
 
 from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
 from services.core.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, ConfigurationError, exit_code_of
 from trainer.config import TrainerSettings
 
-RENDEZVOUS_DEADLINE = timedelta(minutes=15)
+RENDEZVOUS_SECONDS = 900
 PEER_LOST_SECONDS = 15.0
-"""A rank that lost its peers ends that much later: whoever failed by itself, here or on another node, is to end first,
-since launcher and SkyPilot kill the others then and the first one's code decides what happens next."""
+"""Delay before a rank that lost its peers ends, so that the rank that failed by itself ends first. The launcher and
+SkyPilot then kill the others and act on the first rank's exit code."""
 
 
 def main() -> int:
-    """Runs this node's part of the trainer; returns its exit code."""
+    """Run this node's part of the trainer and return its exit code."""
     if "RANK" in os.environ or num_nodes() * ranks_per_node() == 1:
         from trainer.run import run_rank
 
@@ -33,17 +32,12 @@ def main() -> int:
         if code == EXIT_PEER_LOST:
             time.sleep(PEER_LOST_SECONDS)
         return code
-    # Settings are checked before any process is started: a mistake costs one line, not a traceback a rank.
-    return exit_code_of(check_settings) or launch_ranks()
-
-
-def check_settings() -> None:
-    """Reads the settings; ConfigurationError for a value that is not allowed."""
-    TrainerSettings.load()
+    # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
+    return exit_code_of(TrainerSettings.load) or launch_ranks()
 
 
 def ranks_per_node() -> int:
-    """One rank a GPU; one on a node without GPUs."""
+    """Return the number of GPUs of this node; 1 without GPUs."""
     text = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
     if not text.isdecimal():
         raise ConfigurationError(f"SKYPILOT_NUM_GPUS_PER_NODE is {text!r}; allowed is a whole number")
@@ -53,7 +47,7 @@ def ranks_per_node() -> int:
 
 
 def launch_ranks() -> int:
-    """Runs torch's launcher for this node's ranks; returns what ``node_code`` makes of their exit codes."""
+    """Run torch's launcher for this node's ranks and return the node's exit code; see ``node_code``."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -67,7 +61,7 @@ def launch_ranks() -> int:
         run_id=os.environ.get("SKYPILOT_TASK_ID", "trainer"),
         rdzv_backend="static",
         rdzv_endpoint=f"{host}:{rendezvous.port}",
-        rdzv_configs={"rank": node_rank(), "timeout": int(RENDEZVOUS_DEADLINE.total_seconds())},
+        rdzv_configs={"rank": node_rank(), "timeout": RENDEZVOUS_SECONDS},
         max_restarts=0,
         monitor_interval=0.2,
     )
@@ -81,10 +75,10 @@ def launch_ranks() -> int:
 
 
 def node_code(rank_codes: Collection[int]) -> int:
-    """The exit code of a node whose ranks failed with ``rank_codes``, as Popen has them: -n for signal n.
+    """Return the exit code of a node whose ranks failed with ``rank_codes``, in Popen's convention: -n for signal n.
 
-    SkyPilot restarts without end on EXIT_RECOVERABLE, so a rank that failed by itself wins over those to which a
-    service was lost, and all of them win over those that lost their peers.
+    SkyPilot restarts without limit on EXIT_RECOVERABLE. So the code of a rank that failed by itself comes first, then
+    that of a rank that lost a service, and that of a rank that lost its peers last.
     """
     if EXIT_CONFIGURATION in rank_codes:
         return EXIT_CONFIGURATION
@@ -95,12 +89,12 @@ def node_code(rank_codes: Collection[int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, all being written.
+    """Flush the logs and end this process at once, without Python's own shutdown.
 
-    Threads of gloo have no order in which they end: now and then one aborts a process that Python takes apart, and the
-    finished run would count as failed.
+    Threads of gloo end in no fixed order. Sometimes one aborts the process during Python's shutdown, and a finished run
+    would count as failed.
     """
-    # Logs on a full disk must not change the exit code.
+    # A full disk below the logs must not change the exit code.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -43,7 +43,7 @@ def collector_name(number: int) -> str:
 
 
 class Collector:
-    """A producer of fresh groups, which keeps GENERATION_CONCURRENCY prompts in flight until they are used up.
+    """A producer of fresh groups, which keeps many prompts in flight until they are used up.
 
     It waits for the learner in one case only: it takes no prompt whose group would be too stale when the learner comes
     to it.

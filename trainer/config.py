@@ -1,25 +1,33 @@
 """The trainer's settings: one typed class, read from environment variables of the same names in capitals.
 
-docs/configuration.md is generated from the descriptions below.
+Each section of the settings is a base class of ``TrainerSettings``; docs/configuration.md is generated from the texts
+below the fields. A value that nobody has reason to change is a constant in the module that uses it.
 """
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
 
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol import SampleStrategy
 from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 
+LEAST_CONCURRENCY = 64
+"""Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
+
+LEAST_GENERATION_SECONDS = 600.0
+LEAST_TOKENS_PER_SECOND = 10.0
+"""An engine has this long for a completion, or longer at this rate for MAX_NEW_TOKENS; then it counts as hanging."""
+
 
 class Mode(StrEnum):
-    """How generation and training share time."""
+    """The order of generation and training."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -34,11 +42,11 @@ class Loss(StrEnum):
 
 
 class ImportanceCorrection(StrEnum):
-    """What corrects for sampling by another policy, or another engine, than the trainer's at the start of the step.
+    """The correction for tokens sampled by another policy, or another engine, than the trainer's at the step's start.
 
-    With ``none`` the ratio's denominator is the behaviour policy itself. Otherwise it is the proximal policy, the
-    trainer's own at the start of the step, and each token is weighted by proximal over behaviour: the decoupled
-    objective.
+    With ``none`` the ratio's denominator is the behaviour policy itself. Otherwise the denominator is the proximal
+    policy (the trainer's own at the start of the step), and each token is weighted by proximal over behaviour
+    probability: the decoupled objective.
     """
 
     NONE = "none"
@@ -47,7 +55,7 @@ class ImportanceCorrection(StrEnum):
 
 
 class Schedule(StrEnum):
-    """How the learning rate goes after warm-up."""
+    """The course of the learning rate after warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -55,7 +63,7 @@ class Schedule(StrEnum):
 
 
 class Transport(StrEnum):
-    """How new weights reach the rollout workers."""
+    """The transport of new weights to the rollout workers."""
 
     DISK = "disk"
     BROADCAST = "broadcast"
@@ -68,207 +76,190 @@ class PublishedType(StrEnum):
     FLOAT32 = "float32"
 
 
-class TrainerSettings(Settings):
-    """Everything that tunes a run."""
+class SectionSettings(Settings):
+    """A section of settings, in which the text below a field is its documentation."""
 
-    # What is trained, and for how long
-    model_name: str = Field(
-        default="Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="Hugging Face name or local directory."
-    )
-    trust_remote_code: bool = Field(default=False, description="Run code that comes with the model.")
-    num_epochs: int = Field(default=3, ge=1, description="Passes over the training prompts.")
-    batch_size: int = Field(default=4, ge=1, le=4096, description="Prompts a step.")
-    max_steps: int = Field(default=0, ge=0, description="Stop after this many steps even within an epoch; 0: no limit.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of everything random.")
-    mode: Mode = Field(
-        default=Mode.SYNC,
-        description="`sync`: generate, then train. `async`: collectors generate while the step trains.",
-    )
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
-    # Generation
-    group_size: int = Field(default=8, ge=1, le=1024, description="Completions of each prompt (G).")
-    max_new_tokens: int = Field(default=512, ge=1, description="Longest completion, in tokens.")
-    temperature: float = Field(
-        default=1.0, gt=0, le=10, description="Sampling temperature; training uses the same distribution."
-    )
-    generation_concurrency: int = Field(default=64, ge=1, description="Prompts in flight at once.")
-    generation_deadline_seconds: float = Field(
-        default=600,
-        gt=0,
-        description="Longest wait for one prompt's completions once it is in flight, retries included.",
-    )
-    engine_deterministic: bool = Field(
-        default=False,
-        description="As rollout-server's: completions are then asked for one by one, each with a seed of its own.",
-    )
-    dynamic_sampling_tries: int = Field(
-        default=0,
-        ge=0,
-        le=100,
-        description="Replace groups without reward variance by further prompts, at most this many times a step (DAPO).",
-    )
-    overlong_buffer: int = Field(
-        default=0,
-        ge=0,
-        description="Tokens before MAX_NEW_TOKENS over which a penalty falls from 0 to -1; 0: no penalty.",
-    )
 
-    # The algorithm
-    advantage: AdvantageMethod = Field(default=AdvantageMethod.GRPO, description="`grpo`, `dr_grpo` or `rloo`.")
-    advantage_eps: float = Field(default=1e-4, ge=0, description="Added to a group's standard deviation (`grpo`).")
-    loss: Loss = Field(
-        default=Loss.CLIPPED,
-        description="`clipped` (PPO's surrogate), `gspo` (one ratio a completion) or `cispo` (clipped weights).",
-    )
-    clip_low: float = Field(default=0.2, ge=0, le=1, description="Distance of the ratio's lower bound from 1.")
-    clip_high: float = Field(default=0.2, ge=0, le=10, description="Distance of the ratio's upper bound from 1.")
-    dual_clip: float | None = Field(default=None, gt=1, description="Bound of dual clip; unset: off.")
-    aggregation: Aggregation = Field(
-        default=Aggregation.TOKEN_MEAN, description="`token_mean`, `sequence_mean` or `constant_length`."
-    )
-    importance_correction: ImportanceCorrection = Field(
-        default=ImportanceCorrection.NONE,
-        description="`none`: the ratio is against the behaviour policy. `truncated`, `icepop`: against the policy at "
-        "the start of the step, each token weighted for having been sampled by an older one (decoupled objective).",
-    )
-    importance_cap: float = Field(default=2.0, gt=0, description="Cap of truncated importance weights (C).")
-    icepop_low: float = Field(default=0.5, ge=0, description="Tokens whose ratio is below are left out (`icepop`).")
-    icepop_high: float = Field(default=5.0, gt=0, description="Tokens whose ratio is above are left out (`icepop`).")
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of KL to the reference; 0 keeps no reference model.")
-    kl_estimator: KLEstimator = Field(default=KLEstimator.K3, description="`k1`, `k2` or `k3`.")
-    entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
-    updates_per_batch: int = Field(
-        default=1, ge=1, le=64, description="Optimizer steps a batch; each takes an equal share of its groups."
-    )
+class RunSection(SectionSettings):
+    """The model, the length of the run, checkpoints and waits.
 
-    # Replay (step 7)
-    replay_groups: int = Field(
-        default=2, ge=0, le=4096, description="Groups sampled from the replay buffer for an additional update; 0: off."
-    )
-    replay_every: int = Field(default=1, ge=1, description="Do the additional update every so many steps.")
-    replay_strategy: SampleStrategy = Field(
-        default=SampleStrategy.PRIORITY, description="`priority`, `recency` or `uniform`."
-    )
-    replay_exponent: float = Field(default=1.0, ge=0, le=10, description="Alpha of prioritised replay.")
-    replay_correction: float = Field(default=0.4, ge=0, le=1, description="Beta of prioritised replay.")
-    replay_max_staleness: int = Field(default=8, ge=1, description="Oldest group that is replayed, in policy versions.")
+    If WANDB_API_KEY is set, metrics also go to Weights & Biases, which reads its own variables (WANDB_PROJECT, by
+    default `grpo`, and others).
+    """
 
-    # Asynchronous mode
-    max_staleness: int = Field(
-        default=4, ge=0, description="Oldest fresh group that is trained on, in policy versions (`async`)."
-    )
-    collector_in_process: bool = Field(
-        default=True, description="Run a collector beside the trainer (`async`); off when collectors run elsewhere."
-    )
-    fresh_wait_seconds: float = Field(
-        default=900, gt=0, description="Longest wait for enough fresh groups before the run ends (`async`)."
-    )
+    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
+    """Hugging Face name or local directory."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    num_epochs: int = Field(3, ge=1)
+    """Passes over the training prompts."""
+    batch_size: int = Field(4, ge=1, le=4096)
+    """Prompts a step."""
+    max_steps: int = Field(0, ge=0)
+    """Stop after this many steps even within an epoch; 0: no limit."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Seed of everything random."""
+    mode: Mode = Mode.SYNC
+    """`sync`: generate, then train. `async`: collectors generate while the step trains."""
+    max_staleness: int = Field(4, ge=0)
+    """Oldest fresh group that is trained on, in policy versions (`async`)."""
+    collector_in_process: bool = True
+    """Run a collector beside the trainer (`async`); off when collectors run elsewhere."""
+    checkpoint_every: int = Field(25, ge=0)
+    """Checkpoint every so many steps; 0: at the end only."""
+    checkpoints_kept: int = Field(2, ge=1)
+    """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
+    held-out prompts, a point estimate."""
+    service_deadline_seconds: float = Field(300, gt=0)
+    """Longest time that a service may be unreachable before the run ends as recoverable."""
+    engine_start_seconds: float = Field(1800, gt=0)
+    """Longest time that an engine takes to start, as in the rollout-server's settings. At its start the trainer waits
+    SERVICE_DEADLINE_SECONDS longer than this for services and workers."""
 
-    # The optimizer
-    learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate of AdamW.")
-    lr_schedule: Schedule = Field(default=Schedule.CONSTANT, description="`constant`, `linear` or `cosine`.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warm-up.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first beta.")
-    adam_beta2: float = Field(default=0.99, ge=0, lt=1, description="AdamW's second beta.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
-    max_skipped_steps: int = Field(
-        default=3, ge=0, description="Non-finite updates in a row that are skipped before the run stops."
-    )
 
-    # How it computes
+class SamplingSection(SectionSettings):
+    """The completions of a step."""
+
+    group_size: int = Field(8, ge=1, le=1024)
+    """Completions of each prompt (G)."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest completion, in tokens."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Sampling temperature; training uses the same distribution."""
+    engine_deterministic: bool = False
+    """The same variable as rollout-server's. Completions are then requested one by one, each with its own seed."""
+    dynamic_sampling_tries: int = Field(0, ge=0, le=100)
+    """Replace groups without reward variance by further prompts, at most this many times a step (DAPO)."""
+
+
+class AlgorithmSection(SectionSettings):
+    """Advantages, the loss, and the additional update on replayed groups (step 7)."""
+
+    overlong_buffer: int = Field(0, ge=0)
+    """Tokens before MAX_NEW_TOKENS over which a penalty falls from 0 to -1; 0: no penalty."""
+    advantage: AdvantageMethod = AdvantageMethod.GRPO
+    """`grpo`, `dr_grpo` or `rloo`."""
+    loss: Loss = Loss.CLIPPED
+    """`clipped` (PPO's surrogate), `gspo` (one ratio a completion) or `cispo` (clipped weights)."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """Distance of the ratio's lower bound from 1."""
+    clip_high: float = Field(0.2, ge=0, le=10)
+    """Distance of the ratio's upper bound from 1."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound of dual clip; unset: off."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """`token_mean`, `sequence_mean` or `constant_length`."""
+    importance_correction: ImportanceCorrection = ImportanceCorrection.NONE
+    """`none`: the ratio is against the behaviour policy. `truncated`, `icepop`: against the policy at the start of the
+    step, each token weighted for having been sampled by an older one (decoupled objective)."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Cap of truncated importance weights (C)."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of KL to the reference; 0 keeps no reference model."""
+    kl_estimator: KLEstimator = KLEstimator.K3
+    """`k1`, `k2` or `k3`."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    replay_groups: int = Field(2, ge=0, le=4096)
+    """Groups sampled from the replay buffer for an additional update; 0: off."""
+    replay_every: int = Field(1, ge=1)
+    """Do the additional update every so many steps."""
+    replay_strategy: SampleStrategy = SampleStrategy.PRIORITY
+    """`priority`, `recency` or `uniform`."""
+    replay_exponent: float = Field(1.0, ge=0, le=10)
+    """Alpha of prioritised replay."""
+    replay_correction: float = Field(0.4, ge=0, le=1)
+    """Beta of prioritised replay."""
+    replay_max_staleness: int = Field(8, ge=1)
+    """Oldest group that is replayed, in policy versions."""
+
+
+class OptimisationSection(SectionSettings):
+    """The optimizer, AdamW, and what it trains."""
+
+    updates_per_batch: int = Field(1, ge=1, le=64)
+    """Optimizer steps a batch; each takes an equal share of its groups."""
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    lr_schedule: Schedule = Schedule.CONSTANT
+    """`constant`, `linear` or `cosine`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first beta."""
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW's second beta."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this norm."""
+    lora_rank: int = Field(0, ge=0)
+    """Train LoRA adapters of this rank; 0: the whole model."""
+
+
+class MemorySection(SectionSettings):
+    """Number formats, and what trades memory for time."""
+
     compute_type: ComputeType = Field(
-        default=ComputeType.AUTO,
+        ComputeType.AUTO,
         description="The type of numbers of forward and backward passes: `float32`, `bfloat16` or `auto`. `auto` is "
         f"{AUTO_RULE}; all ranks take the same type. Master weights are always float32.",
     )
-    micro_batch_tokens: int = Field(
-        default=16_384,
-        ge=1,
-        description="Tokens in one forward and backward pass of a rank, which also bound the padding inside attention.",
-    )
-    logit_chunk_tokens: int = Field(
-        default=256, ge=1, description="Completion tokens whose logits exist at the same time."
-    )
-    activation_checkpointing: bool = Field(default=False, description="Recompute layers in the backward pass.")
-    shard_parameters: bool = Field(
-        default=True,
-        description="Free gathered parameters between forward and backward and reduce gradients every micro-batch "
-        "(least memory); off: gather and reduce once a step (least traffic).",
-    )
-    keep_memory: bool = Field(
-        default=False,
-        description="Keep what a step freed for the next, instead of giving it back to the system for others on the "
-        "machine: on a CPU steps are a sixth shorter. Engines have a setting of that name, too.",
-    )
-    lora_rank: int = Field(default=0, ge=0, description="Train LoRA adapters of this rank; 0: the whole model.")
-    lora_alpha: float = Field(default=32.0, gt=0, description="LoRA scale, divided by the rank.")
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention."""
+    activation_checkpointing: bool = False
+    """Recompute layers in the backward pass."""
+    shard_parameters: bool = True
+    """Free gathered parameters between forward and backward and reduce gradients every micro-batch (least memory); off:
+    gather and reduce once a step (least traffic)."""
+    keep_memory: bool = False
+    """Keep what a step freed for the next, instead of giving it back to the system for others on the machine: on a CPU
+    steps are a sixth shorter. Engines have a setting of that name, too."""
 
-    # Publishing weights
-    publish_transport: Transport = Field(
-        default=Transport.DISK,
-        description="`disk`: through the shared volume. `broadcast`: NCCL or gloo to the workers.",
-    )
-    publish_type: PublishedType = Field(default=PublishedType.BFLOAT16, description="`bfloat16` or `float32`.")
-    publish_in_place: bool = Field(
-        default=False,
-        description="Change weights under generations in flight, which go on with the new ones; each token's version "
-        "is recorded. Off: they end first.",
-    )
-    publish_bucket_mib: float = Field(
-        default=1024,
-        gt=0,
-        description="Weights sent in one go by `broadcast`: memory that a worker needs beside its own weights.",
-    )
-    publish_deadline_seconds: float = Field(default=600, gt=0, description="Longest wait for a worker to take weights.")
-    published_versions_kept: int = Field(
-        default=2, ge=1, description="Versions kept on the shared volume, beside what a worker is loading."
-    )
-    publish_probe: bool = Field(
-        default=False, description="After publishing, compare each worker's logprobs of a probe with the trainer's."
-    )
-    publish_probe_tolerance: float = Field(
-        default=0.1, gt=0, description="Mean difference of a probe's logprobs above which a worker leaves the routing."
-    )
-    min_workers: int = Field(default=1, ge=1, description="The run stops when fewer rollout workers are left.")
 
-    # Evaluation and checkpoints
-    eval_every: int = Field(default=0, ge=0, description="Evaluate every so many steps; 0: at the start and end only.")
-    eval_prompts: int = Field(
-        default=128,
-        ge=0,
-        description="Held-out prompts of an evaluation (n); 0: no evaluation. The standard error of accuracy p is "
-        "sqrt(p(1-p)/n): at most 0.045 for 128.",
-    )
-    eval_samples: int = Field(default=0, ge=0, description="Also sample so many completions: avg@k and pass@k; 0: off.")
-    target_accuracy: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. "
-        "The point estimate is compared, without regard to its standard error.",
-    )
-    checkpoint_every: int = Field(default=25, ge=0, description="Checkpoint every so many steps; 0: at the end only.")
-    checkpoints_kept: int = Field(
-        default=2,
-        ge=1,
-        description="Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the "
-        "EVAL_PROMPTS held-out prompts, a point estimate.",
-    )
+class PublishingSection(SectionSettings):
+    """The transfer of new weights to the rollout workers."""
 
-    # Services, logs
-    service_deadline_seconds: float = Field(
-        default=300, gt=0, description="How long a service may be unreachable before the run ends as recoverable."
-    )
-    engine_start_seconds: float = Field(
-        default=1800,
-        gt=0,
-        description="How long an engine may take to start. When the trainer starts, it waits for services and workers "
-        "for SERVICE_DEADLINE_SECONDS more than this.",
-    )
-    logged_groups: int = Field(default=4, ge=0, description="Groups a step written to samples.jsonl.")
-    wandb_api_key: SecretStr | None = Field(default=None, description="When set, metrics also go to Weights & Biases.")
-    wandb_project: str = Field(default="grpo", min_length=1, description="Weights & Biases project.")
+    publish_transport: Transport = Transport.DISK
+    """`disk`: through the shared volume. `broadcast`: NCCL or gloo to the workers."""
+    publish_type: PublishedType = PublishedType.BFLOAT16
+    """`bfloat16` or `float32`."""
+    publish_in_place: bool = False
+    """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
+    they end first."""
+    publish_probe: bool = False
+    """After publishing, compare each worker's logprobs of a probe with the trainer's."""
+    min_workers: int = Field(1, ge=1)
+    """The run stops when fewer rollout workers are left."""
+
+
+class EvaluationSection(SectionSettings):
+    """Evaluation on held-out prompts."""
+
+    eval_every: int = Field(0, ge=0)
+    """Evaluate every so many steps; 0: at the start and end only."""
+    eval_prompts: int = Field(128, ge=0)
+    """Held-out prompts of an evaluation (n); 0: no evaluation. The standard error of accuracy p is sqrt(p(1-p)/n): at
+    most 0.045 for 128."""
+    eval_samples: int = Field(0, ge=0)
+    """Also sample so many completions: avg@k and pass@k; 0: off."""
+    target_accuracy: float | None = Field(None, gt=0, le=1)
+    """Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. The point estimate is
+    compared, without regard to its standard error."""
+
+
+class TrainerSettings(
+    RunSection,
+    SamplingSection,
+    AlgorithmSection,
+    OptimisationSection,
+    MemorySection,
+    PublishingSection,
+    EvaluationSection,
+):
+    """All settings of the trainer, section by section."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
@@ -277,8 +268,6 @@ class TrainerSettings(Settings):
                 f"OVERLONG_BUFFER is {self.overlong_buffer}; allowed is less than "
                 f"MAX_NEW_TOKENS ({self.max_new_tokens})"
             )
-        if self.icepop_low >= self.icepop_high:
-            raise ValueError(f"ICEPOP_LOW is {self.icepop_low}; allowed is less than ICEPOP_HIGH ({self.icepop_high})")
         if self.updates_per_batch > self.batch_size:
             raise ValueError(
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
@@ -286,37 +275,21 @@ class TrainerSettings(Settings):
         return self
 
     @property
+    def generation_concurrency(self) -> int:
+        """Prompts in flight at once: a whole batch, so that no engine waits for the others."""
+        return max(self.batch_size, LEAST_CONCURRENCY)
+
+    @property
+    def generation_deadline_seconds(self) -> float:
+        """Longest wait for one prompt's completions once it is in flight, retries included."""
+        return max(LEAST_GENERATION_SECONDS, self.max_new_tokens / LEAST_TOKENS_PER_SECOND)
+
+    @property
     def start_deadline_seconds(self) -> float:
-        """How long services and workers may take to come up when the trainer starts."""
+        """Longest wait for services and workers when the trainer starts."""
         return self.engine_start_seconds + self.service_deadline_seconds
-
-    def longest_generation(self, prompts: int) -> float:
-        """Seconds after which so many prompts are generated or given up, GENERATION_CONCURRENCY of them at once."""
-        return math.ceil(prompts / self.generation_concurrency) * self.generation_deadline_seconds
-
-    @property
-    def batch_deadline_seconds(self) -> float:
-        """How long the groups of one step may take: generated twice over, in every round of dynamic sampling."""
-        rounds = self.dynamic_sampling_tries + 1
-        return rounds * 2 * self.longest_generation(self.batch_size) + self.fresh_wait_seconds
-
-    @property
-    def evaluation_deadline_seconds(self) -> float:
-        """How long an evaluation may take."""
-        return 5 * self.longest_generation(self.eval_prompts)
-
-    @property
-    def collective_deadline_seconds(self) -> float:
-        """How long a rank waits for the others: twice what rank 0 may need for anything while they wait."""
-        return 2 * max(
-            self.start_deadline_seconds,
-            self.batch_deadline_seconds,
-            self.evaluation_deadline_seconds,
-            # A broadcast is five waits: to write, join, pause, send and load (trainer/publishing/broadcast.py).
-            5 * self.publish_deadline_seconds,
-        )
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints are kept."""
+        """The directory of the run's checkpoints."""
         return self.run_dir / "checkpoints"

@@ -32,6 +32,9 @@ from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)
 
+MAX_SKIPPED_STEPS = 3
+"""Non-finite updates in a row that are skipped before the run stops: one bad batch does not mean divergence."""
+
 
 @dataclass
 class TrainingLoop:
@@ -130,10 +133,10 @@ class TrainingLoop:
             self.skipped_in_a_row += result.skipped
         elif not off_policy:
             self.skipped_in_a_row = 0
-        if self.skipped_in_a_row > self.settings.max_skipped_steps:
+        if self.skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise TrainingDivergedError(
                 f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
-                f"(MAX_SKIPPED_STEPS is {self.settings.max_skipped_steps}); the last batch is in "
+                f"(allowed are {MAX_SKIPPED_STEPS}); the last batch is in "
                 f"{self.files.keep_batch(self.state.step + 1, groups)}. "
                 "Lower LEARNING_RATE, or look for broken logprobs in that file."
             )

@@ -17,6 +17,7 @@ from services.core.endpoints import Task
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
 from services.core.logs import get_logger
 from services.protocol import DataStats
+from services.run_page.rewards import first_and_last
 from trainer.checkpoints.admission import has_succeeded, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.resume import count_parameters, resume
@@ -28,7 +29,7 @@ from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.publishing import make_publisher
-from trainer.reporting.run_files import RunFiles, first_and_last
+from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import ENDINGS, Team, TrainingDivergedError
@@ -72,7 +73,7 @@ def run_rank() -> int:
         transformers.utils.logging.disable_progress_bar()
         memory.keep()
         try:
-            with stop.handled(), join_ranks(settings.collective_deadline_seconds) as ranks:
+            with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)
         except InterruptedCallError:
             interrupted = True

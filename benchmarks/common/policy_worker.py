@@ -132,7 +132,7 @@ class Head:
 def main() -> None:
     """Play as the JSON on the command line says."""
     work = Work(**json.loads(sys.argv[1]))
-    environment = GymnasiumEnvironment.make(work.environment)
+    environment = GymnasiumEnvironment(work.environment)
     decide: Decide = own_model(work) if work.head is None else Head(work)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -77,16 +77,8 @@ class Service:
 
     def memory_mb(self) -> float:
         """Return the resident memory of the process and its children; shared pages count once a process."""
-        return sum(process.memory_info().rss for process in self._processes()) / 1e6
-
-    def own_memory_mb(self) -> float:
-        """Return the same without the pages of mapped files, which the kernel can take back (Linux only)."""
-        memory = [process.memory_info() for process in self._processes()]
-        return sum(one.rss - getattr(one, "shared", 0) for one in memory) / 1e6
-
-    def _processes(self) -> list[psutil.Process]:
         root = psutil.Process(self.pid)
-        return [root, *root.children(recursive=True)]
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True))) / 1e6
 
 
 @contextmanager

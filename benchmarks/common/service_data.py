@@ -20,7 +20,7 @@ def measure(record: Record, *, quick: bool, model: str | None) -> None:
     rows = 100_000 if quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = {} if model is None else {"MODEL_NAME": model}
-        settings = {"DATASET_CACHE_DIR": str(Path(directory) / "cache"), **tokenizer}
+        settings = {"HF_DATASETS_CACHE": str(Path(directory) / "cache"), **tokenizer}
         small = _write_rows(Path(directory) / "small.jsonl", 7_473)
         with running("data_server", DATASET=str(small), **settings) as service:
             latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if quick else 200))

@@ -28,7 +28,6 @@ def measure(record: Record, *, quick: bool) -> None:
                 latencies = asyncio.run(_sample(service.port, strategy, 30 if quick else 200))
                 record.add_latencies(f"64 of {count} by {strategy}", latencies, at_most=50)
             record.add(f"{count} groups, memory", service.memory_mb(), "MB")
-            record.add(f"{count} groups, memory but for the mapped file", service.own_memory_mb(), "MB")
             disk = sum(file.stat().st_blocks * 512 for file in Path(directory).iterdir()) / 1e6
             record.add(f"{count} groups, disk", disk, "MB")
             for path, what in (("/snapshots", "saved"), ("/snapshots/restore", "restored")):
@@ -86,12 +85,10 @@ async def _sample(port: int, strategy: str, requests: int) -> list[float]:
     chooser = random.Random(0)
     latencies = []
     async with connect(port) as connection:
-        for number in range(requests + 3):
+        for _ in range(requests):
             request = {"batch_size": 64, "strategy": strategy, "correction": 0.4, "seed": chooser.randrange(2**32)}
             started = time.perf_counter()
             reply = await connection.request("POST", "/groups/sample", orjson.dumps(request))
-            # The first requests build an index for the exponent.
-            if number >= 3:
-                latencies.append(1e3 * (time.perf_counter() - started))
+            latencies.append(1e3 * (time.perf_counter() - started))
     assert len(orjson.loads(reply)["groups"]) == 64
     return latencies

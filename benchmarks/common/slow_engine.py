@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common.slow_rollouts import FACTOR
 from services.core.errors import exit_code_of
 from services.embedded_engine.__main__ import main
-from services.embedded_engine.compute.batch import Batch
+from services.embedded_engine.compute.scheduler import Scheduler
 
 
 def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:
@@ -36,7 +36,7 @@ def serve() -> None:
     """Run the engine."""
     factor = float(os.environ[FACTOR])
     for name in ("admit", "decode"):
-        setattr(Batch, name, slowed(getattr(Batch, name), factor))
+        setattr(Scheduler, name, slowed(getattr(Scheduler, name), factor))
     main()
 
 

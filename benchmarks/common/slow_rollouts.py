@@ -9,8 +9,9 @@ from pathlib import Path
 from benchmarks.common.harness import ROOT
 from services.core.endpoints import Endpoint
 from services.core.errors import exit_code_of
+from services.rollout_server import commands
 from services.rollout_server.__main__ import main
-from services.rollout_server.engines import Command, engine_command
+from services.rollout_server.commands import Command, engine_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 FACTOR = "BENCHMARK_SLOWDOWN"
@@ -30,9 +31,10 @@ def job_group_with_slow_rollouts(job_group: str, slowdown: float, directory: Pat
     return path
 
 
-def _slow_command(settings: RolloutSettings, kind: EngineKind, bind: Endpoint) -> Command:
-    return replace(engine_command(settings, kind, bind), module="benchmarks.common.slow_engine")
+def _slow_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint) -> Command:
+    return replace(engine_command(settings, kind, address), module="benchmarks.common.slow_engine")
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(_slow_command)))
+    commands.engine_command = _slow_command
+    sys.exit(exit_code_of(main))

@@ -59,7 +59,7 @@ def train(work: Work, python: str) -> Steps:
             seed=0,
         )
         file = Path(directory) / "questions.jsonl"
-        file.write_bytes(b"".join(orjson.dumps({"prompt": q.text, "answer": q.answer}) + b"\n" for q in rows))
+        file.write_bytes(b"".join(orjson.dumps({"prompt": q.question, "answer": q.answer}) + b"\n" for q in rows))
         # TRL would look for a relative path on the hub.
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
         given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": cores()}

@@ -128,8 +128,6 @@ def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
         "BATCH_SIZE": str(batch.prompts),
         "GROUP_SIZE": str(batch.group_size),
         "MAX_NEW_TOKENS": str(batch.longest),
-        # All prompts of a step run at once; the default would leave engines idle.
-        "GENERATION_CONCURRENCY": str(batch.prompts),
         "MIN_WORKERS": str(max(1, one.layout.rollout_nodes // 2)),
     }
     return given if disk else given | {"PUBLISH_TRANSPORT": "broadcast"}

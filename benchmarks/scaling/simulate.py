@@ -1,6 +1,6 @@
 """Simulate MODE=async group by group, by the rules of collector and learner, for seconds and staleness of a step.
 
-The collector keeps GENERATION_CONCURRENCY prompts in flight, and at most BATCH_SIZE * (MAX_STALENESS + 1) groups in
+The collector keeps a bounded number of prompts in flight, and at most BATCH_SIZE * (MAX_STALENESS + 1) groups in
 flight, waiting and in training. The learner takes the BATCH_SIZE oldest waiting groups, without those that have become
 too stale; then it trains and publishes.
 """

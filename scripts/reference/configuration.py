@@ -1,10 +1,9 @@
-"""Writes docs/configuration.md from the settings classes: ``python -m scripts.reference.configuration [--check]``."""
+"""Write docs/configuration.md from the settings classes: ``python -m scripts.reference.configuration [--check]``."""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from enum import StrEnum
-from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -32,37 +31,38 @@ This page is generated from the settings classes by `make docs`; `make test` che
 
 
 def page() -> str:
-    """The whole page."""
-    common = set(Settings.model_fields)
+    """Return the whole page."""
     parts = [INTRODUCTION, "## All components\n", _table(Settings.model_fields)]
     for reader in READERS:
-        own = {name: field for name, field in reader.settings_class().model_fields.items() if name not in common}
-        parts += [f"## {reader.heading}\n", _table(own)]
+        settings = reader.settings_class()
+        parts.append(f"## {reader.heading}\n")
+        if Settings in settings.__bases__:
+            parts.append(_table(_own_fields(settings)))
+        else:
+            for section in settings.__bases__:
+                parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
+                parts.append(_table(_own_fields(section)))
     return "\n".join(parts)
 
 
+def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
+    return {name: field for name, field in settings.model_fields.items() if name not in Settings.model_fields}
+
+
 def _table(fields: dict[str, FieldInfo]) -> str:
-    rows = [
-        f"| `{name.upper()}` | {_default(field)} | {_text(field.description or '')} |" for name, field in fields.items()
-    ]
+    meanings = {name: (field.description or "").replace("|", "\\|") for name, field in fields.items()}
+    rows = [f"| `{name.upper()}` | {_default(field)} | {meanings[name]} |" for name, field in fields.items()]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows, ""])
 
 
 def _default(field: FieldInfo) -> str:
-    value: Any = field.default
-    if value is PydanticUndefined or value is None:
+    if field.default is PydanticUndefined or field.default is None:
         return ""
-    return (
-        f"`{str(value).lower() if isinstance(value, bool) else value.value if isinstance(value, StrEnum) else value}`"
-    )
-
-
-def _text(description: str) -> str:
-    return description.replace("|", "\\|").replace("\n", " ")
+    return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`"
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page, or with --check says whether it is up to date."""
+    """Write the page, or check that it is up to date with --check; return the exit code."""
     return write_or_check(TARGET, page(), "scripts.reference.configuration", arguments)
 
 

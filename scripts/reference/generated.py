@@ -1,4 +1,4 @@
-"""Files in docs/ that a program writes, and whose being up to date `make test` checks."""
+"""Files in docs/ that a program writes; `make test` checks that they are up to date."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_or_check(target: Path, text: str, module: str, arguments: Sequence[str]) -> int:
-    """Writes the file, or with --check says whether it is up to date; returns the exit code.
+    """Write the file, or with --check compare it with ``text``; return the exit code.
 
     Args:
         target: the file.
-        text: what it should hold.
-        module: that makes it, for the message.
-        arguments: of the command line.
+        text: its content.
+        module: the program that writes it, for the message.
+        arguments: the program's command line.
     """
     if "--check" not in arguments:
         target.write_text(text)

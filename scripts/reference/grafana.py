@@ -17,7 +17,7 @@ WINDOW = "[$__rate_interval]"
 
 @dataclass(frozen=True)
 class Panel:
-    """A plot: its series as pairs of expression and legend; ``unit`` is Grafana's name of one."""
+    """A plot of series, each an expression and a legend; ``unit`` is a unit's name in Grafana."""
 
     title: str
     series: tuple[tuple[str, str], ...]
@@ -25,7 +25,7 @@ class Panel:
 
 
 def rate(counter: str, by: str = "") -> str:
-    """How fast a counter grows, a second, summed but for the labels ``by``."""
+    """Return the expression for a counter's growth a second, summed over all labels but ``by``."""
     return f"sum{f' by ({by})' if by else ''} (rate({counter}{WINDOW}))"
 
 
@@ -84,7 +84,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it; the data source is a variable of it."""
+    """Return the dashboard as Grafana imports it; its data source is a variable."""
     panels: list[dict[str, Any]] = []
     top = 0
     for title, row in ROWS.items():
@@ -127,7 +127,7 @@ def _plot(panel: Panel, left: int, top: int) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the file, or with --check says whether it is up to date."""
+    """Write the file, or check that it is up to date with --check; return the exit code."""
     return write_or_check(TARGET, json.dumps(dashboard(), indent=1) + "\n", "scripts.reference.grafana", arguments)
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from what the components register: ``python -m scripts.reference.metrics [--check]``."""
+"""Write docs/metrics.md from the components' metrics: ``python -m scripts.reference.metrics [--check]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from scripts.reference.generated import ROOT, write_or_check
 
 TARGET = ROOT / "docs" / "metrics.md"
 
-# What registers metrics on import, through what it imports in turn.
 MODULES = (
     "services.http.app",
     "services.http.client",
@@ -27,8 +26,8 @@ MODULES = (
     "trainer.reporting.metrics",
     "trainer.publishing.workers",
 )
+"""The modules whose import registers all metrics."""
 
-# Headings of the tables, and how the names of their metrics begin.
 TABLES = (
     ("Every component", ("http_", "client_")),
     ("ppo-trainer", ("trainer_",)),
@@ -40,9 +39,10 @@ TABLES = (
     ("environment-server", ("environment_",)),
     ("evaluation-head", ("head_",)),
 )
+"""The heading of each table, and the prefixes of its metrics."""
 HEAD = "| metric | kind | labels | meaning |\n|---|---|---|---|"
-# Of the Python process, by prometheus_client; and of retries, by stamina from the first one on.
 STANDARD = ("python_", "process_", "stamina_")
+"""Prefixes of metrics that prometheus_client and stamina register by themselves."""
 
 INTRODUCTION = """# Metrics
 
@@ -67,7 +67,7 @@ the newest value.
 
 @dataclass(frozen=True)
 class Exported:
-    """A metric as the components export it: ``name`` as in expressions, without a histogram's suffixes."""
+    """A metric as the components export it; a histogram's name is without suffixes."""
 
     name: str
     kind: str
@@ -76,7 +76,7 @@ class Exported:
 
 
 def exported() -> dict[str, Exported]:
-    """Every metric of the components, by name."""
+    """Import the components, and return their metrics by name."""
     for module in MODULES:
         importlib.import_module(module)
     found = {}
@@ -90,7 +90,7 @@ def exported() -> dict[str, Exported]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     metrics = exported()
     parts = [INTRODUCTION]
     for heading, prefixes in TABLES:
@@ -115,7 +115,7 @@ def _code(names: tuple[str, ...]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the page, or with --check says whether it is up to date."""
+    """Write the page, or check that it is up to date with --check; return the exit code."""
     return write_or_check(TARGET, page(), "scripts.reference.metrics", arguments)
 
 

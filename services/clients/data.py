@@ -30,18 +30,14 @@ class DataClient(ServiceClient):
         split: Split | str = Split.TRAIN,
         cursor: Cursor | None = None,
         consumer: str = "trainer",
-        *,
-        shard: tuple[int, int] = (0, 1),
     ) -> PromptBatch:
         """Return the next ``batch_size`` prompts and the cursor after them.
 
-        With a ``cursor``, the reply depends on the cursor and on ``shard`` (index and count) alone. Without one, the
-        server advances its own cursor of ``consumer``.
+        With a ``cursor``, the reply depends on the cursor alone. Without one, the server advances its own cursor of
+        ``consumer``.
         """
         if cursor is not None:
-            request = PromptsRequest(
-                batch_size=batch_size, split=Split(split), cursor=cursor, shard_index=shard[0], shard_count=shard[1]
-            )
+            request = PromptsRequest(batch_size=batch_size, split=Split(split), cursor=cursor)
             return await self.call("POST", "/prompts", PromptBatch, request)
         params = {
             "batch_size": batch_size,
@@ -49,8 +45,6 @@ class DataClient(ServiceClient):
             "consumer": consumer,
             # A repeated request must not use up a second batch.
             "request_id": uuid.uuid4().hex,
-            "shard_index": shard[0],
-            "shard_count": shard[1],
         }
         return await self.call("GET", "/prompts", PromptBatch, params=params)
 

@@ -79,7 +79,7 @@ class RolloutClient(HttpClient):
             max_connections=None,
         )
         self._vocab_size = vocab_size
-        self._seed_each_completion = seed_each_completion
+        self.seed_each_completion = seed_each_completion
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def generate(
@@ -103,7 +103,7 @@ class RolloutClient(HttpClient):
             RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
             DependencyLostError: no completion could be generated within deadline and tries.
         """
-        self._check_prompt(prompt_ids)
+        request = self._request_of(prompt_ids, params)
         done: list[Completion] = []
         lost: DependencyLostError | None = None
         sent = 0
@@ -115,8 +115,8 @@ class RolloutClient(HttpClient):
                 if missing <= 0 or left <= 0:
                     break
                 first_seed = None if seed is None else seed + sent
-                received, error = await self._ask(prompt_ids, params, missing, first_seed, left)
-                sent += missing if self._seed_each_completion else 1
+                received, error = await self._ask(request, missing, first_seed, left)
+                sent += missing if self.seed_each_completion else 1
                 whole = [c for c in received if c.finish_reason is not FinishReason.ABORT]
                 done += whole
                 if error is not None:
@@ -132,36 +132,30 @@ class RolloutClient(HttpClient):
         return done[:n]
 
     async def _ask(
-        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, first_seed: int | None, deadline: float
+        self, request: dict[str, Any], n: int, first_seed: int | None, deadline: float
     ) -> tuple[list[Completion], DependencyLostError | None]:
         """Send the requests for ``n`` completions; return the completions and the first error, if any was lost."""
-        sizes = [1] * n if self._seed_each_completion else [n]
+        sizes = [1] * n if self.seed_each_completion else [n]
+        seeds = [None if first_seed is None else first_seed + i for i in range(len(sizes))]
         replies = await asyncio.gather(
-            *(
-                self._send(prompt_ids, params, size, None if first_seed is None else first_seed + i, deadline)
-                for i, size in enumerate(sizes)
-            )
+            *(self._send(request, size, seed, deadline) for size, seed in zip(sizes, seeds, strict=True))
         )
         completions = [completion for received, _ in replies for completion in received]
         return completions, next((error for _, error in replies if error is not None), None)
 
     async def _send(
-        self, prompt_ids: Sequence[int], params: SamplingParams, n: int, seed: int | None, deadline: float
+        self, request: dict[str, Any], n: int, seed: int | None, deadline: float
     ) -> tuple[list[Completion], DependencyLostError | None]:
-        sampling: dict[str, Any] = {**asdict(params), "n": n, "stop_token_ids": list(params.stop_token_ids)}
+        sampling = {**request["sampling_params"], "n": n}
         if seed is not None:
             sampling["sampling_seed"] = seed % 2**31
-        payload = {
-            "input_ids": list(prompt_ids),
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "return_text_in_logprobs": False,
-        }
         REQUESTS.inc()
         try:
             with IN_FLIGHT.track_inprogress():
-                completions = _read(await self.request("POST", "/generate", payload, deadline=deadline))
+                reply = await self.request(
+                    "POST", "/generate", {**request, "sampling_params": sampling}, deadline=deadline
+                )
+            completions = _read(reply)
         except DependencyLostError as error:
             LOST.inc()
             return [], error
@@ -170,12 +164,19 @@ class RolloutClient(HttpClient):
             TOKENS.inc(len(completion.completion_ids))
         return completions, None
 
-    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+    def _request_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
         if not prompt_ids:
             raise ValueError("a prompt has at least one token")
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
+        return {
+            "input_ids": list(prompt_ids),
+            "sampling_params": {**asdict(params), "stop_token_ids": list(params.stop_token_ids)},
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
 
 
 def _read(response: httpx.Response) -> list[Completion]:

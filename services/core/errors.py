@@ -35,7 +35,13 @@ class NeverReadyError(Exception):
     """A dependency was missing when a component started, and did not come up within the deadline of the start."""
 
 
-def exit_code_of(main: Callable[[], None]) -> int:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, cut at 300 characters; its type's name where it has no message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]
+
+
+def exit_code_of(main: Callable[[], object]) -> int:
     """Run ``main`` and return the exit code for SkyPilot's ``job_recovery``; write an error's line to stderr."""
     try:
         main()

@@ -1,4 +1,4 @@
-"""Runs the data-server: ``python -m services.data_server``."""
+"""Run the data-server: ``python -m services.data_server``."""
 
 from __future__ import annotations
 

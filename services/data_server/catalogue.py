@@ -1,4 +1,4 @@
-"""The prompts of one split as they are served: rendered once, kept within a bound, the too long ones left out."""
+"""The prompts of one split as they are served: rendered once, kept within a bound, overlong ones left out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.data_server.prompts import PromptMaker
 from services.data_server.sources import Rows
 from services.protocol import Split
 
-# Splits up to this size are rendered at the start, a few seconds at most; larger ones as they are asked for.
 RENDERED_AT_START = 20_000
+"""A split of up to this size is rendered at the start, in a few seconds; a larger one as its prompts are asked for."""
 _KEPT = 50_000
 _BATCH = 256
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 class Catalogue:
-    """Makes and keeps the wire form of prompts; a prompt of too many tokens has none."""
+    """A split's prompts in their wire form, rendered when they are needed. A prompt of too many tokens has no form."""
 
     def __init__(self, name: str, split: Split, rows: Rows, maker: PromptMaker, max_prompt_tokens: int) -> None:
         self._id_prefix = f"{name}/{split.value}/"
@@ -34,40 +34,29 @@ class Catalogue:
 
     @property
     def too_long(self) -> int:
-        """How many prompts with too many tokens were met so far."""
+        """Number of prompts met so far that have too many tokens."""
         return len(self._too_long)
 
     def render_all_if_few(self) -> None:
-        """Renders the whole split where it is small, so that no request waits for it."""
+        """Render the whole split where it is small, so that no request waits for it."""
         if len(self) <= RENDERED_AT_START:
             for start in range(0, len(self), _BATCH):
-                self._render(range(start, min(start + _BATCH, len(self))))
+                self.prefetch(range(start, min(start + _BATCH, len(self))))
 
     def record(self, place: int) -> Record | None:
-        """The prompt at ``place`` without its epoch and position; None where it has too many tokens."""
-        if place not in self._records:
-            self._render([place])
+        """Return the prompt at ``place`` without its epoch and position; None where it has too many tokens."""
+        self.prefetch([place])
         self._records.move_to_end(place)
         return self._records[place]
 
     def prefetch(self, places: Sequence[int]) -> None:
-        """Renders those of ``places`` that are not kept, at once, which costs less than one by one."""
+        """Render those of ``places`` that are not kept, in one go, which costs less than one by one."""
         missing = [place for place in places if place not in self._records]
-        if missing:
-            self._render(missing)
-
-    def place_of(self, prompt_id: str) -> int | None:
-        """The place of a prompt by its id, None for an id that is not of this split."""
-        number = prompt_id.removeprefix(self._id_prefix)
-        if number == prompt_id or not (number.isascii() and number.isdecimal()) or len(number) > 10:
-            return None
-        place = int(self._rows.numbers.searchsorted(int(number)))
-        return place if place < len(self) and self._rows.numbers[place] == int(number) else None
-
-    def _render(self, places: Sequence[int]) -> None:
-        rows = self._rows.take(list(places))
+        if not missing:
+            return
+        rows = self._rows.take(missing)
         ids = self._maker.token_ids([row.question for row in rows])
-        for place, row, prompt_ids in zip(places, rows, ids, strict=True):
+        for place, row, prompt_ids in zip(missing, rows, ids, strict=True):
             if len(prompt_ids) > self._max_prompt_tokens:
                 self._too_long.add(place)
                 self._records[place] = None
@@ -82,3 +71,11 @@ class Catalogue:
             }
         while len(self._records) > _KEPT:
             self._records.popitem(last=False)
+
+    def place_of(self, prompt_id: str) -> int | None:
+        """Return the place of a prompt by its id, None for an id that is not of this split."""
+        number = prompt_id.removeprefix(self._id_prefix)
+        if number == prompt_id or not (number.isascii() and number.isdecimal()) or len(number) > 10:
+            return None
+        place = int(self._rows.numbers.searchsorted(int(number)))
+        return place if place < len(self) and self._rows.numbers[place] == int(number) else None

@@ -1,9 +1,9 @@
-"""The order of prompts within each epoch, and how a cursor walks along it."""
+"""The order of prompts within each epoch, and the walk of a cursor along it."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,51 +15,41 @@ from services.protocol import Cursor
 Places = np.ndarray[Any, np.dtype[np.int32]]
 Rates = np.ndarray[Any, np.dtype[np.float32]]
 
-# The chance of a prompt that its success rate speaks against entirely, relative to the best one.
 _LEAST_WEIGHT = 0.05
+"""Chance of the prompt that the curriculum wants last, relative to the prompt that it wants first."""
 _KEPT_EPOCHS = 4
-# The largest number that a cursor takes.
 _LAST_EPOCH = 2**31 - 1
+"""The largest epoch that a cursor on the wire takes."""
 
 
 class EpochOrder:
-    """A permutation of the prompts of a split for each epoch: the same for the same seed, epoch and success rates."""
+    """A permutation of a split's prompts for each epoch: the same for the same seed, epoch and success rates."""
 
     def __init__(
         self,
         size: int,
         *,
         seed: int,
-        shuffle: bool,
-        curriculum: Curriculum = Curriculum.OFF,
+        curriculum: Curriculum,
         rates_at_start: Callable[[int], Rates | None] = lambda epoch: None,
     ) -> None:
-        """Makes the order of ``size`` prompts.
+        """Make the order of ``size`` prompts.
 
-        ``rates_at_start`` gives the success rates (NaN where none is known, shape [size]) as they were when an epoch
-        was begun; it is asked only with a curriculum, and must answer alike each time.
+        ``rates_at_start`` returns the success rates (NaN: unknown, shape [size]) at the beginning of an epoch, None
+        where nothing is known; it is called only with a curriculum that uses them, and must answer alike each time.
         """
         self._size = size
         self._seed = seed
-        self._shuffle = shuffle
         self._curriculum = curriculum
         self._rates_at_start = rates_at_start
-        self._orders: OrderedDict[int, Places] = OrderedDict()
+        self.of = lru_cache(_KEPT_EPOCHS)(self._make)
+        """Place in the source of the prompt at each position of an epoch, by the epoch: shape [size]."""
 
     def __len__(self) -> int:
         return self._size
 
-    def of(self, epoch: int) -> Places:
-        """Which prompt stands at each position of ``epoch``, shape [size]."""
-        if epoch not in self._orders:
-            self._orders[epoch] = self._make(epoch)
-            if len(self._orders) > _KEPT_EPOCHS:
-                self._orders.popitem(last=False)
-        self._orders.move_to_end(epoch)
-        return self._orders[epoch]
-
     def _make(self, epoch: int) -> Places:
-        if not self._shuffle:
+        if self._curriculum is Curriculum.SOURCE:
             return np.arange(self._size, dtype=np.int32)
         random = np.random.Generator(np.random.PCG64([self._seed, epoch]))
         if self._curriculum is Curriculum.OFF:
@@ -72,7 +62,7 @@ class EpochOrder:
 
 
 def _weights(rates: Rates, curriculum: Curriculum) -> np.ndarray[Any, np.dtype[np.float64]]:
-    # A prompt that was never tried counts as one of success rate one half.
+    # A prompt that was never tried counts as half solved.
     known = np.where(np.isnan(rates), 0.5, rates).astype(np.float64)
     wanted = {
         Curriculum.BALANCED: 4 * known * (1 - known),
@@ -92,20 +82,20 @@ def walk(
     shard_count: int = 1,
     ends_with_epoch: bool = False,
 ) -> tuple[list[tuple[int, int, int]], Cursor]:
-    """The next ``count`` prompts from ``cursor`` on: (place, epoch, position) of each, and the cursor after them.
+    """Return (place, epoch, position) of the next ``count`` prompts from ``cursor`` on, and the cursor after them.
 
-    Positions in ``cursor.skip`` and those of other shards are passed over, and so is what does not qualify. A walk goes
-    on into the next epoch unless it ``ends_with_epoch``; it gives up after a whole epoch in which nothing was found.
+    The walk passes over the positions in ``cursor.skip``, over other shards, and over places that do not qualify. It
+    goes on into the next epoch unless it ``ends_with_epoch``, and gives up after a whole epoch without a prompt.
 
     Raises:
-        ProblemError: 422, it would go on into an epoch that no cursor can name.
+        ProblemError: 422, the walk would go on into an epoch that no cursor can name.
     """
     found: list[tuple[int, int, int]] = []
     epoch, position, skip = cursor.epoch, cursor.position, set(cursor.skip)
     passed_over = 0
     while len(found) < count and passed_over < len(order):
         if position >= len(order):
-            epoch, position, skip = _after(epoch), 0, set()
+            epoch, position, skip = _next_epoch(epoch), 0, set()
             if ends_with_epoch and (found or cursor.position < len(order)):
                 break
         place = int(order.of(epoch)[position])
@@ -116,11 +106,11 @@ def walk(
             passed_over += 1
         position += 1
     if position >= len(order):
-        epoch, position, skip = _after(epoch), 0, set()
+        epoch, position, skip = _next_epoch(epoch), 0, set()
     return found, Cursor(epoch=epoch, position=position, skip=sorted(s for s in skip if s >= position))
 
 
-def _after(epoch: int) -> int:
+def _next_epoch(epoch: int) -> int:
     if epoch >= _LAST_EPOCH:
-        raise ProblemError(422, f"the batch goes on beyond epoch {_LAST_EPOCH}, the last that there is; begin earlier")
+        raise ProblemError(422, f"the batch goes beyond epoch {_LAST_EPOCH}, the last one; begin at an earlier cursor")
     return epoch + 1

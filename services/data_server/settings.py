@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from string import Formatter
 
 from pydantic import Field, field_validator
 
@@ -11,7 +12,7 @@ from services.core.settings import Settings
 
 
 class PromptStyle(StrEnum):
-    """How a question becomes the prompt that the model sees."""
+    """The ways in which a question becomes the prompt that the model sees."""
 
     CHAT = "chat"
     PLAIN = "plain"
@@ -19,7 +20,7 @@ class PromptStyle(StrEnum):
 
 
 class GroundTruthFormat(StrEnum):
-    """Where in its column the ground truth stands."""
+    """The places of a ground truth within its column."""
 
     AUTO = "auto"
     HASH = "hash"
@@ -28,16 +29,17 @@ class GroundTruthFormat(StrEnum):
 
 
 class Curriculum(StrEnum):
-    """The order of prompts within an epoch."""
+    """The orders of prompts within an epoch."""
 
     OFF = "off"
+    SOURCE = "source"
     BALANCED = "balanced"
     EASY_FIRST = "easy_first"
     HARD_FIRST = "hard_first"
 
 
 class DataSettings(Settings):
-    """What the data-server reads from its environment."""
+    """The data-server's environment variables."""
 
     dataset: str = Field(
         default="gsm8k",
@@ -59,20 +61,16 @@ class DataSettings(Settings):
         lt=1,
         description="Share of the rows held out of training, for a source that has no held-out split of its own.",
     )
-    dataset_cache_dir: Path | None = Field(
-        default=None, description="Where memory-mapped copies of the rows are kept; default that of `datasets`."
-    )
     prompt_column: str | None = Field(
         default=None, description="Column of the question; default the first of question, prompt, problem."
     )
     ground_truth_column: str | None = Field(
         default=None, description="Column of the answer; default the first of answer, ground_truth, solution."
     )
-    category_column: str | None = Field(default=None, description="Column with a category for reports.")
     ground_truth_format: GroundTruthFormat = Field(
         default=GroundTruthFormat.AUTO,
         description="`hash`: after the last `####`; `boxed`: in the last `\\boxed{}`; `plain`: the whole column; "
-        "`auto`: the one that most rows have. Rows without a ground truth are left out and counted.",
+        "`auto`: the format of most rows. Rows without a ground truth are left out and counted.",
     )
 
     model_name: str | None = Field(
@@ -82,7 +80,7 @@ class DataSettings(Settings):
     )
     prompt_style: PromptStyle = Field(
         default=PromptStyle.CHAT,
-        description="`chat`: the tokenizer's chat template; `plain`: the text as it is; `few_shot`: after solved "
+        description="`chat`: the tokenizer's chat template; `plain`: the text as it is; `few_shot`: after four solved "
         "examples, as turns where the tokenizer has a chat template and as text where it has none.",
     )
     system_prompt: str | None = Field(
@@ -93,28 +91,16 @@ class DataSettings(Settings):
         description="Appended to every question on a line of its own. Default: asks for steps and the answer in the "
         "form of the ground truths (`####` or `\\boxed{}`), nothing where they are plain; `none` appends nothing.",
     )
-    few_shot_count: int = Field(
-        default=4, ge=1, le=64, description="Solved examples of the few_shot style; they are left out of training."
-    )
-    max_prompt_tokens: int = Field(
-        default=4096, ge=1, description="Prompts of more tokens are passed over and counted."
-    )
+    max_prompt_tokens: int = Field(default=4096, ge=1, description="Longer prompts are passed over and counted.")
 
     data_seed: int = Field(
         default=0, ge=0, description="Seed of the shuffled order and of the arithmetic questions' split."
     )
-    data_shuffle: bool = Field(
-        default=True, description="Whether each epoch of training prompts has its own random order."
-    )
-    data_state_dir: Path | None = Field(
-        default=None,
-        description="Where the server's own cursors and success rates survive a restart; default `data` in the run "
-        "directory. Clients that pass a cursor do not need it.",
-    )
     curriculum: Curriculum = Field(
         default=Curriculum.OFF,
-        description="Order within an epoch by recorded success rates: `balanced` has prompts near one half earlier, "
-        "`easy_first` and `hard_first` say it themselves. Each prompt still comes once an epoch.",
+        description="Order of the prompts within an epoch. `off`: a random order of its own for each epoch; `source`: "
+        "the order of the source. By recorded success rates: `balanced` has prompts near one half earlier, "
+        "`easy_first` the often solved ones, `hard_first` the seldom solved ones. Each prompt comes once an epoch.",
     )
 
     arithmetic_digits: str = Field(
@@ -132,11 +118,9 @@ class DataSettings(Settings):
 
     @field_validator("arithmetic_template")
     @classmethod
-    def _template_is_complete(cls, template: str) -> str:
-        try:
-            template.format(a=1, op="+", b=2)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(f"allowed are the fields {{a}}, {{op}} and {{b}} ({error!r})") from error
-        if "{a}" not in template or "{b}" not in template:
-            raise ValueError("must have the fields {a} and {b}")
+    def _check_template(cls, template: str) -> str:
+        fields = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
+        if not {"a", "b"} <= fields <= {"a", "op", "b"}:
+            raise ValueError("allowed are the fields {a}, {op} and {b}, of which {a} and {b} are needed")
+        template.format(a=1, op="+", b=2)
         return template

@@ -1,11 +1,10 @@
-"""What the data-server remembers: cursors of its consumers and success rates, in SQLite, on disk where one is given."""
+"""The data-server's memory in SQLite: the cursors of its consumers, and success rates."""
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
 from collections.abc import Callable, Mapping
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from services.http.problems import ProblemError
 from services.protocol import Cursor
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS identity (name TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS cursors (consumer TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS answered (
     number INTEGER PRIMARY KEY, consumer TEXT NOT NULL, request_id TEXT NOT NULL, cursor TEXT NOT NULL
@@ -30,13 +28,13 @@ _KEPT_ANSWERS = 20_000
 
 
 class ServerState:
-    """Cursors and success rates. What was written when a method returns survives the death of the process (WAL)."""
+    """Cursors and success rates. A change is on disk (WAL) when its method returns, and survives a killed process."""
 
-    def __init__(self, directory: Path | None, identity: str) -> None:
-        """Opens or makes the state in ``directory``, or in memory.
+    def __init__(self, directory: Path | None) -> None:
+        """Open or create the state in ``directory``, or in memory.
 
         Raises:
-            ConfigurationError: the directory cannot be written, or holds the state of another dataset or order.
+            ConfigurationError: the directory cannot be written.
         """
         self._directory = directory
         try:
@@ -45,44 +43,39 @@ class ServerState:
             where = ":memory:" if directory is None else str(directory / "data-server.sqlite")
             self._db = sqlite3.connect(where, isolation_level=None, check_same_thread=False, timeout=1)
             self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-            known = self._db.execute("SELECT name FROM identity").fetchone()
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(
-                f"DATA_STATE_DIR {str(directory)!r} cannot be used: {error}; give a directory that can be written"
+                f"the data-server cannot keep its cursors in {str(directory)!r}: {error}; make SHARED_DIR a directory "
+                f"that can be written"
             ) from error
-        if known is None:
-            self._db.execute("INSERT INTO identity VALUES (?)", (identity,))
-        elif known[0] != identity:
-            raise ConfigurationError(
-                f"DATA_STATE_DIR {str(directory)!r} holds cursors of {known[0]}, but this server has {identity}; "
-                f"give another directory or remove that one"
-            )
-        self._cursors = self._read_cursors()
         self._transaction: asyncio.Future[None] | None = None
 
     def close(self) -> None:
-        """Closes the database."""
+        """Close the database."""
         self._db.close()
 
     def cursor(self, consumer: str) -> Cursor:
-        """Where a consumer stands; a new one stands at the beginning."""
-        return self._cursors.get(consumer) or Cursor()
+        """Return the cursor of a consumer; a new consumer is at the beginning."""
+        return self._find("SELECT cursor FROM cursors WHERE consumer = ?", consumer) or Cursor()
 
-    async def set_cursor(self, consumer: str, cursor: Cursor) -> None:
-        """Sets where a consumer stands."""
-        await self._write(lambda: self._put(consumer, cursor))
+    def cursors(self) -> dict[str, dict[str, int]]:
+        """Return epoch and position by consumer, for a hundred consumers at most."""
+        rows = self._db.execute("SELECT consumer, cursor FROM cursors LIMIT 100")
+        return {consumer: Cursor.model_validate_json(text).model_dump(exclude={"skip"}) for consumer, text in rows}
 
     def start_of(self, consumer: str, request_id: str) -> Cursor | None:
-        """The cursor from which a request was answered before, None for a new one."""
-        found = self._db.execute(
-            "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?", (consumer, request_id)
-        ).fetchone()
-        return None if found is None else Cursor.model_validate_json(found[0])
+        """Return the cursor from which a request was answered before, None for a new request."""
+        query = "SELECT cursor FROM answered WHERE consumer = ? AND request_id = ?"
+        return self._find(query, consumer, request_id)
+
+    async def set_cursor(self, consumer: str, cursor: Cursor) -> None:
+        """Set the cursor of a consumer."""
+        await self._write(lambda: self._put(consumer, cursor))
 
     async def advance(self, consumer: str, request_id: str | None, start: Cursor, after: Cursor) -> None:
-        """Moves a consumer on and remembers from where a request was answered, both or neither.
+        """Move a consumer on to ``after`` and note that ``request_id`` was answered from ``start``: both or neither.
 
-        Whoever asks next sees it at once; it is on disk when this returns.
+        The next reader sees the change at once; it is on disk when this method returns.
         """
 
         def change() -> None:
@@ -98,74 +91,14 @@ class ServerState:
         await self._write(change)
 
     async def record_rates(self, rates: Mapping[int, float]) -> None:
-        """Records success rates by place."""
+        """Record success rates by the place of their prompt."""
         await self._write(lambda: self._db.executemany("INSERT OR REPLACE INTO rates VALUES (?, ?)", rates.items()))
 
-    def _put(self, consumer: str, cursor: Cursor) -> None:
-        self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))
-        self._cursors[consumer] = cursor
-
-    async def _write(self, change: Callable[[], object]) -> None:
-        """Makes a change within the transaction of this turn of the event loop and returns when that is committed.
-
-        With fifty clients, a transaction for each request would be a fifth of the server's time.
-
-        Raises:
-            ProblemError: 507, the disk refuses to write; nothing of the transaction was changed.
-        """
-        if self._transaction is None:
-            loop = asyncio.get_running_loop()
-            try:
-                self._db.execute("BEGIN")
-            except sqlite3.Error as error:
-                raise self._refusal(error) from error
-            self._transaction = loop.create_future()
-            loop.call_soon(self._commit, self._transaction)
-        transaction = self._transaction
-        try:
-            change()
-        except sqlite3.Error as error:
-            self._roll_back(transaction, error)
-        await asyncio.shield(transaction)
-
-    def _commit(self, transaction: asyncio.Future[None]) -> None:
-        if transaction is not self._transaction:  # It was rolled back.
-            return
-        try:
-            self._db.execute("COMMIT")
-        except sqlite3.Error as error:
-            self._roll_back(transaction, error)
-        else:
-            self._transaction = None
-            transaction.set_result(None)
-
-    def _roll_back(self, transaction: asyncio.Future[None], error: sqlite3.Error) -> None:
-        if self._db.in_transaction:  # SQLite ends it by itself after some errors.
-            self._db.execute("ROLLBACK")
-        self._transaction = None
-        self._cursors = self._read_cursors()
-        transaction.set_exception(self._refusal(error))
-
-    def _refusal(self, error: sqlite3.Error) -> ProblemError:
-        where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
-        return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")
-
-    def _read_cursors(self) -> dict[str, Cursor]:
-        rows = self._db.execute("SELECT consumer, cursor FROM cursors")
-        return {consumer: Cursor.model_validate_json(text) for consumer, text in rows}
-
-    def cursors(self) -> dict[str, dict[str, int]]:
-        """Epoch and position by consumer, of a hundred at most."""
-        return {
-            consumer: {"epoch": cursor.epoch, "position": cursor.position}
-            for consumer, cursor in islice(self._cursors.items(), 100)
-        }
-
     def rates_at_start(self, epoch: int, size: int) -> Rates | None:
-        """Return the rates (NaN: unknown, shape [size]) at the first request for ``epoch``; None before any.
+        """Return the rates (NaN: unknown, shape [size]) at the first call for ``epoch``; None if all are unknown.
 
         Raises:
-            ProblemError: 507, it is asked for now, and the disk refuses to keep them.
+            ProblemError: 507, this is the first call, and the disk refuses to keep the rates.
         """
         found = self._db.execute("SELECT rates FROM epochs WHERE epoch = ?", (epoch,)).fetchone()
         if found is None:
@@ -179,3 +112,53 @@ class ServerState:
         else:
             rates = np.frombuffer(found[0], np.float32)
         return None if bool(np.isnan(rates).all()) else rates
+
+    def _find(self, query: str, *values: str) -> Cursor | None:
+        found = self._db.execute(query, values).fetchone()
+        return None if found is None else Cursor.model_validate_json(found[0])
+
+    def _put(self, consumer: str, cursor: Cursor) -> None:
+        self._db.execute("INSERT OR REPLACE INTO cursors VALUES (?, ?)", (consumer, cursor.model_dump_json()))
+
+    async def _write(self, change: Callable[[], object]) -> None:
+        """Make a change in the transaction of this turn of the event loop, and return once that is committed.
+
+        Requests of one turn share a transaction, because with fifty clients a transaction for each request would take
+        a fifth of the server's time.
+
+        Raises:
+            ProblemError: 507, the disk refuses to write; nothing of the transaction was changed.
+        """
+        if self._transaction is None:
+            loop = asyncio.get_running_loop()
+            self._transaction = loop.create_future()
+            loop.call_soon(self._commit)
+        transaction = self._transaction
+        try:
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN")
+            change()
+        except sqlite3.Error as error:
+            self._fail(error)
+        await asyncio.shield(transaction)
+
+    def _commit(self) -> None:
+        if self._transaction is None:  # A change of this turn failed, which ended the transaction.
+            return
+        try:
+            self._db.commit()
+        except sqlite3.Error as error:
+            self._fail(error)
+        else:
+            self._transaction.set_result(None)
+            self._transaction = None
+
+    def _fail(self, error: sqlite3.Error) -> None:
+        self._db.rollback()
+        if self._transaction is not None:
+            self._transaction.set_exception(self._refusal(error))
+            self._transaction = None
+
+    def _refusal(self, error: sqlite3.Error) -> ProblemError:
+        where = "" if self._directory is None else f"; {files.free_space(self._directory)}"
+        return ProblemError(507, f"the data-server cannot write its cursors: {error}{where}")

@@ -1,20 +1,23 @@
-"""The engine for machines without a GPU: the part of SGLang's HTTP contract that we use, on torch alone.
+"""The engine for machines without a GPU: the part of SGLang's HTTP contract that this project uses, on torch alone.
 
-    app.py        the application, and the routes of SGLang that generate and inform
-    control.py    the routes that pause generation and change weights
-    openai_routes.py, openai_wire.py, openai_replies.py, tool_calls.py   OpenAI's chat and text completions
-    wire.py       what those routes take and give
-    served.py     what all routes work on
-    engine.py     the thread that runs the model: what is asked from outside, pauses, weight changes
-    batch.py      the sequences that run and wait: letting in, decoding, ending
-    sequences.py  requests and sequences as the engine sees them
-    loading.py    loads a model with its tokenizer and settings
-    model.py      the transformer: prefill of packed prompts, decoding of a whole batch
-    weights.py    model directories: which tensors there must be, and how they are read and checked
-    broadcast.py  weights that arrive by broadcast
-    linear.py     linear layers whose results do not depend on what else is in the batch
-    cache.py      keys and values of running sequences, in bounded memory
-    sampling.py   seeded sampling and log-probabilities
+    settings.py              the environment variables
+    http/app.py              the application: loads the model and runs the engine
+    http/state.py            the state that all routes share
+    http/requests.py         sampling parameters, and requests for the engine
+    http/sglang_routes.py    SGLang's routes that generate and inform
+    http/weight_routes.py    SGLang's routes that pause generation and change weights
+    http/openai_routes.py    OpenAI's chat and text completions; openai_requests.py and openai_replies.py have their
+                             bodies, tool_calls.py finds tool calls in a text
+    compute/engine.py        the thread that runs the model: calls from outside, pauses, changes of weights
+    compute/scheduler.py     running and queued sequences: admission and prefill, decode, preemption, ends
+    compute/sequences.py     requests and sequences as the engine sees them
+    compute/model.py         the transformer: prefill of packed prompts, decoding of a whole batch
+    compute/linear.py        linear layers whose results do not depend on the rest of the batch
+    compute/kv_cache.py      keys and values of the running sequences, in bounded memory
+    compute/sampling.py      seeded sampling and log-probabilities
+    compute/loading.py       loads a model with its tokenizer
+    compute/weights.py       model directories: the tensors of an architecture, read and checked
+    compute/broadcast.py     weights that arrive by broadcast
 
-One decoding step computes one token of every running sequence. Requests join and leave between steps.
+One decode step computes one token of every running sequence. Requests join and leave between steps.
 """

@@ -1,4 +1,4 @@
-"""Runs the environment server: ``python -m services.environment_server``."""
+"""Run the environment server: ``python -m services.environment_server``."""
 
 from __future__ import annotations
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,9 +15,9 @@ from pydantic import BaseModel
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
-from services.environment_server.environments import EnvironmentBrokenError, EnvironmentHungError
-from services.environment_server.episodes import MAX_STUCK, EpisodeTable, FullError, StuckError
+from services.core.tasks import in_background
+from services.environment_server.catalogue import Catalogue
+from services.environment_server.episodes import MAX_EPISODES, MAX_STUCK, EpisodeTable
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app, model_response
@@ -32,6 +31,7 @@ from services.protocol.evaluation import (
     ResetRequest,
     StepReply,
     StepRequest,
+    fingerprint,
 )
 
 log = get_logger(__name__)
@@ -43,14 +43,14 @@ KEPT_REPLIES = 1000
 
 
 class EnvironmentsReply(BaseModel):
-    """Reply of GET /environments: what requests may name, and what they get when they name none."""
+    """Reply of GET /environments: the ids that requests may name, and the one for requests that name none."""
 
     default: str
     environments: list[str]
 
 
 class Server:
-    """What the routes serve from."""
+    """The state behind the routes."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
@@ -60,6 +60,27 @@ class Server:
         self.player: Player | None = None
         self._replies: OrderedDict[str, asyncio.Future[ResetReply]] = OrderedDict()
 
+    @asynccontextmanager
+    async def running(self, _app: FastAPI) -> AsyncIterator[None]:
+        """Hold episodes, and play some where EVAL_HEAD_ENDPOINT is set, until the context ends.
+
+        Raises:
+            ConfigurationError: ENVIRONMENT cannot be made.
+        """
+        try:
+            (await in_background(await self.catalogue.maker(self.settings.environment))).close()
+        # Environments are other people's code and may raise anything when they are made.
+        except Exception as error:
+            raise ConfigurationError(f"ENVIRONMENT is {self.settings.environment!r}: {error!r}") from error
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.catalogue.close)
+            stack.callback(lambda: self.table.close(list(self.table.active)))
+            stack.callback(asyncio.create_task(self._sweep()).cancel)
+            if self.settings.eval_head_endpoint is not None:
+                player = Player(self.settings, self.settings.eval_head_endpoint, self.table, self.instance_key)
+                self.player = await stack.enter_async_context(player.playing())
+            yield
+
     @property
     def health(self) -> Health:
         """Healthy, unless too many environments hang."""
@@ -68,85 +89,58 @@ class Server:
             instance=fingerprint(self.instance_key),
             environment=self.settings.environment,
             pushing=self.player is not None,
-            max_episodes=self.settings.environment_max_episodes,
+            max_episodes=MAX_EPISODES,
         )
         is_well = self.table.stuck <= MAX_STUCK
         return Health(status="healthy" if is_well else "unhealthy", service=SERVICE, **about.model_dump())
 
     def stats(self) -> dict[str, Any]:
-        """The content of GET /stats."""
+        """Return the content of GET /stats."""
         return {
             "name": self.settings.environment_server_name,
             "environment": self.settings.environment,
-            "active": self.table.active,
-            "active_by_environment": self.table.by_environment(),
-            "episodes": dict(self.table.counts),
+            "active": len(self.table.active),
+            "active_by_environment": Counter(episode.environment_id for episode in self.table.active.values()),
+            "episodes": self.table.counts,
             "stuck": self.table.stuck,
             "push": None if self.player is None else self.player.stats(),
         }
 
     async def reset(self, request: ResetRequest) -> ResetReply:
-        """Begins episodes; a repeated request id gets what it got before."""
-        key = request.request_id
-        if key is None:
-            return await self._begin(request)
-        if key not in self._replies:
-            self._replies[key] = asyncio.ensure_future(self._begin(request))
+        """Begin episodes; a repeated request id gets the same reply again.
+
+        Raises:
+            ProblemError: the episodes cannot be begun.
+        """
+        reply = self._replies.get(request.request_id or "")
+        if reply is None:
+            reply = asyncio.ensure_future(self.table.reset(request.environment, request.episodes, request.seed))
+            if request.request_id is not None:
+                self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:
                 self._replies.popitem(last=False)
-        reply = self._replies[key]
         try:
+            # Shielded, because the client may leave and ask again.
             return await asyncio.shield(reply)
         except ProblemError:
-            # It has begun nothing, and may be tried again.
-            self._replies.pop(key, None)
+            # Nothing was begun, so the same request may be tried again.
+            self._replies.pop(request.request_id or "", None)
             raise
 
-    async def _begin(self, request: ResetRequest) -> ResetReply:
-        try:
-            environment, episodes = await self.table.reset(request.environment, request.episodes, request.seed)
-        except EnvironmentHungError as error:
-            raise ProblemError(503, str(error), {"Retry-After": "5"}) from error
-        except (UnknownEnvironmentError, EnvironmentBrokenError) as error:
-            raise ProblemError(422, f"{error}; GET /environments lists what there is") from error
-        except FullError as error:
-            raise ProblemError(429, f"{error}; end some, or ask another server", {"Retry-After": "1"}) from error
-        except StuckError as error:
-            raise ProblemError(503, f"{error}; this server has to be restarted") from error
-        return ResetReply.model_construct(environment=environment, episodes=episodes)
-
-
-def fingerprint(instance_key: str) -> str:
-    """What of an instance key may be shown: enough to recognise it, not enough to use it."""
-    return hashlib.sha256(instance_key.encode()).hexdigest()[:16]
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            if dropped := self.table.drop_idle():
+                log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
 
 
 def create_app(settings: EnvironmentSettings) -> FastAPI:
-    """The environment server."""
+    """Return the environment server's application."""
     server = Server(settings)
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        try:
-            await server.catalogue.maker(settings.environment)
-        except UnknownEnvironmentError as error:
-            raise ConfigurationError(f"ENVIRONMENT is {settings.environment!r}: {error}") from error
-        sweeping = asyncio.create_task(_sweep(server.table))
-        try:
-            if settings.eval_head_endpoint is None:
-                yield
-            else:
-                async with Player(settings, server.table, server.instance_key).playing() as server.player:
-                    yield
-        finally:
-            sweeping.cancel()
-            server.table.close_all()
-            await server.catalogue.close()
-
     app = create_service_app(
         SERVICE,
         settings=settings,
-        lifespan=lifespan,
+        lifespan=server.running,
         health=lambda: server.health,
         stats=server.stats,
         description=__doc__ or "",
@@ -155,31 +149,24 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
 
     @app.get("/environments", response_model=EnvironmentsReply)
     async def get_environments() -> Response:
-        """The environments that requests may name."""
+        """List the environments that requests may name."""
         listed = server.catalogue.listed()
         return model_response(EnvironmentsReply(default=settings.environment, environments=listed))
 
     @app.post("/reset", response_model=ResetReply)
     async def post_reset(request: ResetRequest) -> Response:
-        """Begins episodes."""
+        """Begin episodes."""
         return model_response(await server.reset(request))
 
     @app.post("/step", response_model=StepReply)
     async def post_step(request: StepRequest) -> Response:
-        """Takes one action in each of some episodes; what happens to one does not reach the others."""
+        """Take one action in each of some episodes; a failure of one does not affect the others."""
         return model_response(StepReply.model_construct(results=await server.table.step(request.steps)))
 
     @app.post("/close", response_model=CloseReply)
     async def post_close(request: CloseRequest) -> Response:
-        """Ends episodes before their end."""
+        """End episodes early."""
         closed = server.table.close(request.episodes)
         return model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
 
     return app
-
-
-async def _sweep(table: EpisodeTable) -> None:
-    while True:
-        await asyncio.sleep(SWEEP_SECONDS)
-        if dropped := table.drop_idle():
-            log.warning("episodes dropped: nobody stepped them (ENVIRONMENT_IDLE_SECONDS)", episodes=dropped)

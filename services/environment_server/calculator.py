@@ -1,4 +1,4 @@
-"""A calculator for models: exact arithmetic on numbers, with bounds on what it takes."""
+"""A calculator for models: exact arithmetic on fractions, bounded in length, digits and exponents."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "^": "*
 
 
 class CalculationError(ValueError):
-    """The expression cannot be calculated; the message says why, in words for the model."""
+    """An expression that cannot be calculated; the message says why, in words for the model."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression of numbers, ``+ - * /``, parentheses and small powers, as a decimal number.
+    """Return the value of an expression as a decimal number, exact up to six places.
+
+    Allowed are numbers, ``+ - * /``, parentheses and powers with small exponents.
 
     Raises:
-        CalculationError: it is something else, divides by zero, or is too large.
+        CalculationError: the expression has anything else, divides by zero, or is too large.
     """
     if len(expression) > MAX_LENGTH:
         raise CalculationError(f"the expression has more than {MAX_LENGTH} characters")

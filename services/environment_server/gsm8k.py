@@ -13,7 +13,7 @@ from services.data_server import sources
 from services.data_server.settings import DataSettings
 from services.environment_server.calculator import CalculationError, calculate
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Transition
-from services.environment_server.guessing import said
+from services.environment_server.guessing import text_of
 from services.protocol import RewardItem
 from services.protocol.evaluation import Action, State
 from services.reward_server.pool import WorkerPool
@@ -30,7 +30,7 @@ _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Questions:
-    """The held-out questions, and what scores their answers."""
+    """The held-out questions, and the scorer of their answers."""
 
     rows: sources.Rows
     scorer: Scorer
@@ -38,23 +38,23 @@ class Questions:
 
 @asynccontextmanager
 async def open_questions() -> AsyncIterator[Questions]:
-    """Loads the questions and starts the verifiers.
+    """Load the questions and start the verifiers.
 
     Raises:
-        ConfigurationError: DATASET cannot be had, or a reward is not right.
+        ConfigurationError: DATASET cannot be loaded, or a setting of the reward is not allowed.
     """
-    data, rewards = DataSettings.load(), RewardSettings.load()
+    data, rewards = DataSettings.load(), RewardSettings.load(reward_fn="math")
     rows = (await in_background(lambda: sources.load(data))).test
-    pool = WorkerPool(["math"], rewards.model_copy(update={"reward_fn": "math"}))
+    pool = WorkerPool(rewards)
     await pool.start()
     try:
-        yield Questions(rows, Scorer(rewards.model_copy(update={"reward_fn": "math"}), pool))
+        yield Questions(rows, Scorer(rewards, pool))
     finally:
         await pool.stop()
 
 
 class QuestionWithCalculator(Conversation):
-    """One question. What is said without a call of the calculator is the answer, which ends the episode."""
+    """One question. The first message without a call of the calculator is the answer, which ends the episode."""
 
     def __init__(self, questions: Questions, turns: int) -> None:
         self._questions = questions
@@ -63,7 +63,7 @@ class QuestionWithCalculator(Conversation):
         self._question = self._ground_truth = ""
 
     async def reset(self, seed: int) -> State:
-        """Draws a question."""
+        """Draw a question."""
         rows = self._questions.rows
         row = rows.take([random.Random(seed).randrange(len(rows))])[0]
         self._question, self._ground_truth = row.question, row.ground_truth
@@ -71,8 +71,8 @@ class QuestionWithCalculator(Conversation):
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:
-        """Calculates, or scores the answer."""
-        text = said(action)
+        """Calculate, or score the answer."""
+        text = text_of(action)
         calls = _CALL.findall(text)
         self._left -= 1
         self._messages.append({"role": "assistant", "content": text})
@@ -86,7 +86,7 @@ class QuestionWithCalculator(Conversation):
         item = RewardItem(prompt=self._question, response=text, ground_truth=self._ground_truth)
         result = (await self._questions.scorer.score([item]))[0]
         if result.reward is None:
-            # Never 0: what could not be scored is no wrong answer.
+            # Never 0, because an answer that could not be scored may be right.
             raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
         return result.reward
 

@@ -1,4 +1,4 @@
-"""A guessing game: the smallest environment of text, for trying things out."""
+"""A guessing game, the smallest environment of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-?\d{1,9}")
 
 
 class GuessingGame(Conversation):
-    """A number to guess. The reward is 1 for the right guess, and there is no other."""
+    """A number to guess. The right guess has reward 1, any other 0."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -26,15 +26,14 @@ class GuessingGame(Conversation):
         self._messages: list[dict[str, str]] = []
 
     async def reset(self, seed: int) -> State:
-        """Thinks of a number."""
+        """Draw the number."""
         self._secret = random.Random(seed).randint(1, LARGEST)
-        self._left = self._turns
         self._messages = [{"role": "user", "content": RULES.format(turns=self._turns)}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:
-        """Takes the last number of what was said as the guess."""
-        text = said(action)
+        """Take the last number in the policy's answer as the guess."""
+        text = text_of(action)
         self._left -= 1
         numbers = _NUMBER.findall(text)
         is_right = bool(numbers) and int(numbers[-1]) == self._secret
@@ -50,12 +49,12 @@ class GuessingGame(Conversation):
         )
 
 
-def said(action: Action) -> str:
-    """What the policy said.
+def text_of(action: Action) -> str:
+    """Return an action that is text.
 
     Raises:
-        ActionRefusedError: the action is no text.
+        ActionRefusedError: the action is not text.
     """
     if not isinstance(action, str):
-        raise ActionRefusedError(f"the action is {str(action)[:60]!r}; allowed is the text that the policy says")
+        raise ActionRefusedError(f"the action is {str(action)[:60]!r}; allowed is text")
     return action

@@ -1,4 +1,4 @@
-"""Plays episodes of this server's own, asking an evaluation head for the actions; head restarts are waited out."""
+"""Plays episodes of this server and asks an evaluation head for the actions; waits while the head is away."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from prometheus_client import Counter
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.environment_server.catalogue import Catalogue, UnknownEnvironmentError
-from services.environment_server.environments import EnvironmentBrokenError
-from services.environment_server.episodes import EpisodeTable, FullError, StuckError
+from services.environment_server.catalogue import Catalogue
+from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import HttpClient, RequestRefusedError
+from services.http.problems import ProblemError
 from services.protocol.evaluation import (
-    EpisodePosition,
+    Action,
     EvaluateReply,
     EvaluateRequest,
     FinishedEpisode,
     OngoingEpisode,
-    StepItem,
     StepStatus,
 )
 
@@ -31,67 +30,56 @@ log = get_logger(__name__)
 FAILED = Counter("environment_push_failed", "Requests to the evaluation head that were to no avail.")
 
 REQUEST_SECONDS = 60.0
-"""For one request with its retries; then the episodes' idle times are renewed and it is sent again."""
-REFUSED_PAUSE_SECONDS = 2.0
+"""Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
+PAUSE_SECONDS = 2.0
+"""Pause after a failure, before the next try."""
 
 
 class Player:
     """Keeps ENVIRONMENT_PUSH_EPISODES episodes going."""
 
-    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, instance_key: str) -> None:
-        assert settings.eval_head_endpoint is not None
+    def __init__(self, settings: EnvironmentSettings, head: str, table: EpisodeTable, instance_key: str) -> None:
         self._settings = settings
         self._table = table
         self._instance_key = instance_key
         self._head = HttpClient(
-            settings.eval_head_endpoint,
-            token=settings.token,
-            service="evaluation-head",
-            timeout=REQUEST_SECONDS,
-            deadline=REQUEST_SECONDS,
+            head, token=settings.token, service="evaluation-head", timeout=REQUEST_SECONDS, deadline=REQUEST_SECONDS
         )
         self._begun = 0
-        self.finished = 0
-        self.lost = 0
-        self.trouble: str | None = None
+        self._finished = 0
+        self._lost = 0
+        self._trouble: str | None = None
 
     def stats(self) -> dict[str, Any]:
-        """How the playing goes; ``trouble`` is why the head gives no actions at the moment."""
+        """Return counts, and in ``trouble`` why episodes do not go on at the moment."""
         return {
             "head": self._settings.eval_head_endpoint,
-            "finished": self.finished,
-            "lost": self.lost,
-            "trouble": self.trouble,
+            "finished": self._finished,
+            "lost": self._lost,
+            "trouble": self._trouble,
         }
 
     @asynccontextmanager
     async def playing(self) -> AsyncIterator[Player]:
-        """Plays until the context ends."""
+        """Play until the context ends."""
         count = self._settings.environment_push_episodes
-        # Conversations take their own time each; of numbers, many states make one request.
+        # Conversations take different times and go on alone. States of numbers share one request.
         sizes = [1] * count if Catalogue.is_conversation(self._settings.environment) else [count]
-        async with self._head:
-            players = [asyncio.create_task(self._play(size)) for size in sizes]
-            for player in players:
-                player.add_done_callback(_log_failure)
-            try:
-                yield self
-            finally:
-                for player in players:
-                    player.cancel()
-                await asyncio.gather(*players, return_exceptions=True)
+        async with self._head, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._play(size)) for size in sizes]
+            yield self
+            for task in tasks:
+                task.cancel()
 
     async def _play(self, size: int) -> None:
-        plays: list[OngoingEpisode] = []
+        episodes: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
         while True:
-            plays += await self._begin(size - len(plays))
-            if not plays and not reports:
+            episodes += await self._begin(size - len(episodes))
+            if not episodes and not reports:
                 return
-            reply = await self._ask(plays, reports)
-            reports = []
-            if plays:
-                plays, reports = await self._advance(plays, reply)
+            actions = await self._ask(episodes, reports)
+            episodes, reports = await self._advance(episodes, actions)
 
     async def _begin(self, count: int) -> list[OngoingEpisode]:
         total = self._settings.environment_push_total
@@ -102,81 +90,63 @@ class Player:
         self._begun += count
         while True:
             try:
-                _, starts = await self._table.reset(None, count, seed)
-            except (FullError, StuckError, EnvironmentBrokenError, UnknownEnvironmentError) as error:
-                self._tell(f"no episode can be begun: {error}")
-                await asyncio.sleep(REFUSED_PAUSE_SECONDS)
+                reply = await self._table.reset(None, count, seed)
+            except ProblemError as error:
+                self._report(f"no episode can be begun: {error.detail}")
+                await asyncio.sleep(PAUSE_SECONDS)
             else:
-                return [OngoingEpisode(start.episode, start.seed, start.state) for start in starts]
+                return [OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes]
 
-    async def _ask(self, plays: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> EvaluateReply:
-        """The head's actions, however long it takes to get them."""
-        positions = [
-            EpisodePosition.model_construct(episode=play.episode, step=play.steps, episode_return=play.episode_return)
-            for play in plays
-        ]
+    async def _ask(self, episodes: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> list[Action]:
+        """Return the head's actions, however long it takes to get them."""
         request = EvaluateRequest.model_construct(
             policy=self._settings.environment_push_policy,
             server=self._settings.environment_server_name,
             instance_key=self._instance_key,
             environment=self._settings.environment,
-            states=[play.state for play in plays],
-            episodes=positions,
+            states=[episode.state for episode in episodes],
+            episodes=[episode.position for episode in episodes],
             finished=reports,
         )
         while True:
             try:
-                reply = await self._head.call("POST", "/evaluate", EvaluateReply, request)
-                if len(reply.actions) != len(plays):
-                    raise DependencyLostError(f"the head gave {len(reply.actions)} actions for {len(plays)} states")
+                actions = (await self._head.call("POST", "/evaluate", EvaluateReply, request)).actions
+                if len(actions) != len(episodes):
+                    raise DependencyLostError(f"the head gave {len(actions)} actions for {len(episodes)} states")
             except (DependencyLostError, RequestRefusedError) as error:
                 FAILED.inc()
-                self._tell(str(error))
-                self._table.touch([play.episode for play in plays])
-                await asyncio.sleep(REFUSED_PAUSE_SECONDS)
+                self._report(str(error))
+                self._table.touch([episode.episode for episode in episodes])
+                await asyncio.sleep(PAUSE_SECONDS)
             else:
-                if self.trouble is not None:
+                if self._trouble is not None:
                     log.info("the head gives actions again")
-                    self.trouble = None
-                return reply
+                    self._trouble = None
+                return actions
 
     async def _advance(
-        self, plays: Sequence[OngoingEpisode], reply: EvaluateReply
+        self, episodes: Sequence[OngoingEpisode], actions: Sequence[Action]
     ) -> tuple[list[OngoingEpisode], list[FinishedEpisode]]:
-        """Takes the actions; returns the episodes that go on, and reports of those that ended."""
-        items = [
-            StepItem.model_construct(episode=play.episode, step=play.steps, action=action)
-            for play, action in zip(plays, reply.actions, strict=True)
-        ]
+        """Take the actions; return the episodes that go on, and reports of those that ended."""
         going: list[OngoingEpisode] = []
         reports: list[FinishedEpisode] = []
-        for play, result in zip(plays, await self._table.step(items), strict=True):
-            if result.status is StepStatus.RUNNING:
-                assert result.state is not None
-                going.append(OngoingEpisode(play.episode, play.seed, result.state, result.steps, result.episode_return))
-            elif result.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED):
-                self.finished += 1
-                reports.append(
-                    FinishedEpisode(
-                        episode=play.episode,
-                        steps=result.steps,
-                        episode_return=result.episode_return,
-                        seed=play.seed,
-                    )
-                )
-            else:
+        steps = [episode.step_with(action) for episode, action in zip(episodes, actions, strict=True)]
+        for episode, result in zip(episodes, await self._table.step(steps), strict=True):
+            if result.status in (StepStatus.REFUSED, StepStatus.LOST):
                 # An action that does not fit would not fit the second time either.
-                self.lost += 1
-                self._table.close([play.episode])
-                self._tell(f"an episode was given up: {result.detail}")
+                self._lost += 1
+                self._table.close([episode.episode])
+                self._report(f"an episode was given up: {result.detail}")
+                continue
+            episode.follow(result)
+            if result.status is StepStatus.RUNNING:
+                going.append(episode)
+            else:
+                self._finished += 1
+                reports.append(episode.report)
         return going, reports
 
-    def _tell(self, trouble: str) -> None:
-        if trouble != self.trouble:
-            log.warning("playing is held up", trouble=trouble)
-        self.trouble = trouble
-
-
-def _log_failure(player: asyncio.Task[None]) -> None:
-    if not player.cancelled() and (error := player.exception()) is not None:
-        log.error("a player ended", error=repr(error))
+    def _report(self, trouble: str) -> None:
+        if trouble != self._trouble:
+            log.warning("episodes do not go on", trouble=trouble)
+        self._trouble = trouble

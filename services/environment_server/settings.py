@@ -11,7 +11,7 @@ from services.core.settings import Settings
 
 
 class EnvironmentSettings(Settings):
-    """What the environment server reads from its environment."""
+    """Settings that the environment server reads from its environment."""
 
     environment: str = Field(
         default="CartPole-v1",
@@ -24,24 +24,21 @@ class EnvironmentSettings(Settings):
     environment_server_name: str = Field(
         default_factory=lambda: default_name(),
         pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]{0,99}$",
-        description="Under which name the evaluation head accounts for this server; default the machine's name.",
-    )
-    environment_max_episodes: int = Field(
-        default=1024, ge=1, description="Episodes held at once; further ones are refused with 429."
+        description="Name of this server at the evaluation head; default the machine's name.",
     )
     environment_max_steps: int = Field(
         default=10_000,
         ge=1,
-        description="An episode is truncated after that many steps, whatever its environment says.",
-    )
-    environment_idle_seconds: float = Field(
-        default=300.0, gt=0, description="An episode that nobody steps for that long is dropped."
+        description="An episode is truncated after so many steps, whatever its environment says.",
     )
     environment_step_seconds: float = Field(
-        default=30.0, gt=0, description="One reset or step may take that long; then its episode is lost."
+        default=30.0, gt=0, description="Time limit of one reset or step; an episode that exceeds it is lost."
     )
     environment_text_turns: int = Field(
-        default=10, ge=1, le=1000, description="Answers that a text environment allows; then the episode is truncated."
+        default=10,
+        ge=1,
+        le=1000,
+        description="Answers that a built-in text environment allows before the episode is truncated.",
     )
 
     eval_head_endpoint: str | None = Field(
@@ -50,13 +47,13 @@ class EnvironmentSettings(Settings):
         "own and asks that head for the actions.",
     )
     environment_push_episodes: int = Field(
-        default=8, ge=1, le=1024, description="Episodes that are played at once with EVAL_HEAD_ENDPOINT."
+        default=8, ge=1, le=1024, description="Episodes played at once with EVAL_HEAD_ENDPOINT."
     )
     environment_push_total: int | None = Field(
-        default=None, ge=1, description="Episodes to play with EVAL_HEAD_ENDPOINT; default without end."
+        default=None, ge=1, description="Episodes to play with EVAL_HEAD_ENDPOINT; by default without end."
     )
     environment_push_policy: str | None = Field(
-        default=None, min_length=1, max_length=100, description="Which of the head's policies plays; default its first."
+        default=None, min_length=1, max_length=100, description="The head's policy that plays; default its first."
     )
     environment_push_seed: int = Field(
         default=0, ge=0, lt=2**31, description="Seed of the first episode played with EVAL_HEAD_ENDPOINT."
@@ -73,5 +70,5 @@ class EnvironmentSettings(Settings):
 
 
 def default_name() -> str:
-    """The machine's name, without what a name may not have."""
+    """Return the machine's name without the characters that a server's name may not have."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).strip(".-_")[:100] or "environment-server"

@@ -13,14 +13,14 @@ from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, 
 
 
 class UnsupportedSpaceError(ValueError):
-    """Observations or actions of this kind have no form on the wire."""
+    """A space of observations or actions that has no form on the wire."""
 
 
 def state_spec(space: gymnasium.Space[Any]) -> StateSpec:
-    """What the states of an observation space are: a Box keeps its shape, anything else is flattened to a vector.
+    """Describe the states of an observation space. A Box keeps its shape; any other space is flattened to a vector.
 
     Raises:
-        UnsupportedSpaceError: it has no vector of fixed length.
+        UnsupportedSpaceError: the space has no vector of fixed length.
     """
     if isinstance(space, spaces.Box):
         return StateSpec(kind=StateKind.NUMBERS, shape=list(space.shape))
@@ -34,7 +34,7 @@ def state_spec(space: gymnasium.Space[Any]) -> StateSpec:
 
 
 def action_spec(space: gymnasium.Space[Any]) -> ActionSpec:
-    """What the actions of an action space are.
+    """Describe the actions of an action space.
 
     Raises:
         UnsupportedSpaceError: they are neither an index, indices nor numbers.
@@ -49,10 +49,10 @@ def action_spec(space: gymnasium.Space[Any]) -> ActionSpec:
 
 
 def encode_state(space: gymnasium.Space[Any], observation: Any) -> State:
-    """An observation as JSON has it.
+    """Return an observation as JSON has it, nested lists of numbers in the shape of ``state_spec``.
 
     Raises:
-        EnvironmentBrokenError: it is not finite.
+        EnvironmentBrokenError: the observation is not finite.
     """
     array = np.asarray(observation if isinstance(space, spaces.Box) else spaces.flatten(space, observation))
     if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -62,35 +62,28 @@ def encode_state(space: gymnasium.Space[Any], observation: Any) -> State:
 
 
 def decode_action(space: gymnasium.Space[Any], action: Action) -> Any:
-    """An action as the environment takes it. Numbers beyond a Box's bounds are clipped to them.
+    """Return an action as the environment takes it. Numbers beyond a Box's bounds are clipped to them.
 
     Raises:
-        ActionRefusedError: it is not of the space.
+        ActionRefusedError: the space does not contain the action.
     """
+    shown = repr(action) if len(repr(action)) <= 60 else repr(action)[:60] + "..."
     if isinstance(space, spaces.Discrete):
         if isinstance(action, bool) or not isinstance(action, int) or not space.contains(np.int64(action)):
-            raise ActionRefusedError(
-                f"the action is {_shown(action)}; allowed is a whole number from {space.start} to "
-                f"{space.start + space.n - 1}"
-            )
+            last = space.start + space.n - 1
+            raise ActionRefusedError(f"the action is {shown}; allowed is a whole number from {space.start} to {last}")
         return np.int64(action)
-    kind = "whole numbers" if not isinstance(space, spaces.Box) else "numbers"
-    shape = list(space.shape or ())
     try:
         array = np.asarray(action)
     except ValueError:
         array = np.empty(0, dtype=object)
-    if list(array.shape) != shape or array.dtype.kind not in "iuf":
-        raise ActionRefusedError(f"the action is {_shown(action)}; allowed are {kind} of shape {shape}")
+    if array.shape != space.shape or array.dtype.kind not in "iuf":
+        kind, shape = "numbers" if isinstance(space, spaces.Box) else "whole numbers", list(space.shape or ())
+        raise ActionRefusedError(f"the action is {shown}; allowed are {kind} of shape {shape}")
     if isinstance(space, spaces.Box):
         if not np.isfinite(array).all():
-            raise ActionRefusedError("the action has numbers that are not finite")
+            raise ActionRefusedError("the action has numbers that are not finite; allowed are finite ones")
         return np.clip(array, space.low, space.high).astype(space.dtype)
     if array.dtype.kind == "f" or not space.contains(array.astype(space.dtype)) or array.min(initial=0) < 0:
-        raise ActionRefusedError(f"the action is {_shown(action)}; allowed are {kind} of {space}")
+        raise ActionRefusedError(f"the action is {shown}; allowed are whole numbers of {space}")
     return array.astype(space.dtype)
-
-
-def _shown(action: Action) -> str:
-    text = repr(action)
-    return text if len(text) <= 60 else text[:60] + "..."

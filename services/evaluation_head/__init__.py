@@ -1,1 +1,1 @@
-"""The evaluation head: serves policies to environment servers in batches, and shows what happens."""
+"""The evaluation head serves policies to environment servers in batches, and shows the results on a dashboard."""

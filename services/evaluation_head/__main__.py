@@ -1,10 +1,10 @@
-"""Runs the evaluation head: ``python -m services.evaluation_head``."""
+"""Run the evaluation head: ``python -m services.evaluation_head``."""
 
 from __future__ import annotations
 
 import sys
 
-import websockets  # noqa: F401  # uvicorn serves /ws and the dashboard with it, and does without in silence
+import websockets  # noqa: F401  # uvicorn serves /ws with it, and without it leaves /ws out silently
 
 from services.core import endpoints
 from services.evaluation_head.app import create_app

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from fastapi.responses import Response
@@ -18,19 +17,13 @@ from services.protocol.evaluation import DiscoveryReply, EvaluateReply, Evaluate
 MAX_BODY_BYTES = 16 * 2**20
 
 
-def create_app(settings: HeadSettings, sources: list[Source] | None = None) -> FastAPI:
-    """The evaluation head; ``sources`` are where it looks for servers, by default what the settings say."""
+def create_app(settings: HeadSettings, sources: Mapping[str, Source] | None = None) -> FastAPI:
+    """Return the evaluation head's application, which looks for servers in ``sources``, by default the settings'."""
     head = Head(settings, sources)
-
-    @asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with head.running():
-            yield
-
     app = create_service_app(
         SERVICE,
         settings=settings,
-        lifespan=lifespan,
+        lifespan=head.running,
         health=lambda: head.health,
         stats=head.stats,
         description=__doc__ or "",
@@ -41,17 +34,17 @@ def create_app(settings: HeadSettings, sources: list[Source] | None = None) -> F
 
     @app.post("/evaluate", response_model=EvaluateReply)
     async def post_evaluate(request: EvaluateRequest) -> Response:
-        """Actions for one state or many, in order; reports of episodes that have ended."""
+        """Return actions for one state or many, in order; take reports of episodes that have ended."""
         return model_response(await head.evaluate(request))
 
     @app.get("/discovered", response_model=DiscoveryReply)
     async def get_discovered() -> Response:
-        """The environment servers that were found when they were last looked for."""
+        """Return the environment servers that the last look found."""
         return model_response(head.discovery.reply())
 
     @app.post("/discover", response_model=DiscoveryReply)
     async def post_discover() -> Response:
-        """Looks for environment servers, and answers when that is done."""
+        """Look for environment servers and return them."""
         await head.discovery.look()
         return model_response(head.discovery.reply())
 

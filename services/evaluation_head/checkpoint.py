@@ -1,12 +1,12 @@
-"""Torch policies as files: a module exported with a free batch dimension, and what its states and actions are.
+"""Torch policies as files: a module exported with a free batch dimension, and the form of its states and actions.
 
-``policy.pt2`` is what ``torch.export`` writes, so a head needs none of the code that made the module. Versions lie as
-``v000001/policy.pt2`` below one directory and are renamed into place, as a policy store has them.
+``policy.pt2`` is written by ``torch.export``, so a head needs none of the code that made the module. Versions lie as
+``v000001/policy.pt2`` below one directory, which is a policy store.
 """
 
 from __future__ import annotations
 
-import os
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from torch.export import Dim
 
+from services.core.files import atomic_write
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 from services.weights.policy_store import PolicyStore
 
@@ -26,11 +27,11 @@ MAX_BATCH = 65_536
 
 
 class CheckpointError(ValueError):
-    """What lies there is no policy; the message says what and why."""
+    """A file that is not a usable policy; the message says why."""
 
 
 class PolicySpec(BaseModel):
-    """What goes in and what comes out: scores of the indices (the highest wins), or the numbers themselves."""
+    """The form of a module's input and output: scores of the indices, of which the highest wins, or numbers."""
 
     state: StateSpec
     action: ActionSpec
@@ -48,13 +49,13 @@ class PolicySpec(BaseModel):
 
     @property
     def output_shape(self) -> list[int]:
-        """What the module gives for one state."""
+        """Shape of the module's output for one state."""
         return [self.action.count or 0] if self.action.kind is ActionKind.INDEX else self.action.shape
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint file: ``stamp`` changes when another one lies there."""
+    """A checkpoint file; ``stamp`` changes when the file is replaced."""
 
     version: int | None
     file: Path
@@ -63,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A policy that is ready to run."""
+    """A policy on its device, ready to run."""
 
     spec: PolicySpec
     module: torch.nn.Module
@@ -72,7 +73,7 @@ class Loaded:
 
     @torch.inference_mode()
     def decide(self, states: NDArray[np.float32]) -> tuple[list[Any], list[bool]]:
-        """An action for each of ``states`` [batch, *shape], and whether what the module gave for it is finite."""
+        """Return an action for each of ``states`` [batch, *shape], and whether the module's output for it is finite."""
         output = self.module(torch.from_numpy(states).to(self.device)).float()
         finite = output.isfinite().reshape(len(states), -1).all(dim=1)
         is_index = self.spec.action.kind is ActionKind.INDEX
@@ -81,16 +82,16 @@ class Loaded:
 
 
 def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: ActionSpec) -> None:
-    """Writes ``module`` to ``path``, whole or not at all.
+    """Write ``module`` to ``path``, whole or not at all.
 
     Args:
         module: takes float32 states [batch, *state.shape]; gives scores [batch, count] or numbers [batch, *shape].
         path: the ``.pt2`` file.
-        state: its shape.
-        action: an index or numbers.
+        state: the form of the states, which are numbers.
+        action: the form of the actions, an index or numbers.
 
     Raises:
-        ValueError: the module gives something else than ``action`` says.
+        ValueError: the module's output does not have the form of ``action``.
     """
     module = module.eval()
     spec = PolicySpec(state=state, action=action, parameters=sum(p.numel() for p in module.parameters()))
@@ -100,26 +101,26 @@ def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: A
         if list(output.shape) != [2, *spec.output_shape]:
             raise ValueError(f"the module gives {list(output.shape)} for 2 states; needed is {[2, *spec.output_shape]}")
         exported = torch.export.export(module, (example,), dynamic_shapes=({0: Dim("batch", min=1, max=MAX_BATCH)},))
+    content = io.BytesIO()
+    torch.export.save(exported, content, extra_files={_SPEC: spec.model_dump_json()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    hidden = path.with_name(f".{os.getpid()}-{path.name}")
-    torch.export.save(exported, hidden, extra_files={_SPEC: spec.model_dump_json()})
-    hidden.rename(path)
+    atomic_write(path, content.getvalue())
 
 
 def publish_policy(
     module: torch.nn.Module, directory: Path, version: int, state: StateSpec, action: ActionSpec
 ) -> Path:
-    """Writes ``module`` as ``version`` below ``directory``, where a running head finds it; returns the file."""
+    """Write ``module`` as ``version`` below ``directory``, where a running head finds it; return the file."""
     store = PolicyStore(directory)
     save_policy(module, store.begin(version) / FILE_NAME, state, action)
     return store.commit(version) / FILE_NAME
 
 
 def find(target: Path) -> Source:
-    """The file that ``target`` stands for now: itself, or the newest version below it.
+    """Return the file that ``target`` stands for now: itself, or the newest version below it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such file.
     """
     file = target
     try:
@@ -135,10 +136,10 @@ def find(target: Path) -> Source:
 
 
 def load(source: Source, device: torch.device) -> Loaded:
-    """Reads a checkpoint and tries it on one state and on several.
+    """Read a checkpoint and try it on one state and on several.
 
     Raises:
-        CheckpointError: it is no policy, or does not give what it says.
+        CheckpointError: the file is not a policy, or its output does not have the form that it says.
     """
     about = {_SPEC: ""}
     try:
@@ -149,7 +150,7 @@ def load(source: Source, device: torch.device) -> Loaded:
         raise CheckpointError(
             f"{source.file} was not written by save_policy: its {_SPEC} is not right ({why})"
         ) from error
-    # torch raises whatever its readers meet in a file that is damaged or something else.
+    # torch raises errors of many types for a file that is damaged or something else.
     except Exception as error:
         raise CheckpointError(f"{source.file} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
     for count in (1, 3):

@@ -12,12 +12,13 @@ from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 from fastapi.responses import FileResponse, RedirectResponse, Response
 
 from services import run_page
+from services.core.tasks import run_until_first_ends
 from services.evaluation_head.head import Head
 from services.run_page.routes import HEADERS
 
 STATIC = Path(__file__).parent / "static"
 SHARED = Path(run_page.__file__).parent / "static"
-# The parts that the run page has too: there is one style, one chart and one way to write a number.
+# Shared with the run page, so that both have one style, one chart and one way to write a number.
 _SHARED_FILES = (
     "style.css",
     *("api.js", "chart.js", "colors.js", "dom.js", "download.js", "format.js", "paint.js", "picture.js", "series.js"),
@@ -27,17 +28,17 @@ FILES: dict[str, Path] = {
     **{path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css")},
 }
 PUBLIC = ("/", "/dashboard", *(f"/static/{name}" for name in FILES))
-"""What a browser may load before it has been given the token: it contains no data."""
+"""Paths that a browser may load before it has the token; they contain no data."""
 
 TOKEN_SECONDS = 10.0
 SEND_SECONDS = 10.0
 MAX_WATCHERS = 200
-# Beyond 1013 of RFC 6455: what a refused client is told.
+# Close codes for refused clients, from the range 4000 to 4999 that RFC 6455 leaves to applications.
 REFUSED, BUSY = 4401, 4429
 
 
 def add_dashboard(app: FastAPI, head: Head) -> None:
-    """Adds the page and ``/ws`` to an application made with ``public=PUBLIC``."""
+    """Add the page and ``/ws`` to an application made with ``public=PUBLIC``."""
     token = head.settings.token
     page = (STATIC / "dashboard.html").read_text()
     page = page.replace('data-asks-token="false"', f'data-asks-token="{str(token is not None).lower()}"')
@@ -49,7 +50,7 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
 
     @app.get("/dashboard", tags=["dashboard"], response_class=Response)
     async def get_dashboard() -> Response:
-        """The dashboard, a page for a browser."""
+        """Return the dashboard, a page for a browser."""
         return Response(page, media_type="text/html", headers=HEADERS)
 
     for name, path in FILES.items():
@@ -58,17 +59,20 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
     @app.websocket("/ws")
     async def watch(socket: WebSocket) -> None:
         await socket.accept()
-        if not await _is_let_in(socket, token):
+        if not await _has_token(socket, token):
             await socket.close(REFUSED, 'send the token, {"token": JOBGROUP_TOKEN}, first')
             return
         if len(watchers) >= MAX_WATCHERS:
             await socket.close(BUSY, f"{MAX_WATCHERS} watch already")
             return
         watchers.add(socket)
+        draining = app.state.lifecycle.draining
         try:
-            await _tell(socket, head, app.state.lifecycle.draining)
+            await run_until_first_ends(_send(socket, head), _receive(socket), draining.wait())
+            if draining.is_set():
+                await socket.close(1001, "the head ends")
         except (WebSocketDisconnect, TimeoutError, RuntimeError):
-            pass  # it left, or is too slow to be told
+            pass  # the client left, or reads too slowly
         finally:
             watchers.discard(socket)
 
@@ -79,8 +83,8 @@ def _add_file(app: FastAPI, name: str, path: Path) -> None:
         return FileResponse(path, headers=HEADERS)
 
 
-async def _is_let_in(socket: WebSocket, token: str | None) -> bool:
-    """Whether the client has the token: in its header, or, as browsers cannot, in its first message."""
+async def _has_token(socket: WebSocket, token: str | None) -> bool:
+    """Return whether the client has the token, in its header or, as browsers cannot set one, in its first message."""
     if token is None:
         return True
     given = socket.headers.get("authorization", "")
@@ -94,26 +98,20 @@ async def _is_let_in(socket: WebSocket, token: str | None) -> bool:
     return hmac.compare_digest(given.encode(), f"Bearer {token}".encode())
 
 
-async def _tell(socket: WebSocket, head: Head, draining: asyncio.Event) -> None:
-    """Sends statistics as they come: the history first, then what is new."""
-    told = 0.0
-    leaving = asyncio.ensure_future(_left(socket))
-    try:
-        while not leaving.done() and not draining.is_set():
-            points = head.history.since(told)
-            told = points[-1]["time"] if points else told
-            message: dict[str, Any] = {"stats": head.stats(), "history": points}
-            async with asyncio.timeout(SEND_SECONDS):
-                await socket.send_text(orjson.dumps(message).decode())
-            news = asyncio.ensure_future(head.history.added.wait())
-            await asyncio.wait({leaving, news}, return_when=asyncio.FIRST_COMPLETED)
-            news.cancel()
-        if not leaving.done():
-            await socket.close(1001, "the head ends")
-    finally:
-        leaving.cancel()
+async def _send(socket: WebSocket, head: Head) -> None:
+    """Send statistics as they come: first with the whole history, then with new points only."""
+    sent = 0.0
+    while True:
+        added = head.history.added
+        points = head.history.since(sent)
+        sent = points[-1]["time"] if points else sent
+        message: dict[str, Any] = {"stats": head.stats(), "history": points}
+        async with asyncio.timeout(SEND_SECONDS):
+            await socket.send_text(orjson.dumps(message).decode())
+        await added.wait()
 
 
-async def _left(socket: WebSocket) -> None:
+async def _receive(socket: WebSocket) -> None:
+    """Return when the client disconnects."""
     while (await socket.receive())["type"] != "websocket.disconnect":
         pass

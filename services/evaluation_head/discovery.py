@@ -1,82 +1,70 @@
-"""Finds environment servers: at given addresses, and among SkyPilot's clusters and services."""
+"""Finds environment servers by asking each source: given addresses, SkyPilot's clusters, SkyServe's services."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from urllib.parse import urlsplit
 
 from prometheus_client import Counter
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
+from services.evaluation_head import skypilot
+from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import DiscoveredServer, DiscoveryReply
 
 log = get_logger(__name__)
 
 FAILED = Counter("head_discovery_failed", "Looks for environment servers that failed, by source.", ["source"])
 
+INTERVAL_SECONDS = 30.0
+"""Time between two looks: a new server takes minutes to start, and SkyPilot's API server seconds to answer."""
+TIMEOUT_SECONDS = 60.0
+"""Limit of one source's answer."""
 
-class DiscoveryError(Exception):
-    """A source could not be asked; the message says why."""
-
-
-class Source(Protocol):
-    """Somewhere to look for servers."""
-
-    name: str
-
-    def find(self) -> list[DiscoveredServer]:
-        """The servers there are now; may block.
-
-        Raises:
-            DiscoveryError: they are not to be had.
-        """
-        ...
+Source = Callable[[], list[DiscoveredServer]]
+"""Returns the servers that there are now; may block. Raises DiscoveryError where it cannot tell."""
 
 
-class Addresses:
-    """Servers at addresses that are given, whether or not they are up."""
+def sources_of(settings: HeadSettings) -> dict[str, Source]:
+    """Return the sources that the settings name."""
+    sources: dict[str, Source] = {}
+    if settings.addresses:
+        sources["addresses"] = partial(given_servers, settings.addresses)
+    if settings.skypilot_api_server_endpoint is not None:
+        sources["clusters"] = partial(skypilot.find_clusters, settings.game_server_prefix, settings.game_server_port)
+        sources["services"] = partial(skypilot.find_replicas, settings.game_server_prefix)
+    return sources
 
-    name = "addresses"
 
-    def __init__(self, urls: Sequence[str]) -> None:
-        self._urls = urls
-
-    def find(self) -> list[DiscoveredServer]:
-        """See Source."""
-        return [
-            DiscoveredServer(name=urlsplit(url).netloc, source="address", status="given", url=url) for url in self._urls
-        ]
+def given_servers(urls: Sequence[str]) -> list[DiscoveredServer]:
+    """Return the servers at given addresses, whether or not they are up."""
+    return [DiscoveredServer(name=urlsplit(url).netloc, source="address", status="given", url=url) for url in urls]
 
 
 class Discovery:
-    """Looks everywhere at an interval and on demand. A source that fails keeps what it gave before."""
+    """Asks the sources at an interval and on demand. A source that fails keeps its former servers."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        *,
+        sources: Mapping[str, Source],
         prefix: str | None,
-        interval: float,
-        timeout: float,
         on_change: Callable[[list[DiscoveredServer]], None],
     ) -> None:
         self._sources = sources
         self._prefix = prefix
-        self._interval = interval
-        self._timeout = timeout
         self._on_change = on_change
         self._found: dict[str, list[DiscoveredServer]] = {}
         self._errors: dict[str, str] = {}
         self._asked: float | None = None
-        self._pass: asyncio.Task[None] | None = None
+        self._look: asyncio.Task[None] | None = None
         self._pending: dict[str, asyncio.Future[list[DiscoveredServer]]] = {}
 
     def reply(self) -> DiscoveryReply:
-        """What was found last."""
+        """Return the servers found last."""
         return DiscoveryReply(
             enabled=bool(self._sources),
             prefix=self._prefix,
@@ -87,43 +75,43 @@ class Discovery:
 
     @property
     def servers(self) -> list[DiscoveredServer]:
-        """All servers found, each name once: the first source that has it wins."""
+        """All servers found. Of two with one name the first source's counts."""
         found: dict[str, DiscoveredServer] = {}
         for source in self._sources:
-            for server in self._found.get(source.name, []):
+            for server in self._found.get(source, []):
                 found.setdefault(server.name, server)
         return list(found.values())
 
     async def run(self) -> None:
-        """Looks at the interval until cancelled."""
+        """Look for servers at the interval until cancelled."""
         while True:
             await self.look()
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(INTERVAL_SECONDS)
 
     async def look(self) -> None:
-        """Looks everywhere; those who ask while one looks already wait for the same."""
-        if self._pass is None or self._pass.done():
-            self._pass = asyncio.create_task(self._look())
-        await asyncio.shield(self._pass)
+        """Ask all sources. Callers that come meanwhile wait for the same look."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._ask_all())
+        await asyncio.shield(self._look)
 
-    async def _look(self) -> None:
-        await asyncio.gather(*(self._ask(source) for source in self._sources))
+    async def _ask_all(self) -> None:
+        await asyncio.gather(*(self._ask(name, source) for name, source in self._sources.items()))
         self._asked = time.monotonic()
         self._on_change(self.servers)
 
-    async def _ask(self, source: Source) -> None:
-        # A call that hangs cannot be ended: no second one is made beside it.
-        pending = self._pending.get(source.name)
+    async def _ask(self, name: str, source: Source) -> None:
+        # A call that hangs cannot be ended, so no second one is made beside it.
+        pending = self._pending.get(name)
         if pending is None or pending.done():
-            pending = self._pending[source.name] = asyncio.ensure_future(in_background(source.find))
+            pending = self._pending[name] = asyncio.ensure_future(in_background(source))
         try:
-            async with asyncio.timeout(self._timeout):
-                self._found[source.name] = await asyncio.shield(pending)
-        except (TimeoutError, DiscoveryError) as error:
-            reason = str(error) or f"no answer within {self._timeout:g} s (DISCOVERY_TIMEOUT_SECONDS)"
-            FAILED.labels(source.name).inc()
-            if self._errors.get(source.name) != reason:
-                log.warning("servers cannot be looked for", source=source.name, error=reason)
-            self._errors[source.name] = reason
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                self._found[name] = await asyncio.shield(pending)
+        except (TimeoutError, skypilot.DiscoveryError) as error:
+            reason = str(error) or f"no answer within {TIMEOUT_SECONDS:g} s; is the API server overloaded?"
+            FAILED.labels(name).inc()
+            if self._errors.get(name) != reason:
+                log.warning("servers cannot be looked for", source=name, error=reason)
+            self._errors[name] = reason
         else:
-            self._errors.pop(source.name, None)
+            self._errors.pop(name, None)

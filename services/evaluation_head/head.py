@@ -1,63 +1,59 @@
-"""The head as a whole: policies, accounts, discovery, driver, statistics, and how a request passes through them."""
+"""The head: policies, registry, discovery, driver and statistics, and how a request passes through them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+
 from services.core.errors import ConfigurationError
-from services.core.logs import get_logger
-from services.evaluation_head import skypilot
-from services.evaluation_head.discovery import Addresses, Discovery, Source
+from services.evaluation_head.discovery import Discovery, Source, sources_of
 from services.evaluation_head.driver import Driver
 from services.evaluation_head.language_policy import LanguagePolicy
-from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
-from services.evaluation_head.registry import Accounts, NameTakenError, TooManyServersError
+from services.evaluation_head.policy import OverloadedError, Policy, StatesRefusedError
+from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
-from services.evaluation_head.statistics import History, Meter
+from services.evaluation_head.statistics import History, Meter, Moments
 from services.http.problems import ProblemError
 from services.protocol import Health
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 
-log = get_logger(__name__)
-
 SERVICE = "evaluation-head"
 TICK_SECONDS = 1.0
+RELOAD_SECONDS = 5.0
+"""Time between two looks for new policy versions, which take minutes to make."""
 
 
 class Head:
-    """What the routes serve from."""
+    """The state behind the routes."""
 
-    def __init__(self, settings: HeadSettings, sources: list[Source] | None = None) -> None:
+    def __init__(self, settings: HeadSettings, sources: Mapping[str, Source] | None = None) -> None:
+        """Make a head that looks for servers in ``sources``, by default those of the settings."""
         self.settings = settings
         self.policies: dict[str, Policy] = {}
-        self.accounts = Accounts(
-            silent_seconds=settings.head_silent_seconds, idle_seconds=settings.head_episode_idle_seconds
-        )
         self.meter = Meter()
+        self.registry = Registry(self.meter)
         self.history = History()
-        self.driver = Driver(settings, self.policies, self.accounts, self.meter)
+        self.driver = Driver(settings, self.policies, self.registry)
         self.discovery = Discovery(
-            _sources(settings) if sources is None else sources,
-            prefix=settings.game_server_prefix if settings.skypilot_api_server_endpoint else None,
-            interval=settings.discovery_seconds,
-            timeout=settings.discovery_timeout_seconds,
-            on_change=self.driver.update,
+            sources_of(settings) if sources is None else sources,
+            settings.game_server_prefix if settings.skypilot_api_server_endpoint else None,
+            self.driver.update,
         )
         self._started = time.monotonic()
-        self._before = (0, 0)
+        self._batched = (0, 0)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Loads the policies; plays and discovers until the context ends.
+    async def running(self, _app: FastAPI) -> AsyncIterator[None]:
+        """Load the policies; play and discover until the context ends.
 
         Raises:
-            ConfigurationError: there is no policy, or one cannot be loaded.
+            ConfigurationError: there is no policy, or a policy cannot be loaded.
         """
         settings = self.settings
         if not settings.policies:
@@ -72,49 +68,41 @@ class Head:
         async with AsyncExitStack() as stack:
             for name, target in settings.policies.items():
                 self.policies[name] = await stack.enter_async_context(_policy(name, target, settings))
-            tasks = [asyncio.create_task(self.discovery.run()), asyncio.create_task(self._tick())]
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    task.cancel()
-                for task in tasks:
-                    with contextlib.suppress(asyncio.CancelledError):
-                        await task
-                await self.driver.close()
+            stack.push_async_callback(self.driver.close)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            tasks = [group.create_task(self.discovery.run()), group.create_task(self._tick())]
+            tasks += [group.create_task(_keep_fresh(policy)) for policy in self.policies.values()]
+            yield
+            for task in tasks:
+                task.cancel()
 
     async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Actions for a request's states.
+        """Return actions for a request's states.
 
         Raises:
-            ProblemError: they are not to be had.
+            ProblemError: there is no such policy, the server's name is taken, or the policy gives no actions.
         """
         started = time.monotonic()
-        policy = self._policy(request.policy)
-        try:
-            server = self.accounts.pushing(request)
-        except NameTakenError as error:
-            raise ProblemError(409, str(error)) from error
-        except TooManyServersError as error:
-            raise ProblemError(429, str(error), {"Retry-After": "30"}) from error
+        policy = next(iter(self.policies.values())) if request.policy is None else self.policies.get(request.policy)
+        if policy is None:
+            raise ProblemError(404, f"no policy {request.policy!r} here; there are {list(self.policies)}")
+        server = self.registry.pushing(request)
         for report in request.finished:
-            self.accounts.finish(server, report, policy.name)
+            self.registry.finish(server, report, policy.name)
         states = request.all_states
         try:
             decisions = await policy.act(states) if states else []
-        except StatesRefusedError as error:
+        except StatesRefusedError:
             server.refused += 1
             self.meter.refused += 1
-            raise ProblemError(422, str(error)) from error
-        except OverloadedError as error:
+            raise
+        except OverloadedError:
             self.meter.overloaded += 1
-            raise ProblemError(
-                429, f"{error}; ask again after Retry-After", {"Retry-After": str(error.retry_after)}
-            ) from error
-        except PolicyFailedError as error:
-            raise ProblemError(500, str(error)) from error
-        self.accounts.played(server, policy.name, len(states), request.episodes or ())
-        self.meter.answered(len(states), time.monotonic() - started)
+            raise
+        # Meanwhile the server's record may have been merged with the record of a discovered server, or dropped.
+        server = self.registry.pushing(request)
+        self.registry.played(server, policy.name, request.episodes or (), len(states))
+        self.meter.count_request(time.monotonic() - started)
         actions = [decision.action for decision in decisions]
         return EvaluateReply.model_construct(
             policy=policy.name,
@@ -123,70 +111,75 @@ class Head:
             action=actions[0] if request.state is not None else None,
         )
 
-    def _policy(self, name: str | None) -> Policy:
-        if name is None:
-            return next(iter(self.policies.values()))
-        if name not in self.policies:
-            raise ProblemError(404, f"no policy {name!r} here; there are {list(self.policies)}")
-        return self.policies[name]
-
     @property
     def health(self) -> Health:
-        """Unhealthy when a policy does not come back."""
-        hung = [name for name, policy in self.policies.items() if getattr(policy, "is_hung", False)]
+        """Unhealthy when a policy hangs."""
+        hung = [name for name, policy in self.policies.items() if policy.is_hung]
         about = {"policies": list(self.policies), **({"hung": hung} if hung else {})}
         return Health(status="unhealthy" if hung else "healthy", service=SERVICE, **about)
 
     def stats(self) -> dict[str, Any]:
-        """The content of GET /stats, and of what /ws sends."""
-        accounts = self.accounts
+        """Return the content of GET /stats and of the messages that /ws sends."""
+        registry = self.registry
         return {
             "time": time.time(),
             "uptime_seconds": round(time.monotonic() - self._started, 1),
             **self.meter.window(),
             "requests": self.meter.requests,
-            "states": accounts.states,
+            "states": self.meter.states,
             "refused": self.meter.refused,
             "overloaded": self.meter.overloaded,
             "episodes": {
-                "active": accounts.active,
-                "finished": accounts.finished,
-                "lost": accounts.lost,
-                "reported_again": accounts.repeated,
+                "active": registry.active,
+                "finished": registry.returns.count,
+                "lost": registry.lost,
+                "reported_again": registry.repeated,
             },
-            "returns": accounts.returns.as_dict(),
+            "returns": registry.returns.as_dict(),
             "policies": [
-                {"name": name, "kind": policy.kind, "trouble": policy.trouble, **policy.stats()}
+                {
+                    "name": name,
+                    "kind": policy.kind,
+                    "trouble": "a batch computes for too long; restart the head" if policy.is_hung else policy.trouble,
+                    **policy.stats(),
+                }
                 for name, policy in self.policies.items()
             ],
-            "servers": accounts.rows(),
+            "servers": [server.row() for _, server in sorted(registry.servers.items())],
             "discovery": self.discovery.reply().model_dump(),
         }
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.accounts.drop_idle()
+            self.registry.drop_idle()
             self.history.add(self._point())
+            self.registry.newest_returns = Moments()
 
     def _point(self) -> dict[str, Any]:
-        window, now = self.meter.window(), time.time()
-        batches = sum(p.stats().get("batches", 0) for p in self.policies.values())
-        states = sum(p.stats().get("states", 0) for p in self.policies.values() if "batches" in p.stats())
-        new_batches, new_states = batches - self._before[0], states - self._before[1]
-        self._before = (batches, states)
-        ended = [value for moment, value in self.accounts.recent if moment > now - TICK_SECONDS]
+        """Return the newest point of the dashboard's plots."""
+        stats = self.stats()
+        batching = [policy for policy in stats["policies"] if "batches" in policy]
+        batched = (sum(policy["batches"] for policy in batching), sum(policy["states"] for policy in batching))
+        batches, states = batched[0] - self._batched[0], batched[1] - self._batched[1]
+        self._batched = batched
         return {
-            "time": now,
-            "requests_per_second": window["requests_per_second"],
-            "states_per_second": window["states_per_second"],
-            "latency_p50": window["latency_ms"]["p50"],
-            "latency_p95": window["latency_ms"]["p95"],
-            "batch_size": new_states / new_batches if new_batches else None,
-            "active": self.accounts.active,
-            "finished": self.accounts.finished,
-            "mean_return": sum(ended) / len(ended) if ended else None,
+            "time": stats["time"],
+            "requests_per_second": stats["requests_per_second"],
+            "states_per_second": stats["states_per_second"],
+            "latency_p50": stats["latency_ms"]["p50"],
+            "latency_p95": stats["latency_ms"]["p95"],
+            "batch_size": states / batches if batches else None,
+            "active": stats["episodes"]["active"],
+            "finished": stats["episodes"]["finished"],
+            "mean_return": self.registry.newest_returns.as_dict()["mean"],
         }
+
+
+async def _keep_fresh(policy: Policy) -> None:
+    while True:
+        await asyncio.sleep(RELOAD_SECONDS)
+        await policy.refresh()
 
 
 def _policy(name: str, target: str, settings: HeadSettings) -> Policy:
@@ -196,13 +189,3 @@ def _policy(name: str, target: str, settings: HeadSettings) -> Policy:
     from services.evaluation_head.torch_policy import TorchPolicy
 
     return TorchPolicy(name, Path(target), settings)
-
-
-def _sources(settings: HeadSettings) -> list[Source]:
-    sources: list[Source] = []
-    if settings.addresses:
-        sources.append(Addresses(settings.addresses))
-    if settings.skypilot_api_server_endpoint is not None:
-        sources.append(skypilot.Clusters(settings.game_server_prefix, settings.game_server_port))
-        sources.append(skypilot.Services(settings.game_server_prefix))
-    return sources

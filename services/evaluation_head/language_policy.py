@@ -1,6 +1,6 @@
-"""A language model as a policy: states are conversations, actions what the model says next.
+"""A language model as a policy: states are conversations, an action is the model's next message.
 
-The rollout servers batch by themselves, continuously, so conversations go to them as they come, up to a bound.
+Rollout servers batch continuously by themselves, so conversations are sent as they come, up to a bound.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from services.core.errors import DependencyLostError
+from services.evaluation_head import policy
 from services.evaluation_head.policy import Decision, OverloadedError, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
 
 MAX_CHARACTERS = 1_000_000
+"""Characters of one conversation: more than any model's context, and little enough to tokenise."""
+ANSWER_SECONDS = 120.0
+"""Limit of one answer, with retries and the wait for a place in the rollout server's batch."""
+VERSION_SECONDS = 5.0
+"""Limit of one request for the version of the weights, which a busy rollout server answers, too."""
 
 
 class _Turn(BaseModel):
@@ -48,7 +54,7 @@ class _ModelInfo(BaseModel):
 
 
 class LanguagePolicy(Policy):
-    """What a rollout server or router at ``url`` answers on its OpenAI routes."""
+    """The model of a rollout server or router at ``url``, through its OpenAI routes."""
 
     kind = "language model"
 
@@ -60,46 +66,37 @@ class LanguagePolicy(Policy):
             url,
             token=settings.token,
             service="rollout-server",
-            timeout=settings.head_llm_seconds,
-            deadline=settings.head_llm_seconds,
+            timeout=ANSWER_SECONDS,
+            deadline=ANSWER_SECONDS,
             max_connections=settings.head_llm_concurrency + 4,
         )
         self._version: int | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._trouble: str | None = None
-        self.waiting = 0
-        self.states = 0
-        self.truncated = 0
+        self._waiting = 0
+        self._states = 0
+        self._truncated = 0
 
     async def __aenter__(self) -> LanguagePolicy:
         await self._http.__aenter__()
-        await self._look()
-        self._watching = asyncio.create_task(self._watch())
+        await self.refresh()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        await self._http.__aexit__(None, None, None)
+        await self._http.__aexit__()
 
     async def act(self, states: Sequence[State]) -> list[Decision]:
         """See Policy."""
-        conversations = [self._conversation(i, state) for i, state in enumerate(states)]
-        if self.waiting + len(states) > self._settings.head_max_waiting and self.waiting:
-            raise OverloadedError(
-                f"{self.waiting} conversations wait already, allowed are {self._settings.head_max_waiting} "
-                "(HEAD_MAX_WAITING)",
-                retry_after=5,
-            )
-        self.waiting += len(states)
+        conversations = [_conversation(i, state) for i, state in enumerate(states)]
+        if self._waiting and self._waiting + len(states) > policy.MAX_WAITING:
+            raise OverloadedError(self._waiting, retry_after=5)
+        self._waiting += len(states)
         try:
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(self._answer(conversation)) for conversation in conversations]
         except* (PolicyFailedError, StatesRefusedError) as errors:
-            # The first says why; the others were cancelled with it.
+            # The first error is the reason; the other conversations were cancelled with it.
             raise errors.exceptions[0] from None
         finally:
-            self.waiting -= len(states)
+            self._waiting -= len(states)
         return [answer.result() for answer in answers]
 
     def misfit(self, environment: EnvironmentInfo) -> str | None:
@@ -108,35 +105,26 @@ class LanguagePolicy(Policy):
             return f"policy {self.name!r} is a language model, {environment.id} is not a conversation"
         return None
 
-    @property
-    def trouble(self) -> str | None:
-        """See Policy."""
-        return self._trouble
-
     def stats(self) -> dict[str, Any]:
         """See Policy."""
         return {
             "version": self._version,
             "url": self._http.url,
-            "waiting": self.waiting,
-            "states": self.states,
-            "truncated": self.truncated,
+            "waiting": self._waiting,
+            "states": self._states,
+            "truncated": self._truncated,
         }
 
-    def _conversation(self, index: int, state: State) -> list[dict[str, str]]:
+    async def refresh(self) -> None:
+        """See Policy."""
         try:
-            turns = _Conversation.validate_python(state)
-        except ValidationError as error:
-            first = error.errors(include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "it"
-            raise StatesRefusedError(
-                f'state {index} is no list of messages {{"role", "content"}}: {where}: {first["msg"]}'
-            ) from error
-        if not turns:
-            raise StatesRefusedError(f"state {index} has no message")
-        if (size := sum(len(turn.content) for turn in turns)) > MAX_CHARACTERS:
-            raise StatesRefusedError(f"state {index} has {size} characters; allowed are {MAX_CHARACTERS}")
-        return [turn.model_dump() for turn in turns]
+            reply = await self._http.send_once("GET", "/model_info", seconds=VERSION_SECONDS)
+            version = str(_ModelInfo.model_validate_json(reply.content).weight_version)
+        except (DependencyLostError, ValidationError) as error:
+            self.trouble = f"the rollout server does not tell its weights: {error}"[:300]
+        else:
+            self.trouble = None
+            self._version = int(version) if version.isdecimal() else None
 
     async def _answer(self, messages: list[dict[str, str]]) -> Decision:
         payload = {
@@ -156,25 +144,23 @@ class LanguagePolicy(Policy):
         choice = reply.choices[0]
         if choice.finish_reason == "abort" or choice.message.content is None:
             raise PolicyFailedError(f"the rollout server gave no text (finish_reason {choice.finish_reason!r})")
-        self.states += 1
-        self.truncated += choice.finish_reason == "length"
-        # Weights that changed meanwhile chose parts of the answer: then no one version did.
+        self._states += 1
+        self._truncated += choice.finish_reason == "length"
+        # If the weights changed meanwhile, no single version chose the answer.
         return Decision(choice.message.content, version if version == self._version else None)
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.head_reload_seconds)
-            await self._look()
 
-    async def _look(self) -> None:
-        """Asks which version of the weights answers."""
-        try:
-            info = _ModelInfo.model_validate_json(
-                (await self._http.send_once("GET", "/model_info", seconds=5.0)).content
-            )
-        except (DependencyLostError, ValidationError) as error:
-            self._trouble = f"the rollout server does not tell its weights: {error}"[:300]
-            return
-        self._trouble = None
-        text = str(info.weight_version)
-        self._version = int(text) if text.isdecimal() else None
+def _conversation(index: int, state: State) -> list[dict[str, str]]:
+    try:
+        turns = _Conversation.validate_python(state)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "it"
+        raise StatesRefusedError(
+            f'state {index} is no list of messages {{"role", "content"}}: {where}: {first["msg"]}'
+        ) from error
+    if not turns:
+        raise StatesRefusedError(f"state {index} has no message")
+    if (size := sum(len(turn.content) for turn in turns)) > MAX_CHARACTERS:
+        raise StatesRefusedError(f"state {index} has {size} characters; allowed are {MAX_CHARACTERS}")
+    return [turn.model_dump() for turn in turns]

@@ -1,70 +1,85 @@
-"""What a policy is to the head: something that answers states with actions, and says which version of it did."""
+"""The interface of a policy: actions for states, each with the version that chose it; and the errors of a policy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractAsyncContextManager
+from typing import Any, NamedTuple, Self
 
+from services.http.problems import ProblemError
 from services.protocol.evaluation import Action, EnvironmentInfo, State
 
+MAX_WAITING = 4096
+"""States that may wait for one policy: as many as one request may have. More would only wait longer."""
 
-class StatesRefusedError(ValueError):
-    """The states are not such as the policy takes; the message says which, and what it takes."""
+
+class StatesRefusedError(ProblemError):
+    """States that the policy does not take; the message says which, and what the policy takes."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(422, detail)
 
 
-class OverloadedError(Exception):
-    """Too many states wait already; ``retry_after`` is in seconds."""
+class OverloadedError(ProblemError):
+    """A policy for which too many states wait; ``retry_after`` is in seconds."""
 
-    def __init__(self, message: str, retry_after: int = 1) -> None:
-        super().__init__(message)
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        detail = f"{waiting} states wait already, allowed are {MAX_WAITING}; ask again after Retry-After"
+        super().__init__(429, detail, {"Retry-After": str(retry_after)})
         self.retry_after = retry_after
 
 
-class PolicyFailedError(Exception):
-    """The policy gave no action: it raised, could not be reached, or gave what is no action."""
+class PolicyFailedError(ProblemError):
+    """A policy that gave no action: it raised, could not be reached, or its output is not an action."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(500, detail)
 
 
 class Decision(NamedTuple):
-    """An action, and the version of the policy that chose it."""
+    """An action, and the version of the policy that chose it; None where no single version did."""
 
     action: Action
     version: int | None
 
 
-class Policy(ABC):
+class Policy(AbstractAsyncContextManager["Policy"], ABC):
     """A policy under its name. An async context manager from load to end."""
 
     kind: str
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.trouble: str | None = None
+        """The policy's current problem, for the dashboard."""
+
+    @abstractmethod
+    async def __aenter__(self) -> Self: ...
+
+    @property
+    def is_hung(self) -> bool:
+        """True when the policy has computed for so long that only a restart of the head helps."""
+        return False
 
     @abstractmethod
     async def act(self, states: Sequence[State]) -> list[Decision]:
-        """One decision a state, in order.
+        """Return one decision a state, in order.
 
         Raises:
             StatesRefusedError: a state does not fit.
-            OverloadedError: too many wait.
-            PolicyFailedError: there is no action to be had.
+            OverloadedError: too many states wait.
+            PolicyFailedError: the policy gave no action.
         """
 
     @abstractmethod
+    async def refresh(self) -> None:
+        """Look for a new version and use it. A failure is reported in ``trouble`` and not raised."""
+
+    @abstractmethod
     def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """Why the policy cannot play an environment; None where it can."""
+        """Return why the policy cannot act in an environment; None where it can."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """What it has done, for /stats."""
-
-    @property
-    def trouble(self) -> str | None:
-        """What is wrong with the policy at the moment."""
-        return None
-
-    @abstractmethod
-    async def __aenter__(self) -> Policy: ...
-
-    @abstractmethod
-    async def __aexit__(self, *_: object) -> None: ...
+        """Return the policy's entry in /stats."""

@@ -1,27 +1,76 @@
 """Environment servers among the clusters and SkyServe services of a SkyPilot API server.
 
-The SDK comes in as an object, so that this file needs no SkyPilot to be read, checked or tested: what is used of it are
-``status``, ``endpoints``, ``get``, ``serve.status`` and ``exceptions``. It reads SKYPILOT_API_SERVER_ENDPOINT and
-SKYPILOT_SERVICE_ACCOUNT_TOKEN from the environment by itself.
+The SDK is a parameter, so that this module can be checked and tested without SkyPilot. It reads
+SKYPILOT_API_SERVER_ENDPOINT and SKYPILOT_SERVICE_ACCOUNT_TOKEN from the environment by itself. Used are its functions
+``status``, ``endpoints``, ``get`` and ``serve.status``, and ``exceptions``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from services.evaluation_head.discovery import DiscoveryError
 from services.protocol.evaluation import DiscoveredServer
 
 NO_SERVICES = "no live services"
+"""A part of the error by which SkyPilot says that there are no services."""
 
 
-def sdk() -> Any:
-    """SkyPilot's SDK.
+class DiscoveryError(Exception):
+    """A source that could not be asked; the message says why."""
+
+
+def find_clusters(prefix: str, port: int, sky: Any = None) -> list[DiscoveredServer]:
+    """Return the clusters whose names begin with ``prefix``: one server each, on ``port``, which the cluster opens.
 
     Raises:
-        DiscoveryError: it is not installed.
+        DiscoveryError: SkyPilot cannot tell.
     """
+    sky = sky or _sdk()
+    with _explained(sky):
+        clusters = [cluster for cluster in sky.get(sky.status(all_users=True)) if cluster.name.startswith(prefix)]
+        # All are asked for before the first is waited for, because each takes the API server a second or more.
+        asked = {c.name: sky.endpoints(c.name, port=port) for c in clusters if c.status.value == "UP"}
+        urls = {name: _endpoint(sky, request, port) for name, request in asked.items()}
+        return [
+            DiscoveredServer(name=c.name, source="cluster", status=c.status.value, url=urls.get(c.name))
+            for c in clusters
+        ]
+
+
+def find_replicas(prefix: str, sky: Any = None) -> list[DiscoveredServer]:
+    """Return the replicas of SkyServe services whose names begin with ``prefix``.
+
+    Each replica is a server, because the service's own address would send an episode's steps to any of them.
+
+    Raises:
+        DiscoveryError: SkyPilot cannot tell.
+    """
+    sky = sky or _sdk()
+    with _explained(sky):
+        try:
+            services = sky.get(sky.serve.status(None))
+        except sky.exceptions.ClusterNotUpError:
+            return []  # no controller, so no services
+        except Exception as error:
+            if NO_SERVICES in str(error).lower() and not isinstance(error, _connection_errors(sky)):
+                return []
+            raise
+        return [
+            DiscoveredServer(
+                name=f"{service['name']}/{replica['replica_id']}",
+                source="service",
+                status=replica["status"].value,
+                url=_url_of(replica["endpoint"]) if replica["status"].value == "READY" else None,
+            )
+            for service in services
+            if service["name"].startswith(prefix)
+            for replica in service.get("replica_info", [])
+        ]
+
+
+def _sdk() -> Any:
     try:
         import sky
     except ImportError as error:
@@ -29,108 +78,19 @@ def sdk() -> Any:
     return sky
 
 
-class Clusters:
-    """Clusters whose names begin with a prefix: one server each, on a port that the cluster opens."""
-
-    name = "clusters"
-
-    def __init__(self, prefix: str, port: int, sky: Any = None) -> None:
-        self._prefix = prefix
-        self._port = port
-        self._sky = sky
-
-    def find(self) -> list[DiscoveredServer]:
-        """See Source."""
-        sky = self._sky or sdk()
-        try:
-            records = sky.get(sky.status(all_users=True))
-            ours = [r for r in records if str(_field(r, "name")).startswith(self._prefix)]
-            # Asked for all at once, then waited for: each takes the API server a second or more.
-            asked = {_field(r, "name"): self._ask(sky, r) for r in ours if _status(r) == "UP"}
-            return [
-                DiscoveredServer(
-                    name=_field(r, "name"),
-                    source="cluster",
-                    status=_status(r),
-                    url=self._url(sky, asked.get(_field(r, "name"))),
-                )
-                for r in ours
-            ]
-        # The SDK raises what the server raised, and whatever its HTTP library does.
-        except Exception as error:
-            raise DiscoveryError(_describe(sky, error)) from error
-
-    def _ask(self, sky: Any, record: Any) -> Any:
-        return sky.endpoints(_field(record, "name"), port=self._port)
-
-    def _url(self, sky: Any, request: Any) -> str | None:
-        if request is None:
-            return None
-        try:
-            endpoints = sky.get(request)
-        except _connection_errors(sky):
-            raise
-        # ClusterNotUpError, ValueError, RuntimeError: it went down meanwhile, or does not open the port (yet).
-        except Exception:  # noqa: BLE001
-            return None
-        found = endpoints.get(self._port) or endpoints.get(str(self._port))
-        return _as_url(found) if found else None
+def _endpoint(sky: Any, request: Any, port: int) -> str | None:
+    try:
+        endpoints = sky.get(request)
+    except _connection_errors(sky):
+        raise
+    # ClusterNotUpError, ValueError, RuntimeError: the cluster went down meanwhile, or does not open the port (yet).
+    except Exception:  # noqa: BLE001
+        return None
+    return _url_of(endpoints.get(port) or endpoints.get(str(port)))
 
 
-class Services:
-    """Replicas of SkyServe services whose names begin with a prefix.
-
-    Each replica is a server of its own: the service's one address would send the steps of an episode to any of them.
-    """
-
-    name = "services"
-
-    def __init__(self, prefix: str, sky: Any = None) -> None:
-        self._prefix = prefix
-        self._sky = sky
-
-    def find(self) -> list[DiscoveredServer]:
-        """See Source."""
-        sky = self._sky or sdk()
-        try:
-            services = sky.get(sky.serve.status(None))
-        except sky.exceptions.ClusterNotUpError:
-            return []  # no controller, so no services
-        # As above; that there are no services is an error too, in SkyPilot's eyes.
-        except Exception as error:
-            if NO_SERVICES in str(error).lower() and not isinstance(error, _connection_errors(sky)):
-                return []
-            raise DiscoveryError(_describe(sky, error)) from error
-        ours = [service for service in services if str(service["name"]).startswith(self._prefix)]
-        return [server for service in ours for server in _replicas(service)]
-
-
-def _replicas(service: dict[str, Any]) -> Iterable[DiscoveredServer]:
-    for replica in service.get("replica_info") or []:
-        status = _word(replica.get("status"))
-        address = replica.get("endpoint")
-        yield DiscoveredServer(
-            name=f"{service['name']}/{replica.get('replica_id')}",
-            source="service",
-            status=status,
-            url=_as_url(address) if address and status == "READY" else None,
-        )
-
-
-def _field(record: Any, name: str) -> Any:
-    return record[name] if isinstance(record, dict) else getattr(record, name)
-
-
-def _status(record: Any) -> str:
-    return _word(_field(record, "status"))
-
-
-def _word(status: Any) -> str:
-    return str(getattr(status, "value", status))
-
-
-def _as_url(address: str) -> str:
-    return (address if "://" in address else f"http://{address}").rstrip("/")
+def _url_of(address: str | None) -> str | None:
+    return address and (address if "://" in address else f"http://{address}").rstrip("/")
 
 
 def _connection_errors(sky: Any) -> tuple[type[Exception], ...]:
@@ -138,9 +98,19 @@ def _connection_errors(sky: Any) -> tuple[type[Exception], ...]:
     return tuple(getattr(sky.exceptions, name) for name in names)
 
 
-def _describe(sky: Any, error: Exception) -> str:
-    if isinstance(error, sky.exceptions.ApiServerAuthenticationError):
-        return f"SkyPilot's API server refuses the token: {error}; set SKYPILOT_SERVICE_ACCOUNT_TOKEN"
-    if isinstance(error, sky.exceptions.ApiServerConnectionError):
-        return f"SkyPilot's API server cannot be reached: {error}; see SKYPILOT_API_SERVER_ENDPOINT"
-    return f"{type(error).__name__}: {error}"
+@contextmanager
+def _explained(sky: Any) -> Iterator[None]:
+    """Turn any error of the SDK into a DiscoveryError that says what to do."""
+    try:
+        yield
+    except sky.exceptions.ApiServerAuthenticationError as error:
+        raise DiscoveryError(
+            f"SkyPilot's API server refuses the token: {error}; set SKYPILOT_SERVICE_ACCOUNT_TOKEN"
+        ) from error
+    except sky.exceptions.ApiServerConnectionError as error:
+        raise DiscoveryError(
+            f"SkyPilot's API server cannot be reached: {error}; see SKYPILOT_API_SERVER_ENDPOINT"
+        ) from error
+    # The SDK raises the server's errors, and those of its HTTP library.
+    except Exception as error:
+        raise DiscoveryError(f"{type(error).__name__}: {error}") from error

@@ -1,9 +1,7 @@
-"""A torch module as a policy: loaded once, run in batches, replaced between two of them when a new version is there."""
+"""A torch module as a policy: run in batches, and replaced between two batches when a new version is there."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +18,16 @@ from services.evaluation_head import checkpoint
 from services.evaluation_head.batcher import Batcher
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
-from services.protocol.evaluation import EnvironmentInfo, State
+from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, StateSpec
 
 log = get_logger(__name__)
 
 HUNG_SECONDS = 60.0
+"""A batch that computes for longer makes the head unhealthy, because only a restart ends the batch's thread."""
 
 
 class TorchPolicy(Policy):
-    """States are numbers, actions an index or numbers."""
+    """A policy whose states are numbers and whose actions are an index or numbers."""
 
     kind = "torch"
 
@@ -38,47 +37,97 @@ class TorchPolicy(Policy):
         self._settings = settings
         self._device = _device(settings.head_device)
         self._loaded: checkpoint.Loaded | None = None
-        self._refused: tuple[int, ...] | None = None
-        self._reload_trouble: str | None = None
+        self._tried: tuple[int, ...] | None = None
         self._reloads = 0
-        self._watching: asyncio.Task[None] | None = None
         self._batcher = Batcher(
             name,
             self._compute,
             batch_size=settings.head_batch_size,
             timeout_seconds=settings.head_timeout_ms / 1000,
-            max_waiting=settings.head_max_waiting,
         )
 
     @property
     def loaded(self) -> checkpoint.Loaded:
-        """The checkpoint that runs."""
+        """The checkpoint in use."""
         assert self._loaded is not None, "the policy is used before it is entered"
         return self._loaded
 
     async def __aenter__(self) -> TorchPolicy:
         try:
-            self._loaded = await in_background(self._load_newest)
+            self._loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
         except checkpoint.CheckpointError as error:
             raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
-        self._watching = asyncio.create_task(self._watch())
         log.info("policy loaded", policy=self.name, file=str(self.loaded.source.file), device=str(self._device))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
-            await self._batcher.__aexit__()
+        await self._batcher.__aexit__()
 
     async def act(self, states: Sequence[State]) -> list[Decision]:
         """See Policy."""
-        return await self._batcher.submit(self.encode(states))
+        return await self._batcher.submit(self._encode(states))
 
-    def encode(self, states: Sequence[State]) -> NDArray[np.float32]:
-        """States as the module takes them.
+    def misfit(self, environment: EnvironmentInfo) -> str | None:
+        """See Policy."""
+        spec = self.loaded.spec
+        mine, other = f"policy {self.name!r}", environment.id
+        if environment.state != spec.state:
+            return f"{mine} takes {_words(spec.state)}, {other} gives {_words(environment.state)}"
+        if environment.action != spec.action:
+            return f"{mine} gives {_words(spec.action)}, {other} takes {_words(environment.action)}"
+        return None
+
+    @property
+    def is_hung(self) -> bool:
+        """See Policy."""
+        since = self._batcher.computing_since
+        return since is not None and time.monotonic() - since > HUNG_SECONDS
+
+    def stats(self) -> dict[str, Any]:
+        """See Policy."""
+        batcher, loaded = self._batcher, self.loaded
+        return {
+            "version": loaded.source.version,
+            "file": str(loaded.source.file),
+            "device": str(self._device),
+            "parameters": loaded.spec.parameters,
+            "state": loaded.spec.state.model_dump(),
+            "action": loaded.spec.action.model_dump(),
+            "reloads": self._reloads,
+            "batch_size": self._settings.head_batch_size,
+            "timeout_ms": self._settings.head_timeout_ms,
+            "waiting": batcher.waiting,
+            "batches": batcher.sizes.total(),
+            "states": batcher.states,
+            "batch_sizes": {str(size): count for size, count in sorted(batcher.sizes.items())},
+            "compute_seconds": round(batcher.compute_seconds, 4),
+        }
+
+    async def refresh(self) -> None:
+        """See Policy."""
+        try:
+            await self._reload()
+        except checkpoint.CheckpointError as error:
+            if str(error) != self.trouble:
+                log.warning("the new version is not used", policy=self.name, error=str(error))
+            self.trouble = str(error)
+
+    async def _reload(self) -> None:
+        source = await in_background(lambda: checkpoint.find(self._target))
+        if source.stamp in (self.loaded.source.stamp, self._tried):
+            return
+        # Tried once: a file that does not load now loads later only if it is written anew.
+        self._tried = source.stamp
+        new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
+        if (new.spec.state, new.spec.action) != (old.state, old.action):
+            raise checkpoint.CheckpointError(f"{source.file} has other states or actions; restart the head to use it")
+        self._loaded, self.trouble = new, None
+        self._reloads += 1
+        log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
+
+    def _encode(self, states: Sequence[State]) -> NDArray[np.float32]:
+        """Return states as the module takes them, float32 [count, *shape].
 
         Raises:
             StatesRefusedError: a shape is wrong, or a number is not finite.
@@ -86,8 +135,9 @@ class TorchPolicy(Policy):
         shape = tuple(self.loaded.spec.state.shape)
         rows = _numbers(states)
         if rows is None or rows.shape != (len(states), *shape):
-            at, found = next((i, _numbers(one)) for i, one in enumerate(states) if _shape(_numbers(one)) != shape)
-            has = "is not numbers of one shape" if found is None else f"has shape {list(found.shape)}"
+            arrays = [_numbers(state) for state in states]
+            at, array = next((i, a) for i, a in enumerate(arrays) if a is None or a.shape != shape)
+            has = "is not numbers of one shape" if array is None else f"has shape {list(array.shape)}"
             raise StatesRefusedError(f"state {at} {has}; policy {self.name!r} takes numbers of shape {list(shape)}")
         with np.errstate(over="ignore"):
             narrow = rows.astype(np.float32)
@@ -96,87 +146,13 @@ class TorchPolicy(Policy):
             raise StatesRefusedError(f"state {int(finite.argmin())} has a number that float32 cannot hold")
         return narrow
 
-    def misfit(self, environment: EnvironmentInfo) -> str | None:
-        """See Policy."""
-        spec = self.loaded.spec
-        if environment.state != spec.state:
-            return (
-                f"policy {self.name!r} takes {_words(spec.state)}, {environment.id} gives {_words(environment.state)}"
-            )
-        if environment.action != spec.action:
-            return (
-                f"policy {self.name!r} gives {_words(spec.action)}, {environment.id} takes {_words(environment.action)}"
-            )
-        return None
-
-    @property
-    def trouble(self) -> str | None:
-        """See Policy."""
-        since = self._batcher.computing_since
-        if since is not None and time.monotonic() - since > HUNG_SECONDS:
-            return f"a batch computes for more than {HUNG_SECONDS:g} s"
-        return self._reload_trouble
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether the module does not come back."""
-        since = self._batcher.computing_since
-        return since is not None and time.monotonic() - since > HUNG_SECONDS
-
-    def stats(self) -> dict[str, Any]:
-        """See Policy."""
-        batcher = self._batcher
-        return {
-            "version": self.loaded.source.version,
-            "file": str(self.loaded.source.file),
-            "device": str(self._device),
-            "parameters": self.loaded.spec.parameters,
-            "state": self.loaded.spec.state.model_dump(),
-            "action": self.loaded.spec.action.model_dump(),
-            "reloads": self._reloads,
-            "batch_size": self._settings.head_batch_size,
-            "timeout_ms": self._settings.head_timeout_ms,
-            "waiting": batcher.waiting,
-            "batches": batcher.batches,
-            "states": batcher.states,
-            "batch_sizes": {str(size): count for size, count in sorted(batcher.sizes.items())},
-            "compute_seconds": round(batcher.compute_seconds, 4),
-        }
-
-    def _load_newest(self) -> checkpoint.Loaded:
-        return checkpoint.load(checkpoint.find(self._target), self._device)
-
-    def _compute(self, rows: NDArray[np.float32]) -> list[Decision | PolicyFailedError]:
-        """In the policy's thread."""
+    def _compute(self, states: NDArray[np.float32]) -> list[Decision | PolicyFailedError]:
+        """Return the decisions for a batch; called in the policy's thread."""
         loaded = self.loaded
-        actions, finite = loaded.decide(rows)
+        actions, finite = loaded.decide(states)
         version = loaded.source.version
         failed = PolicyFailedError(f"policy {self.name!r}, version {version}, gave NaN or infinity for a state")
         return [Decision(a, version) if ok else failed for a, ok in zip(actions, finite, strict=True)]
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(self._settings.head_reload_seconds)
-            try:
-                await self._reload()
-            except checkpoint.CheckpointError as error:
-                if str(error) != self._reload_trouble:
-                    log.warning("the new version is not used", policy=self.name, error=str(error))
-                self._reload_trouble = str(error)
-
-    async def _reload(self) -> None:
-        source = await in_background(lambda: checkpoint.find(self._target))
-        if source.stamp in (self.loaded.source.stamp, self._refused):
-            return
-        # Tried once: what does not load now will not load later either, unless it is written anew.
-        self._refused = source.stamp
-        new = await in_background(lambda: checkpoint.load(source, self._device))
-        old = self.loaded.spec
-        if (new.spec.state, new.spec.action) != (old.state, old.action):
-            raise checkpoint.CheckpointError(f"{source.file} has other states or actions; restart the head to use it")
-        self._loaded, self._refused, self._reload_trouble = new, None, None
-        self._reloads += 1
-        log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
 
 
 def _device(name: str) -> torch.device:
@@ -191,15 +167,12 @@ def _device(name: str) -> torch.device:
 def _numbers(value: Any) -> NDArray[np.float64] | None:
     try:
         array = np.asarray(value)
-    except ValueError:  # ragged
+    except ValueError:  # lists of different lengths
         return None
     return array.astype(np.float64) if array.dtype.kind in "biuf" else None
 
 
-def _shape(array: NDArray[np.float64] | None) -> tuple[int, ...] | None:
-    return None if array is None else array.shape
-
-
-def _words(spec: Any) -> str:
-    about = f" of {spec.count} from {spec.start}" if getattr(spec, "count", None) else f" of shape {spec.shape}"
-    return f"{spec.kind.value}{about}"
+def _words(spec: StateSpec | ActionSpec) -> str:
+    if isinstance(spec, ActionSpec) and spec.count is not None:
+        return f"{spec.kind.value} of {spec.count} from {spec.start}"
+    return f"{spec.kind.value} of shape {spec.shape}"

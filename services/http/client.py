@@ -56,16 +56,6 @@ class RequestRefusedError(Exception):
         self.detail = detail
 
 
-class _RetryableStatusError(Exception):
-    """A service answered that it cannot serve now."""
-
-    def __init__(self, response: httpx.Response) -> None:
-        super().__init__(f"{response.status_code} {problem_detail(response)}")
-        after = response.headers.get("Retry-After", "")
-        # Retry-After may be a date, too, which our services never send.
-        self.backoff = min(float(after), MAX_RETRY_AFTER_SECONDS) if after.isdecimal() else True
-
-
 class HttpClient:
     """Requests to one service. An async context manager, used within one event loop."""
 
@@ -158,9 +148,8 @@ class HttpClient:
             DependencyLostError: the service could not be reached or did not answer well within ``deadline`` seconds.
         """
         seconds = self.deadline if deadline is None else deadline
-        request = self._build(
-            method, path, payload, params, self.timeout if attempt_seconds is None else attempt_seconds
-        )
+        patience = self.timeout if attempt_seconds is None else attempt_seconds
+        request = self._build(method, path, payload, params, patience)
         started = time.monotonic()
         attempts, last_error = 0, "no answer"
         try:
@@ -173,11 +162,13 @@ class HttpClient:
                         if attempts > 1:
                             self._retries.inc()
                         try:
-                            return self._check(await self._http.send(request))
-                        except (_RetryableStatusError, *_RETRIED_ERRORS) as error:
+                            return (await self._http.send(request)).raise_for_status()
+                        except httpx.HTTPError as error:
                             last_error = describe(error)
                             raise
-        except (TimeoutError, _RetryableStatusError, *_RETRIED_ERRORS) as error:
+        except (TimeoutError, httpx.HTTPError) as error:
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code not in _RETRIED_STATUS:
+                raise self._refusal(error.response) from None
             raise DependencyLostError(
                 f"{self.service} did not answer {method} {self.url}{path} within {time.monotonic() - started:.1f} s "
                 f"and {attempts} tries: {last_error}"
@@ -245,16 +236,11 @@ class HttpClient:
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
         )
 
-    def _check(self, response: httpx.Response) -> httpx.Response:
-        status = response.status_code
-        if status < 300:
-            return response
-        if status in _RETRIED_STATUS:
-            raise _RetryableStatusError(response)
-        detail = problem_detail(response)
+    def _refusal(self, response: httpx.Response) -> Exception:
+        status, detail = response.status_code, problem_detail(response)
         if status >= 500:
-            raise DependencyLostError(f"{self.service} failed on {response.url}: {status} {detail}")
-        raise RequestRefusedError(self.service, str(response.url), status, detail)
+            return DependencyLostError(f"{self.service} failed on {response.url}: {status} {detail}")
+        return RequestRefusedError(self.service, str(response.url), status, detail)
 
 
 def problem_detail(response: httpx.Response) -> str:
@@ -269,7 +255,9 @@ def problem_detail(response: httpx.Response) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and text; many of httpx's errors have no text."""
+    """Return an error's type and text, if it has one; for a refused request, its status and detail."""
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"{error.response.status_code} {problem_detail(error.response)}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -301,4 +289,9 @@ def _encode(payload: BaseModel | dict[str, Any]) -> bytes:
 
 def _backoff(error: Exception) -> bool | float:
     """Tell stamina whether to try again: True, or the seconds to wait if the service gave them."""
-    return error.backoff if isinstance(error, _RetryableStatusError) else isinstance(error, _RETRIED_ERRORS)
+    if not isinstance(error, httpx.HTTPStatusError):
+        return isinstance(error, _RETRIED_ERRORS)
+    # Retry-After may be a date, too, which our services never send.
+    after = error.response.headers.get("Retry-After", "")
+    wait = min(float(after), MAX_RETRY_AFTER_SECONDS) if after.isdecimal() else True
+    return error.response.status_code in _RETRIED_STATUS and wait

@@ -34,7 +34,7 @@ class Lifecycle:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests reach the routes; while draining they do."""
+        """True while requests reach the routes, also while draining."""
         return self.ready.is_set() and self.failure is None
 
     def fail(self, error: Exception) -> None:

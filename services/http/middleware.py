@@ -7,12 +7,11 @@ import hmac
 import time
 from collections.abc import Callable, Collection
 
-from fastapi.responses import Response
 from prometheus_client import Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.core.logs import get_logger
-from services.http.problems import printable, problem_response
+from services.http.problems import ProblemError, printable, problem_response
 
 log = get_logger(__name__)
 
@@ -74,6 +73,9 @@ class ServiceMiddleware:
         self._in_flight.inc()
         try:
             await self._answer(scope, receive, count_and_send)
+        except ProblemError as error:
+            refusal = problem_response(error.status_code, error.detail, headers=error.headers)
+            await refusal(scope, receive, count_and_send)
         # An error that a route lets through is a bug of ours: log its traceback, and answer 500.
         except Exception as error:
             log.exception("request failed", method=scope["method"], path=printable(scope["path"]), error=repr(error))
@@ -90,43 +92,35 @@ class ServiceMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        refusal = self._refuse(scope, headers)
-        if refusal is None and (b"content-length" in headers or b"transfer-encoding" in headers):
+        self._check(scope["path"], headers)
+        if b"content-length" in headers or b"transfer-encoding" in headers:
             body = await self._read(receive)
-            if isinstance(body, Response):
-                refusal = body
-            elif body is None:
+            if body is None:
                 return
-            else:
-                self._body_bytes.inc(len(body))
-                receive = _replay(body, receive)
-        if refusal is not None:
-            await refusal(scope, receive, send)
-            return
+            self._body_bytes.inc(len(body))
+            receive = _replay(body, receive)
         await self._app(scope, receive, send)
 
-    def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> Response | None:
-        path = scope["path"]
+    def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""
         if self._expected is not None and path not in self._without_token:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"
-                return problem_response(401, detail, headers={"WWW-Authenticate": "Bearer"})
+                raise ProblemError(401, detail, {"WWW-Authenticate": "Bearer"})
         if path not in self._always_answered and not self._is_ready():
             detail = f"{self._service} is starting or stopping; wait until GET /health answers 200"
-            return problem_response(503, detail, headers={"Retry-After": "1"})
+            raise ProblemError(503, detail, {"Retry-After": "1"})
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
-            return self._too_large(length.decode("latin-1"))
-        return None
+            raise self._too_large(length.decode("latin-1"))
 
-    def _too_large(self, size: str) -> Response:
-        detail = f"the body has {size} bytes; allowed are {self._max_body_bytes}: send less at a time"
-        # The rest of the body is not read, so the connection cannot be used again.
-        return problem_response(413, detail, headers={"Connection": "close"})
+    async def _read(self, receive: Receive) -> bytes | None:
+        """Return the whole body, or None when the client left.
 
-    async def _read(self, receive: Receive) -> bytes | Response | None:
-        """Return the whole body, a refusal, or None when the client left."""
+        Raises:
+            ProblemError: the body is too large, or did not arrive in time.
+        """
         chunks: list[bytes] = []
         size = 0
         try:
@@ -138,13 +132,18 @@ class ServiceMiddleware:
                     chunk = message.get("body", b"")
                     size += len(chunk)
                     if size > self._max_body_bytes:
-                        return self._too_large(f"more than {self._max_body_bytes}")
+                        raise self._too_large(f"more than {self._max_body_bytes}")
                     chunks.append(chunk)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
             detail = f"the body did not arrive within {MAX_BODY_SECONDS:g} s"
-            return problem_response(408, detail, headers={"Connection": "close"})
+            raise ProblemError(408, detail, {"Connection": "close"}) from None
+
+    def _too_large(self, size: str) -> ProblemError:
+        detail = f"the body has {size} bytes; allowed are {self._max_body_bytes}: send less at a time"
+        # The rest of the body is not read, so the connection cannot be used again.
+        return ProblemError(413, detail, {"Connection": "close"})
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

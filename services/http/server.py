@@ -74,14 +74,15 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a listening TCP socket.
 
     Raises:
-        ConfigurationError: the address is taken, or is not an address of this machine.
+        ConfigurationError: the address is taken, is not an address of this machine, or has an impossible port.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}); free it, or give another --host or --port"
+            f"cannot listen on {host}:{port} ({reason}); free it, or give another --host or --port"
         ) from error
 
 

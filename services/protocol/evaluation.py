@@ -7,6 +7,7 @@ numbers, or the text of a completion.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -215,17 +216,6 @@ class EpisodeStart(WireModel):
     state: State
 
 
-@dataclass
-class OngoingEpisode:
-    """An episode that has not ended, as the side that chooses its actions keeps it, and its latest state."""
-
-    episode: str
-    seed: int
-    state: State
-    steps: int = 0
-    episode_return: float = 0.0
-
-
 class ResetReply(WireModel):
     """Reply of POST /reset: the environment and the episodes that have begun."""
 
@@ -297,3 +287,46 @@ class CloseReply(WireModel):
 
     closed: int
     unknown: int
+
+
+# --- both sides -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class OngoingEpisode:
+    """An episode that has not ended, as the side that chooses its actions keeps it, and its latest state."""
+
+    episode: str
+    seed: int
+    state: State
+    steps: int = 0
+    episode_return: float = 0.0
+
+    @property
+    def position(self) -> EpisodePosition:
+        """The episode's entry in a request for actions."""
+        return EpisodePosition.model_construct(
+            episode=self.episode, step=self.steps, episode_return=self.episode_return
+        )
+
+    @property
+    def report(self) -> FinishedEpisode:
+        """The report of the episode's end."""
+        return FinishedEpisode.model_construct(
+            episode=self.episode, steps=self.steps, episode_return=self.episode_return, seed=self.seed
+        )
+
+    def step_with(self, action: Action) -> StepItem:
+        """Return the next step, with ``action``."""
+        return StepItem.model_construct(episode=self.episode, step=self.steps, action=action)
+
+    def follow(self, result: StepResult) -> None:
+        """Move on to the state after a step."""
+        assert result.state is not None
+        self.state, self.steps = result.state, result.steps
+        self.episode_return += result.reward
+
+
+def fingerprint(instance_key: str) -> str:
+    """Return the public form of a server's ``instance_key``: it identifies the server but gives no access."""
+    return hashlib.sha256(instance_key.encode()).hexdigest()[:16]

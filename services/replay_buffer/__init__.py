@@ -1,6 +1,6 @@
-"""The replay-buffer: groups of experiences kept for replay, and a queue that hands out fresh ones once.
+"""The replay buffer: groups of experiences kept for replay, and a queue that hands out fresh groups once.
 
-``app`` has the routes. Behind them ``store`` adds and draws, ``fresh`` leases, ``archive`` saves and restores, each by
-changes to one ``state``. In memory that is a ``shelf`` (with its ``sumtree``) and a ``queue``; on disk it is
-``storage``, where ``packing`` makes groups small. ``snapshots`` says what a saved state consists of.
+Everything is rows of one SQLite file (``database``). ``store`` adds groups and samples them through ``priorities``, an
+index in memory; ``fresh_queue`` leases fresh groups to consumers; ``snapshots`` saves and restores the contents;
+``packing`` makes groups small; ``app`` has the routes.
 """

@@ -1,4 +1,4 @@
-"""Runs the replay-buffer: ``python -m services.replay_buffer``."""
+"""Run the replay buffer: ``python -m services.replay_buffer``."""
 
 from __future__ import annotations
 

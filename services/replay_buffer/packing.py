@@ -1,6 +1,6 @@
 """Groups as compact bytes: a JSON header for text and numbers, then token ids as int32 and logprobs as float32.
 
-Logprobs that float32 does not hold exactly are kept as float64, so that every group comes back as it was given.
+Logprobs that float32 cannot hold exactly are float64, so that every group is unpacked exactly as it was given.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 def pack(group: Group) -> bytes:
-    """A group as bytes."""
+    """Return a group as bytes."""
     header = {
         "group": group.model_dump(mode="json", exclude={"experiences", "prompt_ids"}),
         "prompt": len(group.prompt_ids),
@@ -46,7 +46,11 @@ def pack(group: Group) -> bytes:
 
 
 def unpack(data: bytes | memoryview) -> dict[str, Any]:
-    """A group in the form of the wire, with numpy arrays for token ids and logprobs (float64), which orjson writes."""
+    """Return a packed group in its wire form, with numpy arrays for token ids (int32) and logprobs (float64).
+
+    Raises:
+        ValueError: another version of this program packed the group.
+    """
     version, kind, length = _PREFIX.unpack_from(data)
     if version != _VERSION:
         raise ValueError(f"a stored group has format {version}; this program reads {_VERSION}")

@@ -1,4 +1,4 @@
-"""The replay-buffer's settings."""
+"""The replay buffer's settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.core.settings import Settings
 
 
 class ReplaySettings(Settings):
-    """What the replay-buffer reads from its environment."""
+    """Settings that the replay buffer reads from its environment."""
 
     replay_dir: Path | None = Field(
         default=None,
@@ -18,14 +18,6 @@ class ReplaySettings(Settings):
     )
     replay_capacity: int = Field(
         default=100_000, ge=1, le=10_000_000, description="Groups kept for replay; beyond it the oldest are evicted."
-    )
-    replay_experience_capacity: int = Field(
-        default=100_000, ge=1, le=10_000_000, description="Experiences without tokens kept for /sample."
-    )
-    replay_queue_capacity: int = Field(
-        default=65_536,
-        ge=1,
-        description="Fresh groups that may wait; further ones are refused with 429 until some left.",
     )
     replay_max_age_seconds: float | None = Field(
         default=None, gt=0, description="Groups kept for replay longer than this are evicted. Unset: never."
@@ -37,15 +29,14 @@ class ReplaySettings(Settings):
     )
     replay_fsync: bool = Field(
         default=True,
-        description="Whether what is acknowledged survives a loss of power too, at the cost of waiting for the disk. "
+        description="Whether acknowledged groups survive a loss of power too, at the cost of waiting for the disk. "
         "The death of the process loses nothing either way.",
     )
     replay_max_gb: float = Field(
         default=64.0, gt=0, description="Disk that the groups may take; beyond it additions are refused with 507."
     )
-    replay_seed: int = Field(default=0, ge=0, description="Seed of samples whose request gives none.")
 
     @property
     def directory(self) -> Path:
-        """Where the groups are kept."""
+        """The directory of the groups."""
         return self.run_dir / "replay" if self.replay_dir is None else self.replay_dir

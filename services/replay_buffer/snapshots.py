@@ -1,131 +1,93 @@
-"""Snapshots: which records the buffer held under a label, so that a resumed run finds them exactly so again.
-
-A snapshot names records by sequence and has what changes about them. Contents are not copied; those that a snapshot
-names are kept on disk after the record is gone. Since sequences are never used again, two runs that went different
-ways from one snapshot do not collide; a *lineage* says which sequences belong to the present one.
-"""
+"""Saving, restoring and dropping snapshots of store and queue."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+import json
 
-import numpy as np
+from services.http.problems import ProblemError
+from services.protocol import SnapshotReply
+from services.replay_buffer.store import Store
 
-Sequences = np.ndarray[Any, np.dtype[np.int64]]
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """The sequences that led to a state: half-open intervals in ascending order."""
-
-    intervals: tuple[tuple[int, int], ...] = ()
-
-    def __contains__(self, sequence: int) -> bool:
-        return any(start <= sequence < end for start, end in self.intervals)
-
-    def until(self, start: int, end: int) -> Lineage:
-        """This lineage, and then the sequences from ``start`` to ``end`` (exclusive)."""
-        if start >= end:
-            return self
-        if self.intervals and self.intervals[-1][1] == start:
-            return Lineage((*self.intervals[:-1], (self.intervals[-1][0], end)))
-        return Lineage((*self.intervals, (start, end)))
-
-    def divergence(self, other: Lineage) -> int:
-        """The first sequence from which on the two may differ."""
-        shared = 0
-        for mine, others in zip(self.intervals, other.intervals, strict=False):
-            if mine[0] != others[0]:
-                break
-            shared = min(mine[1], others[1])
-            if mine[1] != others[1]:
-                break
-        return shared
+_COPY_MEMBERS = """
+INSERT INTO members SELECT :target, sequence, place, position, version, priority, stored_at, NULL
+FROM members WHERE snapshot = :source
+"""
+_COPY_HISTORY = """
+INSERT INTO histories SELECT :target, first, min(last, :newest) FROM histories
+WHERE snapshot = :source AND first <= :newest
+"""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A state of the buffer. ``stores`` has one table a kind: columns sequence, slot, rank, priority, stored_at."""
+class Snapshots:
+    """The snapshots in the store's database, so that a resumed run finds what its checkpoint had."""
 
-    lineage: Lineage
-    stores: dict[str, dict[str, list[Any]]]
-    queue: list[int]
-    newest_version: int | None
-    random_state: str
-    saved_at: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As kept on disk."""
-        return {
-            "lineage": [list(interval) for interval in self.lineage.intervals],
-            "stores": self.stores,
-            "queue": self.queue,
-            "newest_version": self.newest_version,
-            "random_state": self.random_state,
-            "saved_at": self.saved_at,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Snapshot:
-        """The reverse of ``to_json``."""
-        intervals = tuple((start, end) for start, end in data["lineage"])
-        return cls(
-            Lineage(intervals),
-            data["stores"],
-            data["queue"],
-            data["newest_version"],
-            data["random_state"],
-            data["saved_at"],
-        )
-
-    @property
-    def sequences(self) -> Sequences:
-        """All records that it names, ascending."""
-        named: list[int] = [*self.queue]
-        for table in self.stores.values():
-            named.extend(table["sequence"])
-        return np.sort(np.array(named, np.int64))
-
-    @property
-    def groups(self) -> int:
-        """How many groups it has, those of the queue included."""
-        return len(self.stores["group"]["sequence"]) + len(self.queue)
-
-
-class Kept:
-    """Which records some snapshot names, so that their contents must stay."""
-
-    def __init__(self, snapshots: Iterable[tuple[str, Snapshot]] = ()) -> None:
-        self._named: dict[str, Sequences] = {}
-        self._lineages: dict[str, Lineage] = {}
-        for label, snapshot in snapshots:
-            self.add(label, snapshot)
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._db = store.database
 
     @property
     def labels(self) -> list[str]:
-        """The labels there are."""
-        return sorted(self._named)
+        """The labels of the snapshots, sorted."""
+        return [label for (label,) in self._db.execute("SELECT label FROM snapshots WHERE id != 0 ORDER BY label")]
 
-    def add(self, label: str, snapshot: Snapshot) -> None:
-        """Takes up a snapshot."""
-        self._named[label] = snapshot.sequences
-        self._lineages[label] = snapshot.lineage
+    def save(self, label: str) -> SnapshotReply:
+        """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
+        with self._store.transaction():
+            self._delete(label)
+            snapshot = self._db.execute(
+                "INSERT INTO snapshots (label, newest_version, random_state) VALUES (?, ?, ?)",
+                (label, self._store.newest_version, json.dumps(self._store.random.bit_generator.state)),
+            ).lastrowid
+            self._copy(0, snapshot)
+        return SnapshotReply(label=label, groups=self._groups(label))
 
-    def drop(self, label: str) -> None:
-        """Forgets a snapshot."""
-        self._named.pop(label, None)
-        self._lineages.pop(label, None)
+    def restore(self, label: str) -> SnapshotReply:
+        """Take store and queue back to a snapshot. Groups added since are unknown again, and leases have ended.
 
-    def names(self, sequence: int, *, but: str | None = None) -> bool:
-        """Whether a snapshot, other than ``but``, names the record."""
-        for label, named in self._named.items():
-            place = int(np.searchsorted(named, sequence))
-            if label != but and place < len(named) and named[place] == sequence:
-                return True
-        return False
+        Raises:
+            ProblemError: 404, there is no such snapshot.
+        """
+        found = self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchone()
+        if found is None:
+            known = ", ".join(self.labels) or "none"
+            raise ProblemError(404, f"there is no snapshot {label!r}; there are: {known}")
+        with self._store.transaction():
+            self._db.execute("DELETE FROM leases")
+            self._db.execute("DELETE FROM members WHERE snapshot = 0")
+            self._db.execute("DELETE FROM histories WHERE snapshot = 0")
+            self._copy(found[0], 0)
+            self._db.execute(
+                "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
+            )
+            self._db.execute(
+                "UPDATE snapshots SET (newest_version, random_state) = "
+                "(SELECT newest_version, random_state FROM snapshots WHERE id = ?) WHERE id = 0",
+                found,
+            )
+        self._store.load()
+        return SnapshotReply(label=label, groups=self._groups(label))
 
-    def knows(self, sequence: int, *, but: str | None = None) -> bool:
-        """Whether the record belongs to the lineage of a snapshot other than ``but``."""
-        return any(sequence in lineage for label, lineage in self._lineages.items() if label != but)
+    def drop(self, label: str) -> SnapshotReply:
+        """Drop a snapshot, and the contents that were kept for it alone. A label without a snapshot has 0 groups."""
+        groups = self._groups(label)
+        with self._store.transaction():
+            self._delete(label)
+        return SnapshotReply(label=label, groups=groups)
+
+    def _copy(self, source: int, target: int | None) -> None:
+        names = {"source": source, "target": target, "newest": self._db.newest_sequence}
+        self._db.execute(_COPY_MEMBERS, names)
+        self._db.execute(_COPY_HISTORY, names)
+
+    def _delete(self, label: str) -> None:
+        for (snapshot,) in self._db.execute("SELECT id FROM snapshots WHERE label = ?", (label,)).fetchall():
+            self._db.execute("DELETE FROM snapshots WHERE id = ?", (snapshot,))
+            self._db.execute("DELETE FROM members WHERE snapshot = ?", (snapshot,))
+            self._db.execute("DELETE FROM histories WHERE snapshot = ?", (snapshot,))
+
+    def _groups(self, label: str) -> int:
+        rows = self._db.execute(
+            "SELECT count(*) FROM snapshots JOIN members ON snapshot = id WHERE label = ? AND place != 'experiences'",
+            (label,),
+        )
+        return int(rows.fetchone()[0])

@@ -1,5 +1,6 @@
 """The reward-server: scores answers against ground truths.
 
-``app`` has the routes and ``scoring`` puts the parts of a reward together. ``answers`` and ``numbers`` decide what
-exact arithmetic can; the rest goes through ``pool`` to ``worker`` processes, where ``verifier`` calls math-verify.
+``app`` has the routes, and ``scoring`` combines the parts of a reward. ``answers`` finds the answer in a response and
+compares plain numbers exactly (``numbers``). Other answers go through ``pool`` to ``worker`` processes, where
+``verifier`` calls math-verify, imported by ``reraise``. ``reward_model`` runs a neural reward model.
 """

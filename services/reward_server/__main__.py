@@ -1,4 +1,4 @@
-"""Runs the reward-server: ``python -m services.reward_server``."""
+"""Run the reward-server: ``python -m services.reward_server``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Reading plain numbers exactly, in the spellings that models use, without floating point.
+"""Reads plain numbers exactly, in the spellings that models use, without floating point.
 
-Only what is certainly a number is read: anything else is left to math-verify.
+A text that is not certainly a number is left to math-verify.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ MAX_LENGTH = 200
 _REPLACEMENTS = (
     (re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}"), r" \1 "),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
-    # Apart from a whole number before it: 1\frac{1}{2} is a mixed number, not 11/2.
+    # The space sets it apart from a whole number: 1\frac{1}{2} is a mixed number, not 11/2.
     (re.compile(r"\\frac\s*\{\s*([-+]?[\d.,]+)\s*\}\s*\{\s*([\d.,]+)\s*\}"), r" \1/\2 "),
     (re.compile(r"\\frac\s*(\d)\s*(\d)(?!\d)"), r" \1/\2 "),
     (re.compile(r"\\left|\\right|\\displaystyle|\\[()\[\]]|\*\*|__|`"), ""),
@@ -54,8 +55,8 @@ _UNIT_NAMES = (
     "km cm mm nm kg mg ml mL lb lbs oz ft in mi mph kph kmh hr hrs h min mins sec secs s m g L l st nd rd th USD EUR"
 )
 _UNITS = frozenset(_UNIT_NAMES.split())
-# A letter alone is a variable unless it is one of these.
-_LETTERS = frozenset("mghsLlaA")
+# A single character is a variable unless it is one of these.
+_LETTERS = frozenset("mghsLlaA$%")
 _SCALES = {
     "%": Fraction(1, 100),
     "percent": Fraction(1, 100),
@@ -69,7 +70,7 @@ _SCALES = {
     "trillion": Fraction(10**12),
     "dozen": Fraction(12),
 }
-# Words that make more of a number than a number with a unit.
+# Words that make an expression of a number.
 _OPERATOR_NAMES = (
     "or and to plus minus times over divided multiplied by pi sqrt root square squared cubed half halves third thirds "
     "quarter quarters twice double triple negative log ln sin cos tan exp mod power factorial not than"
@@ -86,15 +87,10 @@ class Quantity:
     factor: Fraction | None = None
 
     def agrees(self, truth: Quantity) -> bool:
-        """Whether the two are the same number. A factor that only one has may be meant or not: 50% is 50 or 0.5."""
-        if self.factor is not None and truth.factor is not None:
-            return self.value * self.factor == truth.value * truth.factor
-        factor = self.factor if self.factor is not None else truth.factor
-        if self.value == truth.value:
+        """Return whether the two are the same number. A factor of only one of them is optional: 50% is 50 or 0.5."""
+        if self.value * (self.factor or 1) == truth.value * (truth.factor or 1):
             return True
-        if factor is None:
-            return False
-        return self.value * factor == truth.value if self.factor is not None else self.value == truth.value * factor
+        return self.value == truth.value and None in (self.factor, truth.factor)
 
 
 def plain(text: str) -> str:
@@ -103,19 +99,18 @@ def plain(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """``text`` without the LaTeX and Markdown that surrounds numbers."""
+    """Return ``text`` without the LaTeX and Markdown that surrounds numbers."""
     for pattern, replacement in _REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text.strip()
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that ``text`` is, perhaps with words before and a unit behind it; None where that is not certain."""
+    """Read a number, perhaps with words before and a unit behind it; None where the text is not certainly a number."""
     if len(text) > MAX_LENGTH:
         return None
     cleaned = clean(text)
-    right = cleaned.rpartition("=")[2]
-    match = _NUMBER.fullmatch(right.strip())
+    match = _NUMBER.fullmatch(cleaned.rpartition("=")[2].strip())
     if match is None:
         return None
     words_before = match["before"].lower().replace(",", " ").rstrip(":").split()
@@ -126,26 +121,19 @@ def quantity(text: str) -> Quantity | None:
     attached = match["attached"]
     if attached and attached not in _UNITS and attached not in _SCALES:
         return None
-    if any(word in _OPERATORS for word in words_before):
-        return None
-    if any(
-        word.lower() in _OPERATORS or (len(word) == 1 and word not in "$%" and word not in _LETTERS)
-        for word in words_after
-    ):
+    variables = [word for word in words_after if len(word) == 1 and word not in _LETTERS]
+    if variables or not _OPERATORS.isdisjoint([*words_before, *map(str.lower, words_after)]):
         return None
     value = _value(match)
     if value is None:
         return None
-    factor: Fraction | None = None
-    for word in ([attached] if attached else []) + words_after:
-        scale = _SCALES.get(word) or _SCALES.get(word.lower())
-        if scale is not None:
-            factor = scale if factor is None else factor * scale
-    return Quantity(sign * value, factor)
+    scales = [_SCALES.get(word) or _SCALES.get(word.lower()) for word in (attached, *words_after)]
+    factors = [scale for scale in scales if scale is not None]
+    return Quantity(sign * value, math.prod(factors, start=Fraction(1)) if factors else None)
 
 
 def time_of_day(text: str) -> tuple[int, int, int, str] | None:
-    """Hour, minute, second and ``a``, ``p`` or nothing, of a text such as ``2:30 pm``; None where it is not a time."""
+    """Return hour, minute, second and ``a``, ``p`` or nothing of a text such as ``2:30 pm``; None if it is no time."""
     match = _TIME.fullmatch(clean(text)) if len(text) <= MAX_LENGTH else None
     if match is None:
         return None
@@ -153,7 +141,7 @@ def time_of_day(text: str) -> tuple[int, int, int, str] | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the number of a match without its sign; None for 1/0, and for 1 100/200, which could be either of two."""
+    """Return the number of a match without its sign; None for 1/0, and for 1 100/200, which has two readings."""
     if match["whole"] is not None:
         part, parts = int(match["part"]), int(match["parts"])
         may_be_grouped = len(match["part"]) == 3
@@ -168,5 +156,4 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _fraction(digits: str) -> Fraction:
-    plain = digits.replace(",", "").replace(" ", "").rstrip(".")
-    return Fraction(plain if not plain.startswith(".") else "0" + plain)
+    return Fraction(digits.replace(",", "").replace(" ", "").rstrip("."))

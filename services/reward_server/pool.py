@@ -1,18 +1,16 @@
-"""Worker processes that can be killed: one answer at a time each, replaced when they exceed a limit or die."""
+"""Worker processes that can be killed: each evaluates one answer at a time, and is replaced when it ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
+import queue
 import signal
-import socket
 import sys
 import threading
 import time
-from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import orjson
@@ -20,6 +18,7 @@ from prometheus_client import Counter, Gauge
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.tasks import in_background
 from services.protocol import RewardStatus
 from services.reward_server import worker
 from services.reward_server.settings import RewardSettings
@@ -30,292 +29,257 @@ KILLED = Counter("reward_workers_killed", "Workers that ended over an answer.", 
 PENDING = Gauge("reward_answers_pending", "Answers that wait for a worker.")
 ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 
+MAX_PENDING = 20_000
+"""Answers that may wait for a worker, which bounds the memory; further answers come back ``overloaded``."""
 START_SECONDS = 60.0
 _END_SECONDS = 2.0
-_FORK_SERVER_POLL_SECONDS = 0.05
-_MEMORY_WATCH_SECONDS = 0.05
+_MEMORY_POLL_SECONDS = 0.05
 
 # multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
-# threads that do so at the same time one gets none, which it takes for a 255.
+# threads that do so at the same time, one gets no exit code and reports 255.
 _PROCESSES = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came of one answer: a value, or why there is none."""
+    """The outcome of one reward function for one answer: a value, or the reason why there is none."""
 
     value: float | None
     status: RewardStatus = RewardStatus.SCORED
     reason: str | None = None
+    extracted: str | None = None
+    """The answer that the function read from the response."""
 
 
-class _StartError(Exception):
-    """A worker could not load its functions, or did not say that it had."""
+_STOPPED = Evaluation(None, RewardStatus.OVERLOADED, "the server is stopping")
 
 
 class _Worker:
-    """One process and the socket to it."""
+    """A process that evaluates answers, and the connection to it."""
 
-    def __init__(self, process: ForkServerProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, settings: RewardSettings, *, limits_memory: bool) -> None:
+        """Start a process and wait until it has loaded its functions.
 
-    @classmethod
-    async def start(cls, functions: list[str], settings: RewardSettings, *, limits_memory: bool) -> _Worker:
-        """Starts a process and waits until it has loaded its functions."""
-        memory = settings.reward_memory_mb * 2**20 if limits_memory else None
-        limits = worker.Limits(settings.reward_cpu_seconds, memory)
+        Raises:
+            ConfigurationError: the functions cannot be loaded.
+        """
+        functions = settings.worker_functions
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["services.reward_server.worker", *(["services.reward_server.verifier"] if "math" in functions else [])]
         )
-        ours, theirs = socket.socketpair()
-        process = context.Process(
-            target=worker.run, args=(theirs, functions, settings.reward_format_pattern, limits), daemon=True
+        self._connection, theirs = context.Pipe()
+        memory_bytes = settings.reward_memory_mb * 2**20 if limits_memory else None
+        self._process = context.Process(
+            target=worker.run,
+            args=(theirs, functions, settings.reward_format_pattern, settings.reward_cpu_seconds, memory_bytes),
+            daemon=True,
         )
-        with theirs:
-            await asyncio.to_thread(_start, process)
-        reader, writer = await asyncio.open_connection(sock=ours)
-        started = cls(process, reader, writer)
+        with theirs, _PROCESSES:
+            self._process.start()
         try:
-            async with asyncio.timeout(START_SECONDS):
-                hello = await started._receive()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
-            await started.end()
-            raise _StartError(f"a worker ended before it was ready ({type(error).__name__})") from error
-        if not hello["ready"]:
-            await started.end()
-            raise _StartError(hello["reason"])
-        return started
+            reason = self._receive(START_SECONDS)["reason"]
+        except (EOFError, OSError) as error:
+            reason = f"a worker ended before it was ready ({type(error).__name__})"
+        if reason is not None:
+            self.end()
+            raise ConfigurationError(
+                f"REWARD_FN {settings.reward_fn!r} cannot be loaded: {reason}; correct it or its module"
+            )
 
-    async def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The worker's reply. TimeoutError, or the connection's errors where the process died."""
-        body = orjson.dumps(message)
-        async with asyncio.timeout(seconds):
-            self._writer.write(worker.LENGTH.pack(len(body)) + body)
-            await self._writer.drain()
-            return await self._receive()
+    def ask(self, message: bytes, seconds: float, watched_bytes: int | None) -> dict[str, Any]:
+        """Return the worker's reply to an answer.
 
-    async def end(self) -> int | None:
-        """Kills the process and returns its exit code: negative is the signal that it died of."""
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        return await asyncio.to_thread(self._kill_and_join)
+        Args:
+            message: the function and its item, as JSON.
+            seconds: time that the reply may take.
+            watched_bytes: growth of resident memory that ends the wait; None where the kernel limits memory.
 
-    def _kill_and_join(self) -> int | None:
-        with _PROCESSES:
-            # One that is dying of its own keeps its own exit code.
-            self.process.join(0.2)
-            if self.process.exitcode is None:
-                self.process.kill()
-                self.process.join(_END_SECONDS)
-            return self.process.exitcode
+        Raises:
+            TimeoutError: the reply took too long.
+            MemoryError: the process took more than ``watched_bytes``.
+            EOFError, OSError: the process ended.
+        """
+        self._connection.send_bytes(message)
+        if watched_bytes is not None:
+            self._watch_memory(seconds, watched_bytes)
+        return self._receive(seconds)
 
-    async def _receive(self) -> dict[str, Any]:
-        head = await self._reader.readexactly(worker.LENGTH.size)
-        body = await self._reader.readexactly(worker.LENGTH.unpack(head)[0])
-        reply: dict[str, Any] = orjson.loads(body)
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        reply: dict[str, Any] = orjson.loads(self._connection.recv_bytes())
         return reply
 
+    def _watch_memory(self, seconds: float, watched_bytes: int) -> None:
+        """Return when the reply or the end of the process can be read; MemoryError and TimeoutError as in ``ask``."""
+        import psutil
 
-def _start(process: ForkServerProcess) -> None:
-    """Has multiprocessing's fork server start it; a server that was killed is replaced once it is seen to be dead."""
-    deadline = time.monotonic() + _END_SECONDS
-    while True:
+        deadline = time.monotonic() + seconds
         try:
-            with _PROCESSES:
-                process.start()
-        except (ConnectionError, EOFError) as error:
-            if time.monotonic() > deadline:
-                raise
-            log.warning("the server that starts workers is gone, asking again", error=repr(error))
-            time.sleep(_FORK_SERVER_POLL_SECONDS)
-        else:
+            process = psutil.Process(self._process.pid)
+            before = process.memory_info().rss
+            # The system has no event for memory: it can only be polled.
+            while not self._connection.poll(_MEMORY_POLL_SECONDS):
+                if process.memory_info().rss - before > watched_bytes:
+                    raise MemoryError
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+        except psutil.NoSuchProcess:
             return
 
+    def kill(self) -> None:
+        """Kill the process."""
+        with _PROCESSES:
+            self._process.kill()
 
-@dataclass
-class _Job:
-    message: dict[str, Any]
-    done: asyncio.Future[Evaluation]
-    expires: asyncio.TimerHandle | None = None
-
-    def overload(self, reason: str) -> None:
-        """Ends the wait without a value."""
-        self.begin()
-        if not self.done.done():
-            self.done.set_result(Evaluation(None, RewardStatus.OVERLOADED, reason))
-
-    def begin(self) -> None:
-        """Says that the wait is over."""
-        if self.expires is not None:
-            self.expires.cancel()
+    def end(self) -> int | None:
+        """Kill the process if it still runs and return its exit code; a negative code is the signal that ended it."""
+        self._connection.close()
+        with _PROCESSES:
+            # A process that is ending by itself keeps its own exit code.
+            self._process.join(0.2)
+            if self._process.exitcode is None:
+                self._process.kill()
+                self._process.join(_END_SECONDS)
+            return self._process.exitcode
 
 
 class WorkerPool:
-    """Evaluates answers in worker processes, in the order in which they come."""
+    """A pool of worker processes that evaluates answers, first come first served. A thread feeds each worker."""
 
-    def __init__(self, functions: list[str], settings: RewardSettings, *, watch_memory: bool | None = None) -> None:
-        """``functions`` are names that the workers load.
-
-        ``watch_memory`` has the server watch their resident memory, for systems that have no RLIMIT_AS (macOS).
-        """
-        self._functions = functions
+    def __init__(self, settings: RewardSettings, *, watch_memory: bool = sys.platform == "darwin") -> None:
+        """Make a pool. With ``watch_memory`` the server polls resident memory, because macOS ignores RLIMIT_AS."""
         self._settings = settings
-        self._watch_memory = sys.platform == "darwin" if watch_memory is None else watch_memory
-        self._jobs: deque[_Job] = deque()
-        self._work = asyncio.Condition()
-        self._tasks: list[asyncio.Task[None]] = []
-        self.alive = 0
+        self._watch_memory = watch_memory
+        self._jobs: queue.SimpleQueue[tuple[Future[Evaluation], bytes] | None] = queue.SimpleQueue()
+        self._alive: set[_Worker] = set()
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
 
     async def start(self) -> None:
-        """Starts the workers.
+        """Start the workers.
 
         Raises:
-            ConfigurationError: they cannot load the functions.
+            ConfigurationError: the reward functions cannot be loaded.
         """
-        if not self._functions:
+        if not self._settings.worker_functions:
             return
-        starting = [self._start_worker() for _ in range(self._settings.reward_workers)]
+        starting = [in_background(self._start_worker) for _ in range(self._settings.reward_workers)]
         results = await asyncio.gather(*starting, return_exceptions=True)
         workers = [result for result in results if isinstance(result, _Worker)]
-        failures = [result for result in results if isinstance(result, BaseException)]
-        if failures:
-            await asyncio.gather(*(started.end() for started in workers))
-            if isinstance(failures[0], _StartError):
-                raise ConfigurationError(
-                    f"REWARD_FN {self._settings.reward_fn!r} cannot be loaded: {failures[0]}; correct it or its module"
-                ) from failures[0]
-            raise failures[0]
-        self._tasks = [asyncio.create_task(self._serve(started)) for started in workers]
+        failure = next((result for result in results if isinstance(result, BaseException)), None)
+        if failure is not None:
+            await asyncio.gather(*(asyncio.to_thread(started.end) for started in workers))
+            raise failure
+        for started in workers:
+            self._set_alive(started, True)
+            self._threads.append(threading.Thread(target=self._serve, args=(started,), daemon=True))
+            self._threads[-1].start()
 
     async def stop(self) -> None:
-        """Kills the workers; answers that wait come back ``overloaded``."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        while self._jobs:
-            self._jobs.popleft().overload("the server is stopping")
+        """Kill the workers; unfinished answers come back ``overloaded``."""
+        self._stopping.set()
+        for started in list(self._alive):
+            started.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join, _END_SECONDS)
 
     @property
     def pending(self) -> int:
-        """How many answers wait for a worker."""
-        return len(self._jobs)
+        """Number of answers that wait for a worker."""
+        return self._jobs.qsize()
+
+    @property
+    def alive(self) -> int:
+        """Number of workers that answer."""
+        return len(self._alive)
 
     async def evaluate(self, function: str, item: dict[str, Any]) -> Evaluation:
-        """What ``function`` makes of ``item``, once a worker is free."""
-        if len(self._jobs) >= self._settings.reward_max_pending:
-            reason = f"{len(self._jobs)} answers wait already (REWARD_MAX_PENDING)"
-            return Evaluation(None, RewardStatus.OVERLOADED, reason)
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Evaluation] = loop.create_future()
+        """Return the outcome of ``function`` for ``item``, once a worker is free."""
+        if self.pending >= MAX_PENDING:
+            return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
+        job: Future[Evaluation] = Future()
+        self._jobs.put((job, orjson.dumps({"function": function, "item": item})))
+        PENDING.set(self.pending)
         seconds = self._settings.reward_queue_seconds
-        reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
-        job = _Job({"function": function, "item": item}, done)
-        job.expires = loop.call_later(seconds, job.overload, reason)
-        self._jobs.append(job)
-        PENDING.set(len(self._jobs))
-        async with self._work:
-            self._work.notify()
-        return await done
-
-    async def _next_job(self) -> _Job:
-        while True:
-            async with self._work:
-                await self._work.wait_for(lambda: bool(self._jobs))
-                job = self._jobs.popleft()
-            PENDING.set(len(self._jobs))
-            job.begin()
-            if not job.done.done():  # it may have expired, or its client left
-                return job
-
-    async def _serve(self, current: _Worker) -> None:
-        """Feeds one worker, and its successors when it dies, until cancelled."""
+        result = asyncio.wrap_future(job)
         try:
-            while True:
-                self._set_alive(+1)
-                try:
-                    await self._feed(current)
-                finally:
-                    self._set_alive(-1)
-                current = await self._replace()
+            done, _ = await asyncio.wait([result], timeout=seconds)
+            if not done and job.cancel():  # A job that a worker has begun cannot be cancelled.
+                reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
+                return Evaluation(None, RewardStatus.OVERLOADED, reason)
+            return await result
         finally:
-            await asyncio.shield(current.end())
+            job.cancel()
 
-    async def _feed(self, current: _Worker) -> None:
-        """Gives answers to a worker until one is its end."""
-        while True:
-            job = await self._next_job()
-            evaluation, survives = await self._evaluate(current, job.message)
-            if not job.done.done():
-                job.done.set_result(evaluation)
-            if not survives:
-                return
+    def _serve(self, current: _Worker) -> None:
+        """Feed one worker, and its successors when it ends, until the pool stops."""
+        while (job := self._jobs.get()) is not None:
+            PENDING.set(self.pending)
+            future, message = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            if self._stopping.is_set():
+                future.set_result(_STOPPED)
+                continue
+            future.set_result(self._evaluate(current, message))
+            if current not in self._alive:
+                current = self._replace(current)
+        current.end()
 
-    async def _evaluate(self, current: _Worker, message: dict[str, Any]) -> tuple[Evaluation, bool]:
-        watch = asyncio.create_task(self._watch(current)) if self._watch_memory else None
+    def _evaluate(self, current: _Worker, message: bytes) -> Evaluation:
+        watched_bytes = self._settings.reward_memory_mb * 2**20 if self._watch_memory else None
         try:
-            reply = await current.ask(message, self._settings.reward_timeout_seconds)
-        except TimeoutError:
-            await current.end()
-            return self._ended(RewardStatus.TIMEOUT, f"more than {self._settings.reward_timeout_seconds:g} s"), False
-        except (asyncio.IncompleteReadError, ConnectionError):
-            over_memory = watch is not None and watch.done()
-            return self._obituary(await current.end(), over_memory), False
-        finally:
-            if watch is not None:
-                watch.cancel()
+            reply = current.ask(message, self._settings.reward_timeout_seconds, watched_bytes)
+        except (TimeoutError, MemoryError, EOFError, OSError) as error:
+            self._set_alive(current, False)
+            evaluation = self._explain_end(error, current.end())
+            KILLED.labels(evaluation.status.value).inc()
+            return evaluation
         if "value" in reply:
-            return Evaluation(reply["value"]), True
-        return Evaluation(None, RewardStatus(reply["status"]), reply["reason"]), True
+            return Evaluation(reply["value"])
+        return Evaluation(None, RewardStatus(reply["status"]), reply["reason"])
 
-    def _obituary(self, exit_code: int | None, over_memory: bool) -> Evaluation:
+    def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
+        """Return the outcome of an answer whose worker ended."""
+        if self._stopping.is_set():
+            return _STOPPED
+        if isinstance(error, TimeoutError):
+            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {self._settings.reward_timeout_seconds:g} s")
         if exit_code == -signal.SIGPROF:
-            limit = f"more than {self._settings.reward_cpu_seconds:g} s of processor time"
-            return self._ended(RewardStatus.TIMEOUT, limit)
-        if over_memory or exit_code == worker.EXIT_MEMORY:
-            limit = f"more than {self._settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
-            return self._ended(RewardStatus.MEMORY, limit)
+            limit = f"{self._settings.reward_cpu_seconds:g} s of processor time"
+            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
+        if isinstance(error, MemoryError) or exit_code == worker.EXIT_MEMORY:
+            limit = f"{self._settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
+            return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
+        reason = f"the worker died over it (exit code {exit_code})"
         if exit_code == -signal.SIGKILL:
             # Perhaps for another process's memory, perhaps by hand: it says nothing about the answer.
-            return self._ended(
-                RewardStatus.ERROR,
-                "the worker was killed by signal 9, which the kernel's out-of-memory killer or a person sends",
-            )
-        how = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
-        return self._ended(RewardStatus.ERROR, f"the worker died over it ({how})")
+            reason = "the worker was killed by signal 9, which the kernel's out-of-memory killer or a person sends"
+        elif exit_code is not None and exit_code < 0:
+            reason = f"the worker died over it ({signal.Signals(-exit_code).name})"
+        return Evaluation(None, RewardStatus.ERROR, reason)
 
-    def _ended(self, status: RewardStatus, reason: str) -> Evaluation:
-        KILLED.labels(status.value).inc()
-        return Evaluation(None, status, reason)
-
-    async def _watch(self, current: _Worker) -> None:
-        """Kills a worker whose resident memory grows beyond the limit; returns then."""
-        import psutil
-
-        process = psutil.Process(current.process.pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            before = process.memory_info().rss
-            # There is no event for it: the system can only be asked, again and again.
-            while process.memory_info().rss - before < self._settings.reward_memory_mb * 2**20:  # noqa: ASYNC110
-                await asyncio.sleep(_MEMORY_WATCH_SECONDS)
-            process.kill()
-
-    async def _replace(self) -> _Worker:
+    def _replace(self, ended: _Worker) -> _Worker:
+        """Return a new worker as soon as one starts; the ended one if the pool stops before that."""
         pause = 0.0
-        while True:
-            await asyncio.sleep(pause)
+        while not self._stopping.wait(pause):
             try:
-                return await self._start_worker()
-            except (_StartError, OSError) as error:
+                current = self._start_worker()
+            except (ConfigurationError, EOFError, OSError) as error:
                 log.error("a worker cannot be started", error=str(error))
                 pause = min(max(0.1, pause * 2), 5.0)
+            else:
+                self._set_alive(current, True)
+                return current
+        return ended
 
-    async def _start_worker(self) -> _Worker:
-        return await _Worker.start(self._functions, self._settings, limits_memory=not self._watch_memory)
+    def _start_worker(self) -> _Worker:
+        return _Worker(self._settings, limits_memory=not self._watch_memory)
 
-    def _set_alive(self, change: int) -> None:
-        self.alive += change
-        ALIVE.set(self.alive)
+    def _set_alive(self, changed: _Worker, alive: bool) -> None:
+        (self._alive.add if alive else self._alive.discard)(changed)
+        ALIVE.set(len(self._alive))

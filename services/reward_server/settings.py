@@ -10,7 +10,10 @@ from pydantic import Field, field_validator
 
 from services.core.settings import Settings
 
-BUILT_IN = ("math", "exact_match", "format", "overlong", "reward_model")
+BUILT_IN = ("math", "exact_match", "format", "reward_model")
+_IN_PROCESS = ("exact_match", "reward_model")
+"""The rewards that run in the server itself, because they are safe on any text."""
+
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
 
 
@@ -21,28 +24,23 @@ class WeightedFunction:
     name: str
     weight: float
 
-    @property
-    def is_built_in(self) -> bool:
-        """Whether it is one of ours."""
-        return self.name in BUILT_IN
-
 
 class RewardSettings(Settings):
-    """What the reward-server reads from its environment."""
+    """The reward-server's environment variables."""
 
     reward_fn: str = Field(
         default="math",
-        description="What makes up the reward: names with weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
+        description="The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
         "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
-        "answer is marked), `overlong` (a penalty of -1 to 0 for length) and `reward_model`; `module:function` is a "
-        "function of your own, called with the keyword arguments of its signature among prompt, response, "
-        "ground_truth, completion_tokens and finish_reason.",
+        "answer is marked) and `reward_model`; `module:function` is a function of your own, called with the keyword "
+        "arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason.",
     )
     reward_workers: int = Field(
         default=2,
         ge=1,
         le=64,
-        description="Processes that verify what exact arithmetic on plain numbers cannot decide.",
+        description="Processes that verify the answers that exact arithmetic on plain numbers cannot decide, and run "
+        "functions of your own.",
     )
     reward_cpu_seconds: float = Field(
         default=0.25,
@@ -54,8 +52,8 @@ class RewardSettings(Settings):
         default=15.0,
         gt=0,
         le=3600,
-        description="Time by the clock that one answer may take in a worker; then it is killed. It is for functions "
-        "that wait: processor time is the closer limit, and does not depend on what else the machine does.",
+        description="Time by the clock that one answer may take in a worker; then it is killed. It limits functions "
+        "that wait. Processor time is the closer limit for others, and does not depend on the machine's other work.",
     )
     reward_memory_mb: int = Field(
         default=256, ge=16, description="Memory that one answer may add to what a worker has at its start."
@@ -63,23 +61,10 @@ class RewardSettings(Settings):
     reward_queue_seconds: float = Field(
         default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."
     )
-    reward_max_pending: int = Field(
-        default=20_000, ge=1, description="Answers waiting for a worker; further ones come back `overloaded`."
-    )
     reward_format_pattern: str = Field(
         default=r"####\s*\S|\\boxed\{",
         min_length=1,
         description="Regular expression that the `format` reward searches for in a response.",
-    )
-    reward_overlong_max_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="L_max of the `overlong` reward: from this length on it is -1. Needed with `overlong`.",
-    )
-    reward_overlong_buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="L_buf of the `overlong` reward: it falls from 0 to -1 over that many tokens before the maximum.",
     )
     reward_model: str | None = Field(
         default=None,
@@ -98,15 +83,20 @@ class RewardSettings(Settings):
         """The parts of the reward, in order."""
         return parse_functions(self.reward_fn)
 
+    @property
+    def worker_functions(self) -> list[str]:
+        """The names of the functions that run in worker processes."""
+        return sorted(function.name for function in self.functions if function.name not in _IN_PROCESS)
+
     @field_validator("reward_fn")
     @classmethod
-    def _functions_are_known(cls, text: str) -> str:
+    def _check_functions(cls, text: str) -> str:
         parse_functions(text)
         return text
 
     @field_validator("reward_format_pattern")
     @classmethod
-    def _pattern_compiles(cls, text: str) -> str:
+    def _check_pattern(cls, text: str) -> str:
         try:
             re.compile(text)
         except re.error as error:
@@ -115,7 +105,7 @@ class RewardSettings(Settings):
 
 
 def parse_functions(text: str) -> list[WeightedFunction]:
-    """Reads ``name=weight,module:function=weight``; ValueError says what is allowed."""
+    """Parse ``name=weight,module:function=weight``; ValueError where a name or a weight is not allowed."""
     functions: list[WeightedFunction] = []
     for part in text.split(","):
         match = _PART.fullmatch(part.strip())

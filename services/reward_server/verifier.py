@@ -1,7 +1,7 @@
-"""math-verify, for what exact arithmetic cannot decide. Only ever called in a worker process that can be killed.
+"""Compares answers by math-verify. Called only in worker processes, because they can be killed.
 
-Importing this module imports sympy and runs what is slow the first time, a second in all; the fork server of the
-workers does so once.
+Importing this module takes a second: it imports sympy and makes the comparisons that are slow the first time. The fork
+server of the workers imports it once for all of them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from services.reward_server.reraise import let_through
 with let_through("math_verify", "latex2sympy2_extended"):
     from math_verify import parse, verify
 
-# It warns that its own timeouts are off; the worker's limits stand in for them.
+# It warns that its own timeouts are off. The worker's limits take their place.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-# Longer texts are prose with an answer somewhere in it.
 _LONGEST_EXPRESSION = 1000
+"""Longer texts are prose that contains an answer."""
 
 
 def is_equal(answer: str, ground_truth: str) -> bool:
-    """Whether math-verify holds an answer for equal to the ground truth.
+    """Return whether math-verify finds an answer equal to the ground truth.
 
     Raises:
-        MemoryError: it needed too much memory.
-        RecursionError: it is nested too deeply.
+        MemoryError: the comparison needs too much memory.
+        RecursionError: an expression is nested too deeply.
     """
     return bool(verify(_parse_truth(ground_truth), _parse(answer), timeout_seconds=None))
 
@@ -40,7 +40,7 @@ def _parse_truth(text: str) -> list[Any]:
 def _parse(text: str) -> list[Any]:
     boxed: list[Any] = []
     if len(text) <= _LONGEST_EXPRESSION:
-        # As the content of one box: of a bare text it would take the last number only.
+        # In a box the whole text is one expression. Of a bare text math-verify would take only the last number.
         boxed = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
         if any(not isinstance(found, str) for found in boxed):
             return boxed
@@ -48,7 +48,7 @@ def _parse(text: str) -> list[Any]:
     return plain or boxed
 
 
-# Grammars are built and caches filled by the first use, which no answer shall pay for.
+# The first use builds grammars and fills caches, which would count towards the limits of the first answer.
 for _answer, _truth in (
     (r"\frac{1}{2} + x^2", "0.5 + x^{2}"),
     (r"\sqrt{8}", r"2\sqrt{2}"),

@@ -1,7 +1,7 @@
-"""What runs in a worker process: one answer at a time, under limits that the kernel enforces.
+"""The program of a worker process: evaluates one answer at a time, under limits that the kernel enforces.
 
-Processor time is limited by ITIMER_PROF: its signal ends the process, whatever code is running. Memory is limited by
-RLIMIT_AS where the system honours it (Linux); elsewhere the server watches. Time by the clock is the server's too.
+ITIMER_PROF limits processor time: its signal ends the process, whatever code is running. RLIMIT_AS limits memory where
+the system honours it (Linux). The server limits time by the clock, and memory elsewhere.
 """
 
 from __future__ import annotations
@@ -15,56 +15,56 @@ import re
 import resource
 import select
 import signal
-import socket
-import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import orjson
 
 from services.protocol import RewardStatus
 
-LENGTH = struct.Struct("!I")
 EXIT_MEMORY = 77
-"""A worker that ran out of memory ends with this code, since little works in it any more."""
+"""Exit code of a worker that ran out of memory, in which little works any more."""
 
-# Between answers and replies a worker must be able to allocate a little beyond the limit.
 _RESERVE_BYTES = 2**20
+"""Memory that is freed when the limit is reached, so that the process can still end in an orderly way."""
 _MAX_REASON = 300
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one answer may use; ``memory_bytes`` is None where the server watches the memory."""
+def run(
+    connection: Connection, functions: list[str], format_pattern: str, cpu_seconds: float, memory_bytes: int | None
+) -> None:
+    """Load ``functions``, report the result, and evaluate answers until the server hangs up.
 
-    cpu_seconds: float
-    memory_bytes: int | None
-
-
-def run(connection: socket.socket, functions: list[str], format_pattern: str, limits: Limits) -> None:
-    """The body of a worker process: loads ``functions``, says so, and answers until the server hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its workers
+    Args:
+        connection: to the server.
+        functions: names of ``RewardSettings.worker_functions``.
+        format_pattern: regular expression of the ``format`` reward.
+        cpu_seconds: processor time that an answer may take.
+        memory_bytes: memory that an answer may add; None where the server watches it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server ends its workers.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         table = {name: _load(name, format_pattern) for name in functions}
-    # Of whatever kind: the module is the user's, and the server reports it.
+    # The module is the user's and may raise anything, which the server reports.
     except Exception as error:  # noqa: BLE001
-        _send(connection, {"ready": False, "reason": _reason(error)})
+        connection.send_bytes(orjson.dumps({"reason": _reason(error)}))
         return
-    if limits.memory_bytes is not None:
-        _limit_memory(limits.memory_bytes)
-    # A server that hangs up has no more questions.
-    with contextlib.suppress(ConnectionError):
-        _send(connection, {"ready": True})
-        while (message := _receive(connection)) is not None:
-            _send(connection, _answer(table, message, limits.cpu_seconds))
+    if memory_bytes is not None:
+        _limit_memory(memory_bytes)
+    # The server hangs up when it has no more answers.
+    with contextlib.suppress(ConnectionError, EOFError):
+        connection.send_bytes(orjson.dumps({"reason": None}))
+        while True:
+            reply = _evaluate(table, orjson.loads(connection.recv_bytes()), cpu_seconds)
+            connection.send_bytes(orjson.dumps(reply))
 
 
-def _answer(
+def _evaluate(
     table: dict[str, Callable[[dict[str, Any]], dict[str, Any]]], message: dict[str, Any], cpu_seconds: float
 ) -> dict[str, Any]:
     reserve = bytearray(_RESERVE_BYTES)
@@ -74,17 +74,17 @@ def _answer(
     except MemoryError:
         del reserve
         os._exit(EXIT_MEMORY)
-    # A reward function that raises costs its own answer only.
+    # A reward function that raises costs only its own answer.
     except Exception as error:  # noqa: BLE001
         return {"status": RewardStatus.ERROR.value, "reason": _reason(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _end_with(connection: socket.socket) -> None:
-    """Ends this process when the server hangs up or dies: a reward function might sleep for ever."""
+def _end_with(connection: Connection) -> None:
+    """End this process when the server hangs up or dies, because a reward function might sleep for ever."""
     hang_up = select.poll()
-    hang_up.register(connection, 0)  # nothing but the hang-up, which is always reported
+    hang_up.register(connection, 0)  # No event but the hang-up, which is always reported.
     hang_up.poll()
     os._exit(0)
 
@@ -125,26 +125,3 @@ def _limit_memory(extra_bytes: int) -> None:
 def _reason(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     return text.encode("utf-8", "replace").decode()[:_MAX_REASON]
-
-
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    body = orjson.dumps(message)
-    connection.sendall(LENGTH.pack(len(body)) + body)
-
-
-def _receive(connection: socket.socket) -> Any:
-    head = _read(connection, LENGTH.size)
-    if head is None:
-        return None
-    body = _read(connection, LENGTH.unpack(head)[0])
-    return None if body is None else orjson.loads(body)
-
-
-def _read(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        part = connection.recv(min(count - len(parts), 2**20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

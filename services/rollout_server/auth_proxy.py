@@ -1,7 +1,7 @@
-"""The router's door: ``python -m services.rollout_server.auth_proxy --host H --port P --router HOST:PORT``.
+"""The router's authenticating proxy: ``python -m services.rollout_server.auth_proxy --host H --port P --router URL``.
 
-The router itself asks nobody for the token on some of its routes, which tell what is served and the engines' metrics.
-So with JOBGROUP_TOKEN it listens to its own node alone, and this process in front of it lets in who has the token.
+The router does not ask for the token on some of its routes, which show the served model and the engines' metrics. So
+with JOBGROUP_TOKEN it listens to its own node only, and this proxy in front of it forwards requests with the token.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import httpx
 import uvicorn
@@ -24,6 +23,7 @@ from starlette.types import ASGIApp
 from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
 from services.http.connections import server_config
+from services.http.disconnect import ended_before_client_left
 from services.http.middleware import ServiceMiddleware
 from services.http.problems import problem_response
 from services.http.server import listen
@@ -33,81 +33,69 @@ SERVICE = "router"
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 CONNECT_SECONDS = 5.0
 DRAIN_SECONDS = 3
-# Of one connection, not of a message.
+# Headers that belong to one connection, not to the message.
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host"}
 )
 
 
 def create_app(router_url: str, token: str) -> ASGIApp:
-    """An application that passes on to the router what carries the token; /health is for everybody."""
+    """Return an application that forwards requests with the token to the router, and /health for everybody."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        # How many requests and how long is for the router to say, and for the clients.
+        # Router and clients limit the number of requests and their time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         async with httpx.AsyncClient(base_url=router_url, limits=limits, timeout=timeout, trust_env=False) as client:
             app.state.client = client
             yield
 
-    async def pass_on(request: Request) -> Response:
+    async def forward(request: Request) -> Response:
         client: httpx.AsyncClient = request.app.state.client
         try:
             target = httpx.URL(raw_path=_raw_target(request))
         except (httpx.InvalidURL, UnicodeDecodeError) as error:
-            return problem_response(400, f"the path cannot be passed on: {error}")
+            return problem_response(400, f"the path cannot be forwarded: {error}")
         outgoing = client.build_request(
             request.method,
             target,
-            headers=_passed(request.headers.raw),
+            headers=_end_to_end(request.headers.raw),
             content=await request.body() or None,
         )
+        sending = asyncio.create_task(client.send(outgoing, stream=True))
         try:
-            answer = await _unless_gone(request, client.send(outgoing, stream=True))
+            # The router and its worker may stop, too, when the client has left.
+            if not await ended_before_client_left(request, sending):
+                return Response(status_code=499)
+            answer = sending.result()
         except httpx.TransportError as error:
             return problem_response(503, f"the router does not answer: {error!r}", headers={"Retry-After": "1"})
-        if answer is None:
-            return Response(status_code=499)
+        finally:
+            sending.cancel()
         response = StreamingResponse(answer.aiter_raw(), answer.status_code, background=BackgroundTask(answer.aclose))
-        response.raw_headers = _passed(answer.headers.raw)
+        response.raw_headers = _end_to_end(answer.headers.raw)
         return response
 
     app = Starlette(lifespan=lifespan)
-    app.add_route("/{path:path}", pass_on, methods=list(METHODS))
+    app.add_route("/{path:path}", forward, methods=list(METHODS))
     return ServiceMiddleware(app, service=SERVICE, token=token, is_ready=lambda: True)
 
 
 def _raw_target(request: Request) -> bytes:
-    """Path and query as they came: a %2F in a path is not a slash."""
+    """Return path and query unchanged: a %2F in a path is not a slash."""
     path: bytes = request.scope["raw_path"]
     query: bytes = request.scope["query_string"]
     return path + b"?" + query if query else path
 
 
-def _passed(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Return the headers without those of one connection."""
     return [(name.lower(), value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
 
 
-async def _unless_gone(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
-    """The answer; None when the client left before, whereupon the router and its worker may stop too."""
-    answer = asyncio.create_task(sending)
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return answer.result() if answer.done() else None
-    finally:
-        answer.cancel()
-        gone.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 def main() -> None:
-    """Reads the command line and the environment, and serves until a signal."""
+    """Read the command line and the environment, and serve until a signal."""
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server.auth_proxy")
     parser.add_argument("--host", required=True, help="address to listen on")
     parser.add_argument("--port", required=True, type=int, help="port to listen on")
@@ -116,7 +104,7 @@ def main() -> None:
     settings = RolloutSettings.load()
     logs.configure(SERVICE, settings.log_level)
     if settings.token is None:
-        raise ConfigurationError("JOBGROUP_TOKEN is not set; without a token the router needs no door")
+        raise ConfigurationError("JOBGROUP_TOKEN is not set; without a token the router needs no proxy")
     listener = listen(arguments.host, arguments.port)
     app = create_app(arguments.router, settings.token)
     config = server_config(app, timeout_graceful_shutdown=DRAIN_SECONDS, date_header=False)

@@ -1,9 +1,10 @@
-"""Runs a module as a child process of the launcher: ``python child.py MODULE [arguments]``.
+"""Run a module as a child process of the launcher: ``python child.py MODULE [arguments]``.
 
-What its own command line would not give: the process ends when its launcher does, however that came about, and the
-token is put behind ``--api-key`` inside the process, since everybody can read command lines, and kept out of its log.
+The process ends when its launcher ends, for whatever reason. The token is put behind ``--api-key`` inside the process,
+because everybody can read command lines, and it is kept out of the module's log.
 
-It runs in SGLang's environment too, where nothing of this project is installed: only the standard library is imported.
+This file also runs in SGLang's environment, where nothing of this project is installed, so it imports the standard
+library only.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from typing import Any
 
 API_KEY_FROM_TOKEN = "--api-key-from-token"
-"""Among the arguments: replaced by ``--api-key <JOBGROUP_TOKEN>``, or by nothing when there is none."""
+"""An argument that is replaced by ``--api-key <JOBGROUP_TOKEN>``, or removed when there is no token."""
 
 LAUNCHER_VARIABLE = "ROLLOUT_LAUNCHER_PID"
 POLL_SECONDS = 0.5
@@ -27,11 +28,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Makes this process end when the process named by LAUNCHER_VARIABLE has ended."""
+    """Make this process end when the process whose id is in LAUNCHER_VARIABLE has ended."""
     launcher = int(os.environ[LAUNCHER_VARIABLE])
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # It may have ended before the call above.
+        # The launcher may have ended before the call above.
         if os.getppid() != launcher:
             os._exit(1)
     else:
@@ -41,12 +42,12 @@ def end_with_launcher() -> None:
 def _watch(launcher: int) -> None:
     while os.getppid() == launcher:
         time.sleep(POLL_SECONDS)
-    # This process leads a group of its own, with all that it started.
+    # This process leads a group of its own, which includes everything that it started.
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def keep_out_of_log(secret: str) -> None:
-    """Makes log records show asterisks in place of ``secret``: SGLang logs all its arguments."""
+    """Replace ``secret`` by asterisks in log records, because SGLang logs all its arguments."""
     make = logging.getLogRecordFactory()
 
     def make_without(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -60,7 +61,7 @@ def keep_out_of_log(secret: str) -> None:
 
 
 def main() -> None:
-    """Becomes the module."""
+    """Become the module."""
     module, *arguments = sys.argv[1:]
     end_with_launcher()
     if API_KEY_FROM_TOKEN in arguments:
@@ -69,7 +70,7 @@ def main() -> None:
         arguments[place : place + 1] = ["--api-key", token] if token else []
         if token:
             keep_out_of_log(token)
-    # This file's folder is not where modules are looked for; as with `python -m`, the working directory is.
+    # Modules are looked up in the working directory, as with `python -m`, and not in this file's folder.
     sys.path[0] = os.getcwd()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

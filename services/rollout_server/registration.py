@@ -1,9 +1,9 @@
-"""Keeps one node's worker in the router's list exactly while it serves what it should.
+"""Keeps one node's worker in the router's list exactly while the worker serves the version that it should.
 
-The trainer updates every registered worker itself and takes one that failed out of the routing. Everything else is
-here: whatever the reason for which the worker is not registered (it is new, its engine died, its update failed, the
-router was restarted), it loads the newest published version from the shared volume and is registered again. Being
-registered anew also makes the router's cache-aware policy send it traffic.
+The trainer updates every registered worker itself and removes a worker whose update failed. This module does the rest:
+whatever the reason for which the worker is not registered (it is new, its engine died, its update failed, the router
+was restarted), it loads the newest published version from the shared volume and is registered again. A new
+registration also makes the router's cache-aware policy send it traffic.
 """
 
 from __future__ import annotations
@@ -13,211 +13,180 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
+from typing import TypeVar
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
-from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
-from services.core.tasks import in_background, run_until_first_ends
+from services.core.tasks import in_background
 from services.http.client import RequestRefusedError
-from services.rollout_server.engines import FIRST_VERSION
+from services.rollout_server.commands import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import Supervised
+from services.rollout_server.supervisor import SupervisedProcess
 from services.weights.policy_store import PolicyStore, PublishedPolicy
 
+T = TypeVar("T")
 log = get_logger(__name__)
 
 POLL_SECONDS = 0.5
-CATCH_UP_TRIES = 5
-REGISTER_SECONDS = 60.0
-FORGOTTEN_SECONDS = 5.0
-"""The router looks at a worker for a second or two before it lists it."""
-AT_ONCE_SECONDS = 2.0
+MAX_TRIES = 5
+"""Versions loaded in a row before giving up, and refusals of an engine before it is killed."""
+LISTED_SECONDS = 60.0
+"""Longest time until the router lists a worker that was added to it."""
+ADD_AGAIN_SECONDS = 5.0
+"""Time after which a worker that the router does not list is added again; the router checks it for a second or two."""
+WITHDRAW_SECONDS = 2.0
+"""Longest time that the start and the end of a node spend on withdrawing its worker."""
 VOLUME_SECONDS = 30.0
-"""Reading a directory's names on a shared volume that is well takes milliseconds."""
+"""Longest time for an access to the shared volume, which takes milliseconds when the volume is well."""
 
 
-class WorkerKeeper:
-    """The part of the launcher that looks after one worker."""
+class WorkerRegistration:
+    """The registration of one node's worker with the router."""
 
-    def __init__(self, settings: RolloutSettings, url: str, router: Endpoint, engine: Callable[[], Supervised]) -> None:
-        self.settings = settings
-        self.url = url
+    def __init__(
+        self, settings: RolloutSettings, worker: WorkerAdmin, router: RouterAdmin, engine: SupervisedProcess
+    ) -> None:
         self.store = PolicyStore(settings.policy_dir)
-        self._router_endpoint = router
+        self._settings = settings
+        self._worker = worker
+        self._url = worker.url
+        self._router = router
         self._engine = engine
         self._newest_seen = -1
-        self._fresh = True
-        """Whether the engine has the weights that it started with."""
+        self._has_first_weights = True
+        """Whether the engine still has the weights that it started with."""
         self._was_registered = False
         self._removals = 0
-        """How often the worker was found to be taken out of the routing while its engine ran."""
+        """How often the worker was found removed from the routing while its engine ran."""
 
     async def run(self) -> None:
-        """Keeps the worker until cancelled.
+        """Keep the worker registered until cancelled.
 
         Raises:
             DependencyLostError: the router or the shared volume is gone for good.
             ConfigurationError: the trainer seems to publish to another volume.
         """
-        async with (
-            # It may load a version for as long as its first weights.
-            WorkerAdmin(self.url, self.settings.token, timeout=self.settings.engine_start_seconds) as worker,
-            RouterAdmin(self._router_endpoint, self.settings.token) as router,
-        ):
-            start = 0
-            while True:
-                await self._engine().wait_for_start(after=start)
-                start = self._engine().starts
-                if await self._wait_until_up(worker, start):
-                    self._fresh = True
-                    await run_until_first_ends(self._keep(worker, router, start), self._watch(worker, start))
+        start = 0
+        while True:
+            log.info("waiting for the engine", url=self._url, seconds=self._settings.engine_start_seconds)
+            start = await self._engine.wait_until_healthy(after=start)
+            self._has_first_weights = True
+            await self._keep_registered(start)
 
     async def withdraw(self) -> None:
-        """Takes the worker out of the routing, before its engine is started again with its first weights.
+        """Remove the worker from the routing, before its engine is started again with its first weights.
 
         Raises:
             DependencyLostError: the router does not answer.
         """
         if not self._was_registered:
             return
-        end = time.monotonic() + self.settings.rollout_lost_seconds
-        async with RouterAdmin(self._router_endpoint, self.settings.token) as router:
-            while not await router.is_healthy():
-                if time.monotonic() > end:
-                    raise DependencyLostError(
-                        f"the router did not answer for {self.settings.rollout_lost_seconds:g} s; see node 0's log"
-                    )
-                await asyncio.sleep(POLL_SECONDS)
-            await router.remove(self.url)
+        seconds = self._settings.rollout_lost_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not await self._router.is_healthy():  # noqa: ASYNC110  # another process
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError as error:
+            raise DependencyLostError(f"the router did not answer for {seconds:g} s; see node 0's log") from error
+        await self._router.remove(self._url)
 
-    async def withdraw_at_once(self) -> None:
-        """Takes the worker out of the routing if the router answers now: at this node's start and end."""
-        async with RouterAdmin(self._router_endpoint, self.settings.token) as router:
-            try:
-                async with asyncio.timeout(AT_ONCE_SECONDS):
-                    if await router.is_healthy():
-                        await router.remove(self.url)
-            except (DependencyLostError, TimeoutError) as error:
-                log.warning("worker not withdrawn", reason=str(error) or "timed out")
+    async def withdraw_if_possible(self) -> None:
+        """Remove the worker from the routing if the router answers now: at this node's start and end."""
+        try:
+            async with asyncio.timeout(WITHDRAW_SECONDS):
+                if await self._router.is_healthy():
+                    await self._router.remove(self._url)
+        except (DependencyLostError, TimeoutError) as error:
+            log.warning("worker not withdrawn", reason=str(error) or "timed out")
 
-    async def _wait_until_up(self, worker: WorkerAdmin, start: int) -> bool:
-        """True when the engine answers; False when it ended before, or was killed since it took too long."""
-        end = time.monotonic() + self.settings.engine_start_seconds
-        log.info("waiting for the engine", url=self.url, seconds=self.settings.engine_start_seconds)
-        while self._runs(start):
-            if await worker.is_healthy():
-                self._engine().was_healthy = True
-                return True
-            if time.monotonic() > end:
-                log.error("engine does not answer: killed", url=self.url, seconds=self.settings.engine_start_seconds)
-                self._engine().kill()
-                break
-            await asyncio.sleep(POLL_SECONDS / 5)
-        return False
-
-    async def _watch(self, worker: WorkerAdmin, start: int) -> None:
-        """Kills an engine that runs and does not answer; returns when it has ended."""
-        answered = time.monotonic()
-        while self._runs(start):
-            if await worker.is_healthy():
-                answered = time.monotonic()
-            elif time.monotonic() - answered > self.settings.engine_hang_seconds and self._runs(start):
-                log.error("engine hangs: killed", seconds=self.settings.engine_hang_seconds)
-                self._engine().kill()
-                return
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def _keep(self, worker: WorkerAdmin, router: RouterAdmin, start: int) -> None:
-        """Looks after a worker that is up, until its engine ends.
+    async def _keep_registered(self, start: int) -> None:
+        """Register the worker, and again whenever it is not listed or stale, until the engine of that start ends.
 
         Raises:
             DependencyLostError: it could not be registered for ``rollout_lost_seconds``.
             ConfigurationError: the trainer seems to publish to another volume.
         """
+        lost_seconds = self._settings.rollout_lost_seconds
         registered_at = time.monotonic()
         was_registered = False
         stale_since: float | None = None
-        refusals, told = 0, ""
-        while self._runs(start):
+        refusals, logged = 0, ""
+        while self._engine.is_running(start):
             try:
-                if not await router.is_healthy():
+                if not await self._router.is_healthy():
                     raise DependencyLostError("the router does not answer")
-                registered = self.url in await router.workers()
-                self._removals += was_registered and not registered
-                was_registered = registered
-                stale_since = await self._stale_since(worker, stale_since) if registered else None
-                if not registered or self._is_too_stale(stale_since):
-                    await self._join(worker, router)
+                is_registered = self._url in await self._router.workers()
+                self._removals += was_registered and not is_registered
+                was_registered = is_registered
+                stale_since = (stale_since or time.monotonic()) if is_registered and await self._is_stale() else None
+                is_late = stale_since and time.monotonic() - stale_since > self._settings.engine_stale_seconds
+                if not is_registered or is_late:
+                    await self._catch_up_and_register()
                     was_registered, stale_since = True, None
                 registered_at = time.monotonic()
-                refusals, told = 0, ""
+                refusals, logged = 0, ""
             except (DependencyLostError, WorkerRefusedError) as error:
-                if not self._runs(start):
+                if not self._engine.is_running(start):
                     break
-                if str(error) != told:
-                    told = str(error)
-                    log.warning("worker not registered", reason=told)
+                if str(error) != logged:
+                    logged = str(error)
+                    log.warning("worker not registered", reason=logged)
                 refusals += isinstance(error, WorkerRefusedError)
-                if refusals >= CATCH_UP_TRIES:
-                    log.error("engine refuses what is published: killed")
-                    self._engine().kill()
+                if refusals >= MAX_TRIES:
+                    log.error("engine refuses the published version: killed")
+                    self._engine.kill()
                     break
-                if time.monotonic() - registered_at > self.settings.rollout_lost_seconds:
+                if time.monotonic() - registered_at > lost_seconds:
                     raise DependencyLostError(
-                        f"worker {self.url} could not be registered for {self.settings.rollout_lost_seconds:g} s: "
-                        f"{told}"
+                        f"worker {self._url} could not be registered for {lost_seconds:g} s: {logged}"
                     ) from error
             await asyncio.sleep(POLL_SECONDS * (1 + refusals))
 
-    def _is_too_stale(self, since: float | None) -> bool:
-        return since is not None and time.monotonic() - since > self.settings.engine_stale_seconds
-
-    async def _stale_since(self, worker: WorkerAdmin, since: float | None) -> float | None:
-        """Since when the registered worker serves an older version than the newest; None when it does not."""
+    async def _is_stale(self) -> bool:
+        """Return whether the worker serves an older version than the newest published one."""
         newest = await self._newest()
         if newest is None:
-            return None
-        version = await worker.version()
-        if version is not None and version >= newest.version:
-            return None
-        return time.monotonic() if since is None else since
+            return False
+        version = await self._worker.version()
+        return version is None or version < newest.version
 
-    async def _join(self, worker: WorkerAdmin, router: RouterAdmin) -> None:
-        """Brings the worker to the newest version and registers it.
+    async def _catch_up_and_register(self) -> None:
+        """Bring the worker to the newest version and register it.
 
-        Published meanwhile, a version may have been sent to the workers registered before this one: after registering,
-        the newest is looked up again.
+        A version published meanwhile may have been sent only to the workers registered before this one, so the newest
+        version is looked up again after the registration.
         """
-        for _ in range(CATCH_UP_TRIES):
-            await router.remove(self.url)
-            version = await self._catch_up(worker)
+        for _ in range(MAX_TRIES):
+            await self._router.remove(self._url)
+            version = await self._catch_up()
             self._was_registered = True
-            await self._register(router)
+            await self._register()
             newest = await self._newest()
             if newest is None or newest.version <= version:
-                log.info("worker registered", url=self.url, policy_version=version)
+                log.info("worker registered", url=self._url, policy_version=version)
                 return
-        raise WorkerRefusedError(f"{self.url}: versions are published faster than it can load them")
+        raise WorkerRefusedError(f"{self._url}: versions are published faster than it can load them")
 
-    async def _catch_up(self, worker: WorkerAdmin) -> int:
-        """Loads the newest published version, whatever the worker says that it serves; returns the version.
+    async def _catch_up(self) -> int:
+        """Load the newest published version, whatever version the worker reports, and return its number.
 
-        A worker whose update failed half-way may have weights of two versions, so its word is not enough.
+        A worker whose update failed half-way may hold weights of two versions, so its report is not enough.
         """
-        newest = await self._newest()
+        newest, worker = await self._newest(), self._worker
         if newest is None:
             self._check_volume()
-        path, version = (newest.path, newest.version) if newest else (self.settings.model_name, FIRST_VERSION)
-        if not (self._fresh and await worker.version() == version):
+        path, version = (newest.path, newest.version) if newest else (self._settings.model_name, FIRST_VERSION)
+        if not (self._has_first_weights and await worker.version() == version):
             started = time.monotonic()
-            self._fresh = False
-            # What is in flight was begun with weights of which we cannot be sure; clients ask for it again elsewhere.
-            # Retracted first, since SGLang never gets to abort what is paused in place.
+            self._has_first_weights = False
+            # Requests in flight were begun with weights that may be mixed; their clients send them again elsewhere.
+            # They are retracted first, because SGLang never aborts requests that are paused in place.
             await worker.pause("retract")
             await worker.pause("abort")
-            await self._close_update(worker)
+            # SGLang refuses an update while a broadcast is open, which a trainer that died may have left.
+            with contextlib.suppress(WorkerRefusedError):
+                await worker.end_update()
             async with self._held(newest):
                 await worker.update_from_disk(path, version)
             await worker.resume()
@@ -225,44 +194,34 @@ class WorkerKeeper:
         served = await worker.version()
         if served != version:
             raise WorkerRefusedError(
-                f"worker {self.url} loaded policy version {version} but says that it serves {served}"
+                f"worker {self._url} loaded policy version {version} but says that it serves {served}"
             )
         return version
 
-    @asynccontextmanager
-    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[None]:
-        """Keeps a version from being pruned while it is loaded: SGLang dies of files that vanish."""
-        if policy is None:
-            yield
-            return
+    async def _register(self) -> None:
+        """Add the worker to the router, and wait until the router, which checks it first, sends it requests."""
+        added_at = -ADD_AGAIN_SECONDS
         try:
-            async with asyncio.timeout(VOLUME_SECONDS):
-                hold = await in_background(partial(self.store.hold, policy.version))
-        except (OSError, TimeoutError) as error:
+            async with asyncio.timeout(LISTED_SECONDS):
+                while self._url not in await self._router.healthy_workers():
+                    # Again if the router was restarted meanwhile, since it has forgotten the worker.
+                    is_due = time.monotonic() - added_at >= ADD_AGAIN_SECONDS
+                    if is_due and self._url not in await self._router.workers():
+                        await self._router.add(self._url)
+                        added_at = time.monotonic()
+                    await asyncio.sleep(POLL_SECONDS / 10)
+        except RequestRefusedError as error:
+            raise WorkerRefusedError(f"the router refuses worker {self._url}: {error.detail}") from error
+        except TimeoutError as error:
             raise DependencyLostError(
-                f"cannot hold policy version {policy.version} in {self.store.policy_dir} "
-                f"({str(error) or 'timed out'}); is SHARED_DIR mounted for writing?"
+                f"the router did not list worker {self._url} within {LISTED_SECONDS:g} s"
             ) from error
-        try:
-            yield
-        finally:
-            # One that stays counts no more after a while.
-            with contextlib.suppress(OSError, TimeoutError):
-                async with asyncio.timeout(VOLUME_SECONDS):
-                    await in_background(partial(self.store.release, hold))
-
-    async def _close_update(self, worker: WorkerAdmin) -> None:
-        """Ends the broadcast that a trainer began and did not end: SGLang refuses the next one meanwhile."""
-        try:
-            await worker.end_update()
-        except WorkerRefusedError as error:
-            log.debug("no update to close", reason=str(error))
 
     def _check_volume(self) -> None:
-        """For when nothing is published: makes sure that this node is not merely kept from seeing it.
+        """Check, while nothing is published, that this node sees the volume to which the trainer publishes.
 
         Raises:
-            DependencyLostError: what was published is gone.
+            DependencyLostError: the published versions are gone.
             ConfigurationError: the trainer seems to publish elsewhere.
         """
         if self._newest_seen >= 0:
@@ -270,50 +229,47 @@ class WorkerKeeper:
                 f"{self.store.policy_dir} held policy version {self._newest_seen} and is empty or missing now; is "
                 f"SHARED_DIR still mounted?"
             )
-        # It was taken out by a router that was restarted, or again and again by a trainer whose versions it misses.
-        if self._removals > CATCH_UP_TRIES:
+        # A restarted router removes it once or twice, a trainer whose versions it misses again and again.
+        if self._removals > MAX_TRIES:
             raise ConfigurationError(
-                f"worker {self.url} was taken out of the routing {self._removals} times while nothing is published in "
+                f"worker {self._url} was taken out of the routing {self._removals} times while nothing is published in "
                 f"{self.store.policy_dir}; is SHARED_DIR the same volume on this node as on the trainer's?"
             )
 
-    async def _register(self, router: RouterAdmin) -> None:
-        """Registers the worker and waits until the router, which looks at it first, sends it requests."""
-        end = time.monotonic() + REGISTER_SECONDS
-        told = -FORGOTTEN_SECONDS
-        while self.url not in await router.healthy_workers():
-            if time.monotonic() > end:
-                raise DependencyLostError(f"the router did not list worker {self.url} within {REGISTER_SECONDS:g} s")
-            # Once more if the router was restarted meanwhile: it has forgotten what it was told.
-            if time.monotonic() - told >= FORGOTTEN_SECONDS and self.url not in await router.workers():
-                await self._add(router)
-                told = time.monotonic()
-            await asyncio.sleep(POLL_SECONDS / 10)
-
-    async def _add(self, router: RouterAdmin) -> None:
-        try:
-            await router.add(self.url)
-        except RequestRefusedError as error:
-            raise WorkerRefusedError(f"the router refuses worker {self.url}: {error.detail}") from error
-
     async def _newest(self) -> PublishedPolicy | None:
-        """The newest published version.
-
-        Raises:
-            DependencyLostError: the shared volume cannot be read.
-        """
-        try:
-            # A volume whose server is gone may block for ever: not in a thread that the launcher's end would wait for.
-            async with asyncio.timeout(VOLUME_SECONDS):
-                newest = await in_background(self.store.newest)
-        except (OSError, TimeoutError) as error:
-            raise DependencyLostError(
-                f"cannot read {self.store.policy_dir} ({str(error) or 'timed out'}); is SHARED_DIR mounted?"
-            ) from error
+        newest = await self._on_volume("read", self.store.newest)
         if newest is not None:
             self._newest_seen = max(self._newest_seen, newest.version)
         return newest
 
-    def _runs(self, start: int) -> bool:
-        engine = self._engine()
-        return engine.starts == start and engine.is_running
+    @asynccontextmanager
+    async def _held(self, policy: PublishedPolicy | None) -> AsyncIterator[None]:
+        """Keep a version from being pruned while it is loaded, because SGLang dies of files that vanish."""
+        if policy is None:
+            yield
+            return
+        hold = await self._on_volume(
+            f"hold policy version {policy.version} in", lambda: self.store.hold(policy.version)
+        )
+        try:
+            yield
+        finally:
+            # A hold that stays expires after a while.
+            with contextlib.suppress(DependencyLostError):
+                await self._on_volume("release a hold in", lambda: self.store.release(hold))
+
+    async def _on_volume(self, action: str, work: Callable[[], T]) -> T:
+        """Return the result of ``work`` on the shared volume.
+
+        Raises:
+            DependencyLostError: it fails, or takes too long; the message names the action.
+        """
+        try:
+            # A volume whose server is gone may block for ever, so the thread must not be one that the launcher's end
+            # waits for.
+            async with asyncio.timeout(VOLUME_SECONDS):
+                return await in_background(work)
+        except (OSError, TimeoutError) as error:
+            raise DependencyLostError(
+                f"cannot {action} {self.store.policy_dir} ({str(error) or 'timed out'}); is SHARED_DIR mounted?"
+            ) from error

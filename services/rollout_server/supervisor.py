@@ -1,4 +1,4 @@
-"""Child processes that are started again when they end, a bounded number of times."""
+"""A supervisor of child processes: restarts them when they end or hang, a bounded number of times."""
 
 from __future__ import annotations
 
@@ -12,117 +12,142 @@ from collections.abc import Awaitable, Callable
 
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.tasks import run_until_first_ends
 from services.rollout_server.child import LAUNCHER_VARIABLE
-from services.rollout_server.engines import Command
+from services.rollout_server.commands import Command
 
 log = get_logger(__name__)
 
 RESTART_WINDOW_SECONDS = 600.0
 FIRST_PAUSE_SECONDS = 0.5
+"""The pause before the first restart within the window; it doubles with each further one."""
 LONGEST_PAUSE_SECONDS = 8.0
-"""Before the first restart within the window, and doubled for each further one up to the longest."""
 GRACE_SECONDS = 4.0
-"""Between SIGTERM and SIGKILL; those who end us allow ten seconds."""
+"""The time between SIGTERM and SIGKILL; SkyPilot allows the launcher ten seconds."""
+START_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.5
 
 
-class Supervised:
-    """One child process, which leads a process group of its own with all that it starts."""
+class SupervisedProcess:
+    """One child process, which leads a process group of its own with everything that it starts."""
 
     def __init__(
-        self, command: Command, max_restarts: int, before_restart: Callable[[], Awaitable[None]] | None = None
+        self,
+        command: Command,
+        is_healthy: Callable[[], Awaitable[bool]],
+        *,
+        max_restarts: int,
+        start_seconds: float,
+        hang_seconds: float,
     ) -> None:
-        """Makes a child that is not started yet.
+        """Describe a child; ``run`` starts it.
 
         Args:
-            command: what to run.
-            max_restarts: allowed within RESTART_WINDOW_SECONDS, and in all before it is healthy for the first time.
-            before_restart: awaited between an end and the next start.
+            command: the command to run.
+            is_healthy: returns whether the child answers now.
+            max_restarts: restarts allowed within RESTART_WINDOW_SECONDS, and in total before the child first answers.
+            start_seconds: a child that has not answered that long after its start is killed.
+            hang_seconds: a child that has answered and then does not answer for that long is killed.
         """
         self.command = command
         self.starts = 0
-        """How often the child was started: tells one incarnation from the next."""
-        self.was_healthy = False
-        """Whether it has ever answered; set by those who ask it."""
+        """The number of starts so far, which tells one child from the next."""
+        self.before_restart: Callable[[], Awaitable[None]] | None = None
+        """Awaited between the end of a child and the next start."""
+        self._is_healthy = is_healthy
         self._max_restarts = max_restarts
-        self._before_restart = before_restart
+        self._start_seconds = start_seconds
+        self._hang_seconds = hang_seconds
+        self._healthy_start = 0
+        self._became_healthy = asyncio.Condition()
         self._restarts: deque[float] = deque()
         self._process: asyncio.subprocess.Process | None = None
-        self._started = asyncio.Condition()
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the child runs now."""
-        return self._process is not None and self._process.returncode is None
+    async def wait_until_healthy(self, after: int) -> int:
+        """Wait until a child started after the first ``after`` starts has answered; return the number of its start."""
+        async with self._became_healthy:
+            await self._became_healthy.wait_for(lambda: self._healthy_start > after)
+            return self._healthy_start
 
-    async def wait_for_start(self, after: int) -> None:
-        """Returns when the child was started more than ``after`` times; that this comes is the business of ``run``."""
-        async with self._started:
-            await self._started.wait_for(lambda: self.starts > after)
+    def is_running(self, start: int) -> bool:
+        """Return whether the child of that start runs now."""
+        return self.starts == start and self._process is not None and self._process.returncode is None
 
     async def run(self) -> None:
-        """Runs the child, again and again, until cancelled; then the child is ended.
+        """Run the child, again and again, until cancelled; then end it.
 
         Raises:
-            DependencyLostError: it ended once more than allowed.
-            ConfigurationError: it says that it cannot run with these settings, or was never healthy.
+            DependencyLostError: the child ended more often than allowed.
+            ConfigurationError: the child cannot run with these settings, or was never healthy.
         """
         try:
             while True:
-                await self._start()
-                assert self._process is not None
-                code = await self._process.wait()
-                self._kill_group()
-                log.warning("child ended", child=self.command.name, how=describe_exit(code))
-                if code == EXIT_CONFIGURATION:
+                self._process = process = await self._start()
+                await run_until_first_ends(_wait_for_end(process), self._kill_if_hung())
+                assert process.returncode is not None
+                self.kill()
+                log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
+                if process.returncode == EXIT_CONFIGURATION:
                     raise ConfigurationError(
                         f"the {self.command.name} cannot run with these settings; it says why above"
                     )
-                self._count_restart(code)
+                self._count_restart(process.returncode)
                 pause = FIRST_PAUSE_SECONDS * 2 ** (len(self._restarts) - 1)
                 await asyncio.sleep(min(pause, LONGEST_PAUSE_SECONDS))
-                if self._before_restart is not None:
-                    await self._before_restart()
+                if self.before_restart is not None:
+                    await self.before_restart()
         finally:
             await self._stop()
 
     def kill(self) -> None:
-        """Kills the child, which is then started again if that is still allowed."""
-        self._kill_group()
+        """Kill the child and its process group; ``run`` starts the child again if that is still allowed."""
+        # macOS answers with PermissionError for a group of zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._process is not None:
+                os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _start(self) -> None:
+    async def _start(self) -> asyncio.subprocess.Process:
         environment = {**os.environ, **self.command.environment, LAUNCHER_VARIABLE: str(os.getpid())}
-        self._process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *self.command.line, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
         )
-        async with self._started:
-            self.starts += 1
-            self._started.notify_all()
-        log.info("child started", child=self.command.name, pid=self._process.pid, start=self.starts)
+        self.starts += 1
+        log.info("child started", child=self.command.name, pid=process.pid, start=self.starts)
+        return process
+
+    async def _kill_if_hung(self) -> None:
+        """Watch the child of this start until cancelled, and kill it when it does not answer for too long."""
+        answered, seconds, poll_seconds = time.monotonic(), self._start_seconds, START_POLL_SECONDS
+        while True:
+            if await self._is_healthy():
+                answered, seconds, poll_seconds = time.monotonic(), self._hang_seconds, POLL_SECONDS
+                async with self._became_healthy:
+                    self._healthy_start = self.starts
+                    self._became_healthy.notify_all()
+            elif time.monotonic() - answered > seconds:
+                log.error("child does not answer: killed", child=self.command.name, seconds=seconds)
+                self.kill()
+                answered = time.monotonic()
+            await asyncio.sleep(poll_seconds)
 
     async def _stop(self) -> None:
         if self._process is None:
             return
-        if self.is_running:
+        if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), GRACE_SECONDS)
-        self._kill_group()
+        # An engine's own children may outlive it.
+        self.kill()
         await self._process.wait()
 
-    def _kill_group(self) -> None:
-        """Ends what is left of the group: an engine's own children may outlive it."""
-        if self._process is not None:
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # macOS says the latter of a group of zombies
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     def _count_restart(self, code: int) -> None:
-        if not self.was_healthy and self.starts > self._max_restarts:
+        child = f"{self.command.name} ({self.command.module})"
+        if not self._healthy_start and self.starts > self._max_restarts:
             raise ConfigurationError(
-                f"the {self.command.name} ({self.command.module}) never answered in {self.starts} starts and "
-                f"{describe_exit(code)}; see its own messages above, and its settings"
+                f"the {child} never answered in {self.starts} starts and {describe_exit(code)}; see its own messages "
+                f"above, and its settings"
             )
         now = time.monotonic()
         self._restarts.append(now)
@@ -130,14 +155,18 @@ class Supervised:
             self._restarts.popleft()
         if len(self._restarts) > self._max_restarts:
             raise DependencyLostError(
-                f"the {self.command.name} ({self.command.module}) {describe_exit(code)}, for the "
-                f"{len(self._restarts)}. time within {RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is "
-                f"{self._max_restarts}; its own messages are above"
+                f"the {child} {describe_exit(code)}, for the {len(self._restarts)}. time within "
+                f"{RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is {self._max_restarts}; its own "
+                f"messages are above"
             )
 
 
+async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
+    await process.wait()
+
+
 def describe_exit(code: int) -> str:
-    """A return code in words."""
+    """Return a process's return code in words."""
     if code >= 0:
         return f"exited with {code}"
     try:

@@ -1,1 +1,1 @@
-"""The run page: what a run directory holds, live on the trainer's port or opened later by ``scripts.view``."""
+"""The run page: the content of a run directory, live on the trainer's port or opened later by ``scripts.view``."""

@@ -1,7 +1,7 @@
-"""Asks every component of the job group how it is, for the run page.
+"""The monitor of the job group's components, for the run page.
 
-Only while somebody looks: a page that asks for the components keeps the watch awake for a while. Each question is asked
-once, with a short deadline, so that a component which hangs shows as silent and holds up nothing.
+The monitor runs only while somebody looks: a request for the components keeps it awake for a while. It sends each
+request once, with a short timeout, so that a component that hangs shows as silent and delays nothing else.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 
 from services.core import endpoints
+from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
-from services.core.logs import get_logger
 from services.http.client import HttpClient, problem_detail
 
-log = get_logger(__name__)
-
 POLL_SECONDS = 2.0
-QUESTION_SECONDS = 2.0
+REQUEST_SECONDS = 2.0
 AWAKE_SECONDS = 15.0
 
-Answer = dict[str, Any]
-Describe = Callable[[Answer], Answer]
+Json = dict[str, Any]
+Read = Callable[["Component"], Awaitable[None]]
 
 
 @dataclass
 class Component:
-    """What is known of one component. ``state`` is that of its /health, or ``silent``, or ``asking`` at first."""
+    """A component as last seen. ``state`` is the status of its /health, ``silent``, or ``asking`` at first."""
 
     name: str
     url: str
@@ -40,73 +39,59 @@ class Component:
     detail: str | None = None
     milliseconds: float | None = None
     policy_version: int | None = None
-    figures: Answer = field(default_factory=dict)
-    """What it says of itself: queue lengths, counts."""
+    figures: Json = field(default_factory=dict)
+    """The component's own figures: queue lengths, counts."""
     answered: float | None = None
-    """When it last answered, by time.monotonic."""
+    """The time of the last answer, by time.monotonic."""
 
-    def shown(self) -> Answer:
-        """As the page gets it."""
-        since = None if self.answered is None else time.monotonic() - self.answered
-        return {
-            "name": self.name,
-            "url": self.url,
-            "state": self.state,
-            "detail": self.detail,
-            "milliseconds": self.milliseconds,
-            "policy_version": self.policy_version,
-            "figures": self.figures,
-            "seconds_since_answer": since,
-        }
+    def shown(self) -> Json:
+        """Return the component as the page shows it."""
+        content = asdict(self)
+        answered = content.pop("answered")
+        return {**content, "seconds_since_answer": None if answered is None else time.monotonic() - answered}
 
 
-class ComponentWatch:
-    """Knows the components of this job group. Run ``run`` beside the service that shows them."""
+class ComponentMonitor:
+    """A monitor of this job group's components. Run ``run`` beside the service that shows them."""
 
     def __init__(self, token: str | None) -> None:
         self._token = token
-        self._wanted_until = 0.0
-        self._wanted = asyncio.Event()
+        self._awake_until = 0.0
+        self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._data = Component("data-server", endpoints.endpoint(endpoints.Task.DATA_SERVER).url)
-        self._reward = Component("reward-server", endpoints.endpoint(endpoints.Task.REWARD_SERVER).url)
-        self._replay = Component("replay-buffer", endpoints.endpoint(endpoints.Task.REPLAY_BUFFER).url)
-        self._router = Component("router", endpoints.endpoint(endpoints.Task.ROLLOUT_SERVER).url)
+        self._services = {task: Component(task.value, endpoints.endpoint(task).url) for task in _FIGURES}
+        self._router = Component("router", endpoints.endpoint(Task.ROLLOUT_SERVER).url)
         self._workers: dict[str, Component] = {}
         self._generated: dict[str, tuple[float, float]] = {}
 
-    def components(self) -> list[Answer]:
-        """What was last heard of each; also keeps the watch awake."""
-        self._wanted_until = time.monotonic() + AWAKE_SECONDS
-        self._wanted.set()
-        return self._shown()
+    def components(self) -> list[Json]:
+        """Return all components as last seen; also keep the monitor awake."""
+        self._awake_until = time.monotonic() + AWAKE_SECONDS
+        self._wake.set()
+        return self.last_seen()
 
-    def _shown(self) -> list[Answer]:
+    def last_seen(self) -> list[Json]:
+        """Return all components as last seen."""
         workers = [self._workers[url] for url in sorted(self._workers)]
-        return [c.shown() for c in (self._data, self._reward, self._replay, self._router, *workers)]
+        return [component.shown() for component in (*self._services.values(), self._router, *workers)]
 
     async def run(self) -> None:
-        """Asks again and again, as long as somebody wants to know, until cancelled."""
+        """Poll the components while somebody looks, until cancelled."""
         async with self._stack:
             while True:
-                if time.monotonic() > self._wanted_until:
-                    self._wanted.clear()
-                    await self._wanted.wait()
-                await self._ask_all()
+                if time.monotonic() > self._awake_until:
+                    self._wake.clear()
+                    await self._wake.wait()
+                await asyncio.gather(
+                    *(self._poll(c, partial(self._read_stats, _FIGURES[task])) for task, c in self._services.items()),
+                    self._poll(self._router, self._read_router),
+                    *(self._poll(worker, self._read_worker) for worker in self._workers.values()),
+                )
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def _ask_all(self) -> None:
-        await asyncio.gather(
-            self._ask(self._data, self._stats(_data_figures)),
-            self._ask(self._reward, self._stats(_reward_figures)),
-            self._ask(self._replay, self._stats(_replay_figures)),
-            self._ask(self._router, self._ask_router),
-            *(self._ask(worker, self._ask_worker) for worker in self._workers.values()),
-        )
-
-    async def _ask(self, component: Component, learn: Callable[[Component], Awaitable[None]]) -> None:
-        """Asks for its health, and for more where it answers."""
+    async def _poll(self, component: Component, read: Read) -> None:
+        """Update a component's health, and if it is healthy, its figures by ``read``."""
         started = time.monotonic()
         try:
             response = await self._get(component, "/health")
@@ -114,7 +99,7 @@ class ComponentWatch:
             component.answered = time.monotonic()
             component.state, component.detail = _health(response)
             if response.status_code == httpx.codes.OK:
-                await learn(component)
+                await read(component)
         except DependencyLostError as error:
             component.state, component.detail = "silent", str(error)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -126,24 +111,24 @@ class ComponentWatch:
         if client is None:
             client = HttpClient(component.url, token=self._token, service=component.name)
             self._clients[component.url] = await self._stack.enter_async_context(client)
-        return await client.send_once("GET", path, seconds=QUESTION_SECONDS)
+        return await client.send_once("GET", path, seconds=REQUEST_SECONDS)
 
-    def _stats(self, describe: Describe) -> Callable[[Component], Awaitable[None]]:
-        async def learn(component: Component) -> None:
-            response = await self._get(component, "/stats")
-            if response.status_code == httpx.codes.OK:
-                component.figures = describe(response.json())
-            else:
-                component.detail = f"/stats: {response.status_code} {problem_detail(response)}"
-
-        return learn
-
-    async def _ask_router(self, router: Component) -> None:
-        response = await self._get(router, "/workers")
+    async def _get_json(self, component: Component, path: str) -> Any:
+        """Return the JSON of a route, or None after noting the refusal as the component's detail."""
+        response = await self._get(component, path)
         if response.status_code != httpx.codes.OK:
-            router.detail = f"/workers: {response.status_code} {problem_detail(response)}"
+            component.detail = f"{path}: {response.status_code} {problem_detail(response)}"
+            return None
+        return response.json()
+
+    async def _read_stats(self, figures: Callable[[Json], Json], service: Component) -> None:
+        if (stats := await self._get_json(service, "/stats")) is not None:
+            service.figures = figures(stats)
+
+    async def _read_router(self, router: Component) -> None:
+        if (reply := await self._get_json(router, "/workers")) is None:
             return
-        listed = response.json()["workers"]
+        listed = reply["workers"]
         routed = {worker["url"]: bool(worker.get("is_healthy", True)) for worker in listed}
         router.figures = {
             "workers routed": len(routed),
@@ -151,24 +136,23 @@ class ComponentWatch:
         }
         for url in routed.keys() - self._workers.keys():
             self._workers[url] = Component(_node_name(url), url)
-        # One that left the routing may come back, and is watched on.
+        # A worker that left the routing may come back, so the monitor keeps polling it.
         for url, worker in self._workers.items():
             worker.figures = worker.figures | {"routed": "yes" if routed.get(url) else "no"}
 
-    async def _ask_worker(self, worker: Component) -> None:
+    async def _read_worker(self, worker: Component) -> None:
         information = await self._get(worker, "/model_info")
         if information.status_code == httpx.codes.OK:
             version = str(information.json().get("weight_version"))
             worker.policy_version = int(version) if version.isdecimal() else None
+        # SGLang has the first route, the embedded engine the second.
         loads = await self._get(worker, "/v1/loads?include=core")
         if loads.status_code == httpx.codes.OK:
             worker.figures = worker.figures | _load_figures(loads.json()["loads"])
-            return
-        stats = await self._get(worker, "/stats")
-        if stats.status_code == httpx.codes.OK:
-            worker.figures = worker.figures | self._engine_figures(worker.url, stats.json())
+        elif (stats := await self._get_json(worker, "/stats")) is not None:
+            worker.figures = worker.figures | self._engine_figures(worker.url, stats)
 
-    def _engine_figures(self, url: str, stats: Answer) -> Answer:
+    def _engine_figures(self, url: str, stats: Json) -> Json:
         now, generated = time.monotonic(), float(stats["generated_tokens"])
         before, generated_before = self._generated.get(url, (now, generated))
         self._generated[url] = (now, generated)
@@ -179,9 +163,9 @@ class ComponentWatch:
 
 
 def _node_name(worker_url: str) -> str:
-    """The node that a rollout worker is on: in a job group the first label of its name, locally found by address."""
+    """Return the name of a rollout worker's node: its host's first label, or locally its key in JOBGROUP_ENDPOINTS."""
     node = httpx.URL(worker_url).host.partition(".")[0]
-    if node.startswith(endpoints.Task.ROLLOUT_SERVER.value):
+    if node.startswith(Task.ROLLOUT_SERVER.value):
         return node
     for key, address in endpoints.mapped_addresses().items():
         if worker_url.endswith(f"//{address}"):
@@ -190,18 +174,17 @@ def _node_name(worker_url: str) -> str:
 
 
 def _health(response: httpx.Response) -> tuple[str, str | None]:
-    """State and reason from an answer of /health; SGLang and the router say it by the status alone."""
-    is_json = response.headers.get("content-type", "").startswith("application/json")
-    body = response.json() if is_json and response.content else {}
-    said = body.get("status") if isinstance(body, dict) else None
+    """Return state and detail from a reply of /health; SGLang and the router reply with the status code alone."""
     if response.status_code == httpx.codes.OK:
         return "healthy", None
-    state = said if said in ("starting", "draining", "unhealthy") else "unhealthy"
-    detail = body.get("detail") if isinstance(body, dict) else None
+    is_json = response.headers.get("content-type", "").startswith("application/json")
+    body = response.json() if is_json and response.content else {}
+    status, detail = (body.get("status"), body.get("detail")) if isinstance(body, dict) else (None, None)
+    state = status if status in ("starting", "draining", "unhealthy") else "unhealthy"
     return state, str(detail) if detail else f"/health answered {response.status_code}"
 
 
-def _data_figures(stats: Answer) -> Answer:
+def _data_figures(stats: Json) -> Json:
     return {
         "source": stats.get("source"),
         "training prompts": stats.get("train_prompts"),
@@ -209,7 +192,7 @@ def _data_figures(stats: Answer) -> Answer:
     }
 
 
-def _reward_figures(stats: Answer) -> Answer:
+def _reward_figures(stats: Json) -> Json:
     answers = stats.get("answers", {})
     return {
         "waiting": stats.get("pending"),
@@ -219,7 +202,7 @@ def _reward_figures(stats: Answer) -> Answer:
     }
 
 
-def _replay_figures(stats: Answer) -> Answer:
+def _replay_figures(stats: Json) -> Json:
     return {
         "waiting": stats.get("waiting"),
         "leased": stats.get("leased"),
@@ -230,8 +213,15 @@ def _replay_figures(stats: Answer) -> Answer:
     }
 
 
-def _load_figures(loads: list[Answer]) -> Answer:
-    """SGLang's loads, one a data-parallel rank."""
+_FIGURES = {
+    Task.DATA_SERVER: _data_figures,
+    Task.REWARD_SERVER: _reward_figures,
+    Task.REPLAY_BUFFER: _replay_figures,
+}
+
+
+def _load_figures(loads: list[Json]) -> Json:
+    """Return the sums of SGLang's loads, one a data-parallel rank."""
     return {
         "running": sum(load["num_running_reqs"] for load in loads),
         "waiting": sum(load["num_waiting_reqs"] for load in loads),

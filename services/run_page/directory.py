@@ -1,4 +1,4 @@
-"""A run directory as the page reads it: settings, outcome, metrics by column, samples."""
+"""A run directory as the run page reads it: settings, outcome, metrics by column, samples."""
 
 from __future__ import annotations
 
@@ -15,52 +15,53 @@ from services.run_page.lines import Position, parse, read_lines
 from services.run_page.samples import SampleIndex
 
 RECORDS_A_REPLY = 1000
-SIGNIFICANT_DIGITS = 6
+METRIC_DIGITS = 6
 SUMMARY_DIGITS = 4
 
-RewardCounts = list[tuple[float, int]]
-"""The number of a step's completions by reward."""
 RENAMED = {"seconds_reward": "seconds_score"}
-"""Columns of version 0.1, by the names that they have now."""
+"""The present names of version 0.1's columns."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """Metrics of some steps, by name; None where a step lacks one.
+class Metrics:
+    """Metrics of some steps by column, with None where a step lacks one; also the reply of GET /api/metrics.
 
-    ``unreadable`` counts the lines that are not JSON.
+    ``file`` and ``offset`` are the position to continue from. ``restarted`` says that the file was replaced, so that
+    earlier replies are obsolete; ``unreadable`` counts the lines that are not JSON.
     """
 
-    columns: dict[str, list[float | None]]
-    reward_counts: list[RewardCounts | None]
-    end: Position
-    restarted: bool
+    file: str
+    offset: int
     more: bool
+    restarted: bool
     unreadable: int
+    columns: dict[str, list[float | None]]
+    reward_counts: list[list[tuple[float, int]] | None]
+    """For each step, the number of completions by reward."""
 
 
 @dataclass
 class RunDirectory:
-    """One run. ``name`` tells it from the others on the page."""
+    """A run; ``name`` distinguishes it from the page's other runs."""
 
     name: str
     path: Path
     samples: SampleIndex = field(init=False)
-    """Groups that were trained on."""
+    """The groups that were trained on."""
     evaluations: SampleIndex = field(init=False)
-    """Greedy completions of held-out prompts, a group each."""
+    """The greedy completions of held-out prompts, each a group of its own."""
 
     def __post_init__(self) -> None:
         self.samples = SampleIndex(self.path / "samples.jsonl")
         self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
     def settings(self) -> dict[str, Any]:
-        """Return the trainer's settings, from config.json; empty as long as there is none."""
+        """Return the trainer's settings from config.json; empty while the file does not exist."""
         settings: dict[str, Any] = self.components().get(Task.TRAINER.value, {}).get("settings", {})
         return settings
 
     def components(self) -> dict[str, dict[str, Any]]:
-        """Return what each component ran with, by name, from config.json; empty as long as there is none."""
+        """Return each component's record from config.json, by name; empty while the file does not exist."""
         content = _read_object(self.path / "config.json")
         # Version 0.1 wrote the trainer's settings alone.
         if content and "components" not in content:
@@ -69,27 +70,32 @@ class RunDirectory:
         return components
 
     def summary(self) -> dict[str, Any]:
-        """The outcome, from summary.json, rounded for people; empty as long as there is none."""
+        """Return the outcome from summary.json, rounded for people; empty while the file does not exist."""
         return {name: _rounded(value) for name, value in _read_object(self.path / "summary.json").items()}
 
-    def metrics(self, start: Position) -> Columns:
-        """The metrics of up to RECORDS_A_REPLY steps after ``start``."""
+    def metrics(self, start: Position) -> Metrics:
+        """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
         read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
-        parsed = [parse(line) for line in read.lines]
-        records = [record for record in parsed if record is not None]
+        records = [record for line in read.lines if (record := parse(line)) is not None]
         for record in records:
             for old, name in RENAMED.items():
                 if old in record:
                     record.setdefault(name, record.pop(old))
         names = dict.fromkeys(name for record in records for name in record)
         names.pop("reward_counts", None)
-        columns = {name: [_number(record.get(name)) for record in records] for name in names}
-        counts = [record.get("reward_counts") for record in records]
-        return Columns(columns, counts, read.end, read.restarted, read.more, len(parsed) - len(records))
+        return Metrics(
+            file=read.end.file,
+            offset=read.end.offset,
+            more=read.more,
+            restarted=read.restarted,
+            unreadable=len(read.lines) - len(records),
+            columns={name: [_number(record.get(name)) for record in records] for name in names},
+            reward_counts=[record.get("reward_counts") for record in records],
+        )
 
 
 def find_runs(paths: list[Path]) -> list[RunDirectory]:
-    """The runs of ``paths``, each a run directory or a directory of such; names are made different where they agree.
+    """Return the runs at ``paths``, each a run directory or a directory of run directories, with distinct names.
 
     Raises:
         ConfigurationError: a path is neither.
@@ -107,16 +113,9 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
             )
         found += within
     unique = list(dict.fromkeys(path.resolve() for path in found))
-    return [RunDirectory(name, path) for name, path in zip(_names(unique), unique, strict=True)]
-
-
-def _names(paths: list[Path]) -> list[str]:
-    names: list[str] = []
-    for path in paths:
-        is_alone = sum(other.name == path.name for other in paths) == 1
-        # Runs of the same name lie in different volumes, whose paths tell them apart.
-        names.append(path.name if is_alone else str(path))
-    return names
+    names = [path.name for path in unique]
+    # Runs of the same name are on different volumes, so that their paths distinguish them.
+    return [RunDirectory(path.name if names.count(path.name) == 1 else str(path), path) for path in unique]
 
 
 def _is_run(path: Path) -> bool:
@@ -132,15 +131,15 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A metric as it is shown, which keeps replies small; None for what is not a finite number."""
+    """Return a metric with METRIC_DIGITS digits, which keeps replies small; None if it is not a finite number."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
-    # Times and byte counts are whole or need their digits.
-    return value if isinstance(value, int) or abs(value) >= 1e6 else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+    # Times and byte counts are whole or need all their digits.
+    return value if isinstance(value, int) or abs(value) >= 1e6 else float(f"{value:.{METRIC_DIGITS}g}")
 
 
 def _rounded(value: Any) -> Any:
-    """Return ``value`` to SUMMARY_DIGITS digits, but to no fewer than its whole ones, if it is a fraction."""
+    """Return a fraction with SUMMARY_DIGITS digits, or as a whole number if that has more; other values unchanged."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(value) if abs(value) >= 10**SUMMARY_DIGITS else float(f"{value:.{SUMMARY_DIGITS}g}")

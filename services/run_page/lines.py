@@ -1,4 +1,4 @@
-"""Reads JSON Lines files that another process appends to, and that a resumed run may have cut back."""
+"""A reader of JSON Lines files that another process appends to, and that a resumed run may replace by a shorter one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Position:
-    """Where a reader stands: ``offset`` bytes into the file that ``file`` identifies."""
+    """A reader's position: ``offset`` bytes into the file that ``file`` identifies."""
 
     file: str = ""
     offset: int = 0
@@ -24,20 +24,20 @@ class Position:
 class Lines:
     """Complete lines after a position.
 
-    ``restarted`` says that the file is another one than the position's (a resumed run replaces it by its beginning), so
-    that ``lines`` come from its start. ``more`` says that there is more to read already.
+    ``restarted`` says that the file is not the position's file (a resumed run replaces it by its beginning), so that
+    ``lines`` are the first of the new file. ``more`` says that further lines can be read now.
     """
 
     lines: list[bytes]
     offsets: list[int]
-    """Of the beginning of each line."""
+    """The offset of each line's first byte."""
     end: Position
     restarted: bool
     more: bool
 
 
 def read_lines(path: Path, start: Position, limit: int) -> Lines:
-    """Up to ``limit`` complete lines after ``start``; none when the file does not exist yet."""
+    """Return up to ``limit`` complete lines after ``start``; none while the file does not exist."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None for what a crash left broken."""
+    """Return the record of a line; None for a line that a crash left broken."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:

@@ -1,7 +1,7 @@
-"""Finds groups in samples.jsonl or evaluations.jsonl, which grow without bound: an index of where each group lies, and
-a search over it.
+"""Search for groups in samples.jsonl and evaluations.jsonl, by an index of each group's place in the file.
 
-The file has a line a completion, and the completions of a group stand together. Only what is shown is read again.
+These files grow without bound. They have a line a completion, and the completions of a group are adjacent. A search
+reads only the groups that may match.
 """
 
 from __future__ import annotations
@@ -18,39 +18,42 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import orjson
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.run_page.lines import Position, parse, read_lines
 
 LINES_A_BLOCK = 4096
 SEARCH_SECONDS = 0.5
-"""How long one request searches before it says how far it has come."""
+"""Longest search of one request; its reply says where to continue."""
 
 Spread = Literal["any", "mixed", "equal"]
-"""Whether a group's rewards differ: only ``mixed`` groups teach anything."""
+"""A group's rewards differ (``mixed``) or not (``equal``); only ``mixed`` groups have a gradient."""
 
 
-@dataclass(frozen=True)
-class Query:
-    """What to look for. ``before`` is the number of the group after the first to look at; None starts at the newest."""
+class GroupsQuery(BaseModel):
+    """A search for groups. Bounds are inclusive; ``before`` continues a search, None starts at the newest group.
 
-    before: int | None = None
-    limit: int = 10
-    text: str = ""
+    A group matches ``reward_from`` and ``reward_to`` if one of its completions has such a reward, ``prompt_key`` if its
+    prompt has this key (see ``prompt_key``), and ``recurring`` if its prompt was sampled more than once.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    before: int | None = Field(default=None, ge=0)
+    limit: int = Field(default=10, ge=1, le=100)
+    text: str = Field(default="", max_length=1000)
     step_from: int | None = None
     step_to: int | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    """A group is found when a completion of it has a reward within these bounds, ends included."""
+    reward_from: float | None = Field(default=None, allow_inf_nan=False)
+    reward_to: float | None = Field(default=None, allow_inf_nan=False)
     spread: Spread = "any"
-    prompt_key: str = ""
-    """Only groups of the prompt with this key, which ``prompt_key`` computes."""
+    prompt_key: str = Field(default="", pattern="^([0-9a-f]{16})?$")
     recurring: bool = False
-    """Only groups whose prompt was sampled more than once."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Groups, newest first; ``before`` continues the search, and is None when it has come to the beginning."""
+class GroupsFound:
+    """Reply of GET /api/groups: groups, the newest first; ``before`` is null when the search is complete."""
 
     groups: list[dict[str, Any]]
     before: int | None
@@ -59,12 +62,12 @@ class Found:
 
 
 def prompt_key(prompt: str) -> str:
-    """Return the name that a prompt has in queries, where its text could be too long."""
+    """Return a prompt's key, which stands for its text in queries."""
     return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
 
 
 class SampleIndex:
-    """Where the groups of a file lie. May be used from several threads."""
+    """An index of the groups of one file, for use from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,15 +80,15 @@ class SampleIndex:
         self._steps = array("q")
         self._starts = array("q")
         self._ends = array("q")
-        # Lowest and highest reward; infinite the wrong way round where no completion could be scored.
+        # Lowest and highest reward; +inf and -inf where no completion could be scored.
         self._lows = array("d")
         self._highs = array("d")
-        # The keys of the prompts as numbers, which take less memory, and how many groups each prompt has.
+        # The prompts' keys, as numbers to save memory, and the number of groups of each prompt.
         self._prompts = array("Q")
         self._groups_of_prompt: Counter[int] = Counter()
 
     def refresh(self) -> None:
-        """Takes in what was appended since the last call."""
+        """Index the lines that were appended since the last call."""
         with self._lock:
             more = True
             while more:
@@ -101,7 +104,7 @@ class SampleIndex:
         if record is None:
             return
         prompt = int(prompt_key(str(record.get("prompt"))), 16)
-        # Completions of evaluations have no group, but a prompt each.
+        # Completions of evaluations have no group id; each has its own prompt.
         key = (int(record["step"]), str(record.get("group_id")), prompt)
         if key != self._last:
             self._last = key
@@ -117,26 +120,26 @@ class SampleIndex:
             self._lows[-1] = min(self._lows[-1], reward)
             self._highs[-1] = max(self._highs[-1], reward)
 
-    def search(self, query: Query) -> Found:
-        """The newest groups before ``query.before`` that it fits, after at most about SEARCH_SECONDS."""
+    def search(self, query: GroupsQuery) -> GroupsFound:
+        """Return the newest matching groups before ``query.before``; stop after about SEARCH_SECONDS."""
         self.refresh()
         end = time.monotonic() + SEARCH_SECONDS
         total = len(self._steps)
         number = total if query.before is None else min(query.before, total)
         found: list[dict[str, Any]] = []
         if not self.path.exists():
-            return Found([], None, None, 0)
+            return GroupsFound([], None, None, 0)
         with self.path.open("rb") as file:
             while number > 0 and len(found) < query.limit and time.monotonic() < end:
                 number -= 1
-                if self._may_fit(number, query) and (group := self._read(file, number, query)) is not None:
+                if self._may_match(number, query) and (group := self._read(file, number, query)) is not None:
                     count = self._groups_of_prompt[self._prompts[number]]
                     key = f"{self._prompts[number]:016x}"
                     found.append({"number": number, "prompt_key": key, "groups_of_prompt": count, **group})
         step = self._steps[number] if number < total else None
-        return Found(found, number if number > 0 else None, step, total)
+        return GroupsFound(found, number if number > 0 else None, step, total)
 
-    def _may_fit(self, number: int, query: Query) -> bool:
+    def _may_match(self, number: int, query: GroupsQuery) -> bool:
         step, low, high = self._steps[number], self._lows[number], self._highs[number]
         if query.step_from is not None and step < query.step_from:
             return False
@@ -150,12 +153,12 @@ class SampleIndex:
             return False
         return _overlap(low, high, query)
 
-    def _read(self, file: IO[bytes], number: int, query: Query) -> dict[str, Any] | None:
-        """The group, if it fits; None also when the file was replaced meanwhile, which the next refresh sees."""
+    def _read(self, file: IO[bytes], number: int, query: GroupsQuery) -> dict[str, Any] | None:
+        """Return the group if it matches; None also if the file was replaced, which the next refresh notices."""
         file.seek(self._starts[number])
         content = file.read(self._ends[number] - self._starts[number])
         needle = query.text.encode().lower()
-        # As it stands in JSON; what is found here may be found in a key, so the fields are searched again.
+        # A quick test on the JSON; since a match may be in a key, the fields are searched below.
         if needle and orjson.dumps(query.text)[1:-1].lower() not in content.lower():
             return None
         records = [record for line in content.splitlines() if (record := parse(line)) is not None]
@@ -172,11 +175,11 @@ class SampleIndex:
         return {**shared, "completions": completions}
 
 
-def _is_unbounded(query: Query) -> bool:
+def _is_unbounded(query: GroupsQuery) -> bool:
     return query.reward_from is None and query.reward_to is None
 
 
-def _overlap(low: float, high: float, query: Query) -> bool:
+def _overlap(low: float, high: float, query: GroupsQuery) -> bool:
     if _is_unbounded(query):
         return True
     lower = -math.inf if query.reward_from is None else query.reward_from

@@ -1,1 +1,1 @@
-"""The two ways by which weights reach rollout workers: the shared volume and a broadcast group."""
+"""The transport of weights to rollout workers: policy versions on the shared volume, and the broadcast group."""

@@ -1,10 +1,12 @@
 """The process group over which a trainer broadcasts weights to rollout workers.
 
-It is no part of any process's default group: trainer rank 0 is its rank 0 and holds a TCP store, at which every worker
-meets it under the group's name, as SGLang's workers do. Trainer and embedded engine join with this same function.
+The group is separate from every process's default group. Its rank 0 is the trainer's rank 0, which runs a TCP store;
+every worker joins there under the group's name, as SGLang's workers do. Trainer and embedded engine both join with
+``join_weights_group``.
 
-A worker that dies must cost the trainer a group, not its life. gloo's waits raise when a deadline passes; for NCCL's
-torch's watchdog ends the process. So an NCCL group is made without that, and given up here when a deadline passes.
+A worker that dies must cost the trainer the group only. With gloo, a wait raises an error after its deadline. With
+NCCL, torch's watchdog would end the process, so this module makes NCCL groups without the watchdog and aborts a group
+whose deadline has passed.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ SOURCE = 0
 POLL_SECONDS = 0.001
 
 REACH_SECONDS = 30.0
-"""Longest wait until rank 0 listens. It invites the others and begins to listen at the same time."""
+"""Longest wait until rank 0 listens: it invites the workers and begins to listen at the same time."""
 REACH_POLL_SECONDS = 0.1
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Read by torch when an NCCL group is made; 0 leaves what is to become of a failed group to its owner."""
+"""Read by torch when an NCCL group is made; 0 switches off the watchdog."""
 
 
 def join_weights_group(
@@ -42,32 +44,32 @@ def join_weights_group(
     backend: str,
     timeout: float,
 ) -> dist.ProcessGroup:
-    """Joins the group; returns when all ``world_size`` members have.
+    """Join the group, wait until all ``world_size`` members have joined, and return it.
 
     Args:
-        master_address: where rank 0 is reached.
-        master_port: where rank 0 listens from this call on.
-        rank: of this process in the group.
-        world_size: 1 + the number of workers.
-        group_name: the same for all members, and used once at a time.
+        master_address: rank 0's address.
+        master_port: the port on which rank 0 listens from this call on.
+        rank: this process's rank in the group.
+        world_size: 1 + the number of workers' ranks.
+        group_name: the same for all members; a name can be joined once at a time.
         backend: ``gloo`` or ``nccl``.
         timeout: seconds for joining, and later for each broadcast.
 
     Raises:
-        ValueError: a group of that name is joined already.
-        RuntimeError: the others did not come in time (torch.distributed.DistError among them), or nobody listens at
-            the address.
+        ValueError: this process has joined a group of that name already.
+        RuntimeError: the other members did not join in time (also as torch.distributed.DistError), or nothing listens
+            at the address.
     """
     limit = timedelta(seconds=timeout)
     if rank != SOURCE:
-        # TCPStore itself takes up to three times its time-out to give up an address at which nobody listens.
-        _wait_until_reached(master_address, master_port, min(REACH_SECONDS, timeout))
-    # Not torch's rendezvous: under torchrun that would take the launcher's store for this one.
+        # TCPStore itself takes up to three times its timeout to give up an address where nothing listens.
+        _wait_until_listening(master_address, master_port, min(REACH_SECONDS, timeout))
+    # Not torch's rendezvous: under torchrun, it would use the launcher's store instead.
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, but not listed
         master_address, master_port, world_size, is_master=rank == SOURCE, timeout=limit, multi_tenant=True
     )
     # Torch's public functions make groups of the default group's members only.
-    with _errors_left_to_the_owner():
+    with _without_watchdog():
         group, _ = distributed_c10d._new_process_group_helper(
             world_size,
             rank,
@@ -83,10 +85,12 @@ def join_weights_group(
 
 
 def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:
-    """Sends ``tensor`` from the group's rank 0 to all others, or receives into it; contiguous, the same everywhere.
+    """Broadcast ``tensor`` from the group's rank 0: rank 0 sends it, every other member receives into it.
+
+    The tensor is contiguous and has the same shape and dtype in every member.
 
     Raises:
-        RuntimeError: a member left or did not answer in time; the group cannot be used any more.
+        RuntimeError: a member left or did not answer in time; the group can no longer be used.
     """
     work = dist.broadcast(tensor, group=group, group_src=SOURCE, async_op=True)
     if work is None:
@@ -97,21 +101,21 @@ def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) 
 
 
 def leave_weights_group(group: dist.ProcessGroup) -> None:
-    """Leaves the group, if it was not given up before; its name can then be used again."""
+    """Leave the group, unless it was aborted before; its name can then be used again."""
     if group not in distributed_c10d._world.pg_map:
         return
     if dist.get_backend(group) == dist.Backend.NCCL:
-        # Destroying waits for the other members, of which one may be gone; every broadcast was waited for.
+        # Destroying would wait for the other members, one of which may be gone. No broadcast is under way.
         distributed_c10d._abort_process_group(group)
     else:
         dist.destroy_process_group(group)
 
 
-def _wait_until_reached(address: str, port: int, seconds: float) -> None:
-    """Waits until somebody listens at an address.
+def _wait_until_listening(address: str, port: int, seconds: float) -> None:
+    """Wait until an address accepts connections.
 
     Raises:
-        RuntimeError: nobody did within ``seconds``.
+        RuntimeError: it did not within ``seconds``.
     """
     end = time.monotonic() + seconds
     reason = "no answer"
@@ -127,20 +131,20 @@ def _wait_until_reached(address: str, port: int, seconds: float) -> None:
 
 
 def _wait_for_device(work: dist.Work, group: dist.ProcessGroup, timeout: float) -> None:
-    """Waits for a broadcast between GPUs; gives the group up when it takes longer than ``timeout`` seconds.
+    """Wait for a broadcast between GPUs; abort the group if it takes longer than ``timeout`` seconds.
 
-    Work.wait would first have the device's stream, on which the trainer computes, wait for a member that is gone.
+    Work.wait alone would block the device's stream, on which the trainer computes, until a lost member answers.
     """
     end = time.monotonic() + timeout
     while not work.is_completed():
         if time.monotonic() > end:
             distributed_c10d._abort_process_group(group)
-            raise RuntimeError(f"a broadcast of weights did not end within {timeout:g} s; its group is given up")
+            raise RuntimeError(f"a broadcast of weights did not end within {timeout:g} s; its group is aborted")
         time.sleep(POLL_SECONDS)
 
 
 @contextmanager
-def _errors_left_to_the_owner() -> Iterator[None]:
+def _without_watchdog() -> Iterator[None]:
     before = os.environ.get(ASYNC_ERROR_HANDLING)
     os.environ[ASYNC_ERROR_HANDLING] = "0"
     try:

@@ -1,7 +1,7 @@
 """Published policy versions on the shared volume: one directory a version, written under a hidden name and renamed.
 
-A version's directory, ``v000012``, is a Hugging Face model directory. What has a plain name is complete; versions
-increase. What a reader holds is not pruned while it reads.
+A version's directory, such as ``v000012``, is a Hugging Face model directory. A directory without a leading dot is
+complete. Versions increase. A version that a reader holds is not pruned while it reads.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ class PublishedPolicy:
 
 
 class PolicyStore:
-    """The versions below one directory. One writer, any number of readers on any node."""
+    """The versions in one directory, with one writer and any number of readers on any node."""
 
     def __init__(self, policy_dir: Path) -> None:
         self.policy_dir = policy_dir
 
     def path(self, version: int) -> Path:
-        """The model directory of a version, published or not."""
+        """Return the model directory of a version, published or not."""
         return self.policy_dir / f"v{version:06d}"
 
     def published(self) -> list[PublishedPolicy]:
-        """All complete versions, the oldest first; empty when the directory does not exist (yet)."""
+        """Return all complete versions, the oldest first; empty if the directory does not exist."""
         if not self.policy_dir.is_dir():
             return []
         found = [(match, path) for path in self.policy_dir.iterdir() if (match := _NAME.fullmatch(path.name))]
         return sorted((PublishedPolicy(int(m[1]), path) for m, path in found), key=lambda policy: policy.version)
 
     def newest(self) -> PublishedPolicy | None:
-        """The newest complete version; None when nothing was published."""
+        """Return the newest complete version; None if nothing was published."""
         return next(reversed(self.published()), None)
 
     def begin(self, version: int) -> Path:
-        """An empty hidden directory to write ``version`` into; ``commit`` makes it visible."""
+        """Return an empty hidden directory to write ``version`` into; ``commit`` makes it visible."""
         hidden = self._hidden(version)
         shutil.rmtree(hidden, ignore_errors=True)
         hidden.mkdir(parents=True)
         return hidden
 
     def commit(self, version: int) -> Path:
-        """Makes what was written since ``begin`` visible as ``version``; one of that number is replaced."""
+        """Make the directory of ``begin`` visible as ``version`` and return its path; replace an existing version."""
         final = self.path(version)
         if final.exists():
             # A rename cannot replace a directory that is not empty: move the old one out of the way first.
@@ -69,7 +69,7 @@ class PolicyStore:
         return final
 
     def hold(self, version: int) -> Path:
-        """Keeps ``prune`` from removing a version until the file that is returned is given to ``release``.
+        """Keep ``prune`` from removing a version; return the file to pass to ``release``.
 
         Raises:
             OSError: the version is gone, or the volume cannot be written.
@@ -82,13 +82,13 @@ class PolicyStore:
         return hold
 
     def release(self, hold: Path) -> None:
-        """Ends a hold."""
+        """End a hold."""
         hold.unlink(missing_ok=True)
 
     def prune(self, keep: int, hold_seconds: float) -> None:
-        """Removes all but the ``keep`` newest versions and those that are held.
+        """Remove all versions except the ``keep`` newest and the held ones.
 
-        A hold that is older than ``hold_seconds`` was left by a reader that died, and counts no more.
+        A hold older than ``hold_seconds`` belongs to a reader that died, and is ignored.
         """
         superfluous = self.published()[:-keep]
         held = self._held(hold_seconds) if superfluous else set()
@@ -97,7 +97,7 @@ class PolicyStore:
                 self._remove(policy)
 
     def discard_after(self, version: int) -> None:
-        """Removes versions newer than ``version``: what a run published after the checkpoint it resumes from."""
+        """Remove versions newer than ``version``: a run published them after the checkpoint that it resumes from."""
         for policy in self.published():
             if policy.version > version:
                 self._remove(policy)
@@ -117,7 +117,7 @@ class PolicyStore:
         return held
 
     def _remove(self, policy: PublishedPolicy) -> None:
-        # Renamed first, so that no reader takes a half-removed directory for a whole one.
+        # Renamed first, so that no reader takes a partly removed directory for a complete one.
         doomed = policy.path.with_name(f".{policy.path.name}.removed")
         shutil.rmtree(doomed, ignore_errors=True)
         policy.path.rename(doomed)

@@ -28,7 +28,6 @@ BATCH = 8
 RUN = SETTINGS | {
     "MAX_STEPS": str(STEPS),
     "BATCH_SIZE": str(BATCH),
-    "LOGGED_GROUPS": str(BATCH),
     "EVAL_PROMPTS": "0",
     "CHECKPOINT_EVERY": "3",
     "ENGINE_DETERMINISTIC": "true",

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.state import State
+from services.replay_buffer.store import Store
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import BATCH, RUN, STEPS, Finished
 
@@ -93,8 +93,8 @@ def uses_of_prompts(run: Finished) -> Counter[str]:
 
 def number_of_groups(run: Finished) -> int:
     """How many groups the replay buffer's files hold."""
-    state = State(ReplaySettings(replay_dir=run.cluster.run_dir / "replay"))
+    store = Store(ReplaySettings(replay_dir=run.cluster.run_dir / "replay"))
     try:
-        return len(state.groups)
+        return len(store.groups)
     finally:
-        state.close()
+        store.database.close()

@@ -28,7 +28,6 @@ def finished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Syst
         BATCH_SIZE=str(BATCH),
         MAX_STEPS=str(STEPS),
         MAX_STALENESS=str(MAX_STALENESS),
-        LOGGED_GROUPS="1000",
         REPLAY_GROUPS="0",
     )
     assert system.wait() == 0, system.text

@@ -1,4 +1,4 @@
-"""What the tests of the evaluation share: a command in a process of its own, and a model that calls tools."""
+"""Fixtures of the evaluation's tests: a command in a process of its own, and a model that calls tools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ ARITHMETIC = {
     "PROMPT_STYLE": "plain",
     "REWARD_FN": "exact_match",
     "MAX_NEW_TOKENS": "4",
-    "EVAL_RESAMPLES": "200",
     "ENGINE_DTYPE": "float32",
 }
 
@@ -47,17 +46,17 @@ class Command:
         return self.log.read_text()
 
     def wait(self) -> int:
-        """Waits for the end, and returns the exit code."""
+        """Wait for the end, and return the exit code."""
         self._wait_until(lambda: self.process.poll() is not None, "the end")
         return self.process.returncode
 
     def succeed(self) -> dict[str, Any]:
-        """Waits for the end and returns results.json."""
+        """Wait for the end, and return results.json."""
         assert self.wait() == 0, self.text
         return json.loads((self.output / "results.json").read_text())
 
     def lines(self, directory: str = "") -> list[bytes]:
-        """The complete lines of samples.jsonl."""
+        """Return the complete lines of samples.jsonl."""
         path = self.output / directory / "samples.jsonl"
         return [x for x in path.read_bytes().splitlines(keepends=True) if x.endswith(b"\n")] if path.exists() else []
 

@@ -55,7 +55,7 @@ def test_directories_of_one_name_are_told_apart_by_those_above(model):
 
 def test_names_on_the_hub_are_taken_as_they_are():
     [checkpoint] = resolve(["Qwen/Qwen2.5-0.5B-Instruct"], None)
-    assert (checkpoint.model, checkpoint.directory, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None, None)
+    assert (checkpoint.model, checkpoint.step) == ("Qwen/Qwen2.5-0.5B-Instruct", None)
     assert checkpoint.fingerprint() == "Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -67,14 +67,14 @@ def test_a_copy_has_the_same_fingerprint_and_other_weights_another(tmp_path, mod
     assert of[0] == of[1] != of[2]
 
 
-def test_what_is_no_model_is_refused_with_what_it_is(tmp_path, model):
+def test_a_directory_without_a_model_is_refused_with_its_kind(tmp_path, model):
     checkpoint = tmp_path / "runs/one/checkpoints/step-000025"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text("{}")
     (tmp_path / "runs/one/metrics.jsonl").write_text("")
     (tmp_path / "empty").mkdir()
     for given, said in [
-        (checkpoint, "what training resumes from"),
+        (checkpoint, "a checkpoint for resuming training"),
         (tmp_path / "runs/one", "give it as --run"),
         (tmp_path / "empty", r"has no config\.json"),
         (tmp_path / "none", "is not a directory"),

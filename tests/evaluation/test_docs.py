@@ -1,4 +1,4 @@
-"""What docs/evaluation.md says can be done: its commands run, with the tests' own model and servers."""
+"""The commands of docs/evaluation.md run, with the tests' own model and servers."""
 
 import json
 import os
@@ -28,7 +28,7 @@ URL = "http://127.0.0.1:30000"
 
 @pytest.fixture
 def place(tmp_path, tiny_model):
-    """What a command names: a run, a model's own agent, a router."""
+    """A directory with the run and the agent that commands name."""
     shutil.copytree(tiny_model, tmp_path / "run/policy/v000001")
     shutil.copytree(tiny_model, tmp_path / "run/policy/v000002")
     for language, name, text in FENCES:

@@ -21,7 +21,7 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 
 def servers_of(output):
-    """The processes of servers that an evaluation started."""
+    """Return the processes of servers that an evaluation started."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -45,7 +45,7 @@ def test_several_checkpoints_give_results_and_a_curve(evaluate, tiny_model, tmp_
     command = evaluate("--run", run, "--samples", "4", **ARITHMETIC)
     content = command.succeed()
 
-    everything = [Results.from_dict(one) for one in content["checkpoints"]]
+    everything = [Results.model_validate(one) for one in content["checkpoints"]]
     assert [(r.name, r.step, r.prompts) for r in everything] == [("v000000", 0, 20), ("v000003", 3, 20)]
     for results in everything:
         samples = command.samples(results.name)
@@ -89,7 +89,7 @@ def test_a_killed_evaluation_goes_on_from_its_samples(evaluate, tiny_model):
         file.write(b'{"prompt_id": "arithmetic/te')
 
     second = evaluate(*arguments, **ARITHMETIC)
-    results = Results.from_dict(second.succeed())
+    results = Results.model_validate(second.succeed())
     after = second.lines()
     assert after[: len(before)] == before
     keys = Counter((s["prompt_id"], s["kind"], s["index"]) for s in second.samples())
@@ -101,7 +101,7 @@ def test_a_killed_evaluation_goes_on_from_its_samples(evaluate, tiny_model):
 
     # Nothing is left to do, and the numbers stay.
     third = evaluate(*arguments, **ARITHMETIC)
-    again = Results.from_dict(third.succeed())
+    again = Results.model_validate(third.succeed())
     assert again.metrics == results.metrics
     assert third.lines() == after
 
@@ -126,7 +126,7 @@ def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_pat
         node = pair[0].nodes[0]
         for process in [*psutil.Process(node.process.pid).children(recursive=True), node.process]:
             process.kill()
-        results = Results.from_dict(command.succeed())
+        results = Results.model_validate(command.succeed())
     finally:
         for nodes in pair:
             nodes.stop()
@@ -160,7 +160,7 @@ def test_the_math_agent_solves_by_its_tools_against_the_embedded_engine(evaluate
         INSTRUCTION="none",
         ENGINE_DTYPE="float32",
     )
-    results = Results.from_dict(command.succeed())
+    results = Results.model_validate(command.succeed())
     assert results.prompts == 32
     assert results.metrics["greedy pass@1"].value == 1.0, command.samples()[:3]
     assert results.metrics["avg@2"].value > 0.9
@@ -196,11 +196,11 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def refusals(tiny_model, tmp_path_factory):
-    """What the command says to each of REFUSED."""
+    """The command's answers to REFUSED."""
     cases = []
     for arguments, _, _ in REFUSED:
         given = arguments if "--model" in arguments else ["--model", str(tiny_model), *arguments]
-        variables = {"PROMPT_STYLE": "plain", "EVAL_START_SECONDS": "1", "HF_HUB_OFFLINE": "1"}
+        variables = {"PROMPT_STYLE": "plain", "HF_HUB_OFFLINE": "1"}
         variables |= {} if "--dataset" in arguments else {"DATASET": "arithmetic"}
         output = tmp_path_factory.mktemp("refused")
         cases.append({"arguments": [*given, "--plain", "--output", str(output)], "variables": variables})

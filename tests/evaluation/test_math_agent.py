@@ -12,7 +12,8 @@ import pytest
 
 from evaluation.samples import Kind
 from evaluation.servers import Server
-from evaluation.workflows import AgentWorkflow, Sampling
+from evaluation.settings import EvaluationSettings
+from evaluation.workflows import AgentWorkflow
 from services.embedded_engine.http.app import create_app
 from services.protocol import Prompt, RewardResult
 from services.reward_server.answers import Verdict, judge
@@ -22,13 +23,15 @@ from tests.waiting import IDLE_SECONDS, wait_ready
 
 
 async def score(items: Any) -> list[RewardResult]:
-    """The reward-server's own judgement of plain numbers."""
+    """Judge plain numbers as the reward-server does."""
     judged = [judge(item.response, item.ground_truth) for item in items]
     return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
 
 
 @pytest.mark.slow
-async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleType, tool_model: Path) -> None:
+async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
+    math_agent: ModuleType, tool_model: Path
+) -> None:
     model = str(tool_model)
     app = create_app(RolloutSettings(model_name=model, engine_dtype="float32"))
     rows = questions()[::16]
@@ -42,8 +45,7 @@ async def test_it_solves_by_its_tools_what_its_engine_says(math_agent: ModuleTyp
         httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=IDLE_SECONDS) as http,
     ):
         await wait_ready(app)
-        sampling = Sampling(max_new_tokens=24, temperature=1.0, top_p=1.0, seed=0)
-        workflow = AgentWorkflow(math_agent.solve, sampling, score, model=model, token=None, seconds=IDLE_SECONDS)
+        workflow = AgentWorkflow(math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model)
         server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]

@@ -20,7 +20,7 @@ from evaluation.metrics import (
     by_category,
     lengths,
     majority_at_k,
-    same_answer,
+    normalised,
 )
 from services.protocol.pass_at_k import pass_at_k
 
@@ -57,13 +57,13 @@ def test_pass_at_1_is_avg(drawn):
 
 
 @pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 1, 0), (4, 5, 2), (0, 0, 1)])
-def test_pass_at_k_refuses_what_it_cannot_estimate(n, correct, k):
+def test_pass_at_k_refuses_impossible_arguments(n, correct, k):
     with pytest.raises(ValueError, match=f"pass@{k}"):
         pass_at_k(n, correct, k)
 
 
 def chance_of_a_right_majority(subset):
-    """By drawing: every answer with the most votes is equally likely to be taken."""
+    """Return the chance when one of the answers with the most votes is drawn."""
     votes = Counter(one.answer for one in subset if one.answer is not None)
     winners = [answer for answer, count in votes.items() if count == max(votes.values())] if votes else []
     return winners.count(TRUTH) / len(winners) if winners else 0.0
@@ -92,16 +92,16 @@ def test_majority_needs_as_many_samples():
     ("one", "other"), [("7", "7.0"), ("1,234", "1234"), ("\\frac{1}{2}", "0.5"), ("x + 1", "X+1"), (" $7$ ", "7")]
 )
 def test_spellings_of_one_answer_vote_together(one, other):
-    assert same_answer(one) == same_answer(other)
+    assert normalised(one) == normalised(other)
 
 
 @pytest.mark.parametrize(("one", "other"), [("7", "-7"), ("7", "70"), ("x", "y"), ("0.5", "0.25")])
 def test_different_answers_do_not(one, other):
-    assert same_answer(one) != same_answer(other)
+    assert normalised(one) != normalised(other)
 
 
 def binomial_quantile(n, p, q):
-    """The smallest count whose cumulative probability reaches q."""
+    """Return the smallest count whose cumulative probability reaches q."""
     total = 0.0
     for count in range(n + 1):
         total += math.comb(n, count) * p**count * (1 - p) ** (n - count)
@@ -113,7 +113,7 @@ def binomial_quantile(n, p, q):
 @pytest.mark.parametrize(("n", "right"), [(20, 5), (50, 25), (200, 150), (100, 1)])
 def test_the_interval_of_a_share_is_that_of_its_binomial_distribution(n, right):
     # Resampling n zeros and ones draws from Binomial(n, right / n), exactly.
-    estimate = bootstrap([1.0] * right + [0.0] * (n - right), 20_000)
+    estimate = bootstrap([1.0] * right + [0.0] * (n - right), resamples=20_000)
     assert estimate.value == pytest.approx(right / n)
     assert estimate.low == pytest.approx(binomial_quantile(n, right / n, 0.025) / n, abs=1.01 / n)
     assert estimate.high == pytest.approx(binomial_quantile(n, right / n, 0.975) / n, abs=1.01 / n)
@@ -124,40 +124,40 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
     held = 0
     for trial in range(300):
         scores = [draw.betavariate(2, 3) for _ in range(60)]
-        estimate = bootstrap(scores, 1000, seed=trial)
+        estimate = bootstrap(scores, trial, 1000)
         held += estimate.low <= 0.4 <= estimate.high
     assert 0.90 <= held / 300 <= 0.985
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.integers(0, 5))
 def test_an_interval_is_about_its_mean_and_the_same_each_time(scores, seed):
-    estimate = bootstrap(scores, 100, seed)
+    estimate = bootstrap(scores, seed, 100)
     assert estimate.value == pytest.approx(math.fsum(scores) / len(scores), abs=1e-9)
     assert min(scores) - 1e-9 <= estimate.low <= estimate.high <= max(scores) + 1e-9
-    assert bootstrap(scores, 100, seed) == estimate
+    assert bootstrap(scores, seed, 100) == estimate
 
 
 def test_many_prompts_are_resampled_in_blocks():
-    estimate = bootstrap([0.0, 1.0] * 30_000, 150)
+    estimate = bootstrap([0.0, 1.0] * 30_000, resamples=150)
     assert estimate.low == pytest.approx(0.5 - 1.96 * 0.5 / math.sqrt(60_000), abs=0.002)
     assert estimate.prompts == 60_000
 
 
 def test_a_mean_of_nothing_is_refused():
     with pytest.raises(ValueError, match="at least one"):
-        bootstrap([], 100)
+        bootstrap([])
 
 
 RIGHT, WRONG = Answer(True, "7"), Answer(False, "8")
 
 
-def test_each_metric_is_over_the_prompts_that_have_what_it_needs():
+def test_each_metric_is_over_the_prompts_with_enough_answers():
     prompts = [
         PromptAnswers(RIGHT, [RIGHT, WRONG, WRONG, WRONG]),
         PromptAnswers(WRONG, [WRONG, WRONG]),
         PromptAnswers(None, []),
     ]
-    metrics = accuracy(prompts, 4, [2, 4], resamples=100)
+    metrics = accuracy(prompts, 4, [2, 4])
     assert {name: (m.value, m.prompts) for name, m in metrics.items()} == {
         GREEDY: (0.5, 2),
         "avg@4": (0.125, 2),
@@ -170,9 +170,9 @@ def test_each_metric_is_over_the_prompts_that_have_what_it_needs():
 
 def test_categories_are_told_apart_and_prompts_without_one_are_in_none():
     prompts = [PromptAnswers(RIGHT, [], "easy"), PromptAnswers(WRONG, [], "hard"), PromptAnswers(WRONG, [], None)]
-    metrics = by_category(prompts, 0, [], resamples=100)
+    metrics = by_category(prompts, 0, [])
     assert {name: m[GREEDY].value for name, m in metrics.items()} == {"easy": 1.0, "hard": 0.0}
-    assert by_category(prompts[2:], 0, [], resamples=100) == {}
+    assert by_category(prompts[2:], 0, []) == {}
 
 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=50))

@@ -16,6 +16,7 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, SampleStore
+from evaluation.settings import EvaluationSettings
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 
 RESULTS = {
@@ -45,7 +46,7 @@ def sample(prompt: Prompt) -> Sample:
     )
 
 
-async def test_answers_over_a_limit_are_wrong_and_what_the_service_failed_at_is_left_out(tmp_path: Path) -> None:
+async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp_path: Path) -> None:
     asked: list[str] = []
 
     async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
@@ -57,17 +58,15 @@ async def test_answers_over_a_limit_are_wrong_and_what_the_service_failed_at_is_
         # All samples are there already, so neither workflow nor servers have anything to do.
         evaluation = Evaluation(PROMPTS, 0, cast(Any, None), cast(Any, None), score, store)
         await evaluation.run()
-        facts: dict[str, Any] = {"dataset": "d", "split": "test", "workflow": "w", "left_out": {}}
-        results = report.results_of(
-            Checkpoint("m", "org/m"), PROMPTS, store.samples, [], 0, resamples=100, seed=0, **facts
-        )
+        model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
+        results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
     assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
     accuracy = results.metrics[GREEDY]
     assert (accuracy.value, accuracy.prompts) == (0.25, 4)
     assert accuracy.stderr == pytest.approx(math.sqrt(0.25 * 0.75 / 4))
     assert (results.over_limit, results.left_out) == (2, {"unscored": 1})
-    assert report.Results.from_dict(results.as_dict()) == results
+    assert report.Results.model_validate(results.model_dump()) == results
     printed = io.StringIO()
     report.show(Console(file=printed, width=160), [results])
     assert "left out: 1 unscored" in printed.getvalue()

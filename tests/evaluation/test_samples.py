@@ -29,7 +29,7 @@ def sample(index: int, reward: float | None = 1.0, kind: Kind = Kind.SAMPLED) ->
     )
 
 
-def test_what_is_added_is_there_the_next_time(tmp_path):
+def test_added_samples_are_there_the_next_time(tmp_path):
     with SampleStore(tmp_path, WHO) as store:
         store.add([sample(0), sample(1, None)])
         store.add([sample(0, kind=Kind.GREEDY)])
@@ -62,7 +62,7 @@ def test_a_later_line_of_the_same_sample_wins(tmp_path):
         assert [s.is_correct for s in store.samples.values()] == [True]
 
 
-def test_samples_of_another_evaluation_are_refused_by_what_differs(tmp_path):
+def test_samples_of_another_evaluation_are_refused_with_the_difference(tmp_path):
     with SampleStore(tmp_path, WHO) as store:
         store.add([sample(0)])
     with (

@@ -1,26 +1,29 @@
-"""The pool of servers: work moves away from the dead, comes back to the risen, and is bounded at each."""
+"""The pool of servers: work moves away from dead servers, returns to revived ones, and is bounded at each."""
 
-# What is waited for here are plain attributes.
+# The tests wait for plain attributes.
 # ruff: noqa: ASYNC110
 
 import asyncio
 import contextlib
 import socket
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from evaluation import servers
 from evaluation.servers import ServerPool, parse_url
+from evaluation.settings import EvaluationSettings
+from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.waiting import IDLE_SECONDS
 
 
 class FakeServer:
-    """A server that answers /health and /work, and can be killed and started again on its port."""
+    """A server that answers /health, /work and /generate, and can be killed and started again on its port."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -32,6 +35,7 @@ class FakeServer:
         self.seconds = 0.02
         self.health = 200
         self.token: str | None = None
+        self.generated: list[int] = []
         self._running: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
 
     @property
@@ -59,6 +63,17 @@ class FakeServer:
                 self.at_once -= 1
             self.served += 1
             return {"url": self.url}
+
+        @app.post("/generate")
+        async def generate(request: Request) -> list[dict[str, Any]]:
+            n = (await request.json())["sampling_params"]["n"]
+            self.generated.append(n)
+            meta = {
+                "output_token_logprobs": [[-0.1, 7, None]],
+                "weight_version": "1",
+                "finish_reason": {"type": "stop"},
+            }
+            return [{"text": "7", "meta_info": meta}] * n
 
         config = uvicorn.Config(app, host="127.0.0.1", port=self.port, log_level="critical", lifespan="off")
         server = uvicorn.Server(config)
@@ -98,18 +113,11 @@ async def make_server():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(servers, "WATCH_SECONDS", 0.05)
+    monkeypatch.setattr(servers, "PROMPT_SECONDS", IDLE_SECONDS)
 
 
-def pool_of(*urls, places=4, lost_seconds=30.0, **options):
-    return ServerPool(
-        urls,
-        token=None,
-        vocab_size=17,
-        places=places,
-        prompt_seconds=IDLE_SECONDS,
-        lost_seconds=lost_seconds,
-        **options,
-    )
+def pool_of(*urls, places=4, discover=None, **settings):
+    return ServerPool(urls, EvaluationSettings(eval_concurrency=places, **settings), 17, discover)
 
 
 async def work(server):
@@ -120,7 +128,7 @@ async def work(server):
     return response.json()["url"]
 
 
-async def test_work_goes_to_all_and_not_more_of_it_than_there_are_places(make_server):
+async def test_work_goes_to_all_servers_within_their_places(make_server):
     first, second = await make_server(), await make_server()
     async with pool_of(first.url, second.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
@@ -131,7 +139,7 @@ async def test_work_goes_to_all_and_not_more_of_it_than_there_are_places(make_se
     assert (pool.deaths, pool.moved) == (0, 0)
 
 
-async def test_what_a_dead_server_did_is_done_elsewhere(make_server):
+async def test_a_dead_servers_work_is_done_elsewhere(make_server):
     first, second = await make_server(), await make_server()
     first.seconds = 30  # holds its work until it dies
     async with pool_of(first.url, second.url) as pool:
@@ -174,9 +182,10 @@ async def test_a_server_that_hangs_is_given_up(make_server, monkeypatch):
             assert set(await asyncio.gather(*everything)) == {second.url}
 
 
-async def test_without_any_server_work_fails_after_its_patience(make_server):
+async def test_without_any_server_work_fails_after_its_patience(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "LOST_SECONDS", 0.3)
     server = await make_server()
-    async with pool_of(server.url, lost_seconds=0.3) as pool:
+    async with pool_of(server.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
         await server.kill()
         with pytest.raises(DependencyLostError, match=server.url):
@@ -217,7 +226,7 @@ async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
             assert await pool.run(work) == server.url
 
 
-async def test_discovery_adds_servers_and_drops_those_that_are_gone(make_server, monkeypatch):
+async def test_discovery_adds_servers_and_drops_dead_ones(make_server, monkeypatch):
     monkeypatch.setattr(servers, "DISCOVER_SECONDS", 0.05)
     first, second = await make_server(), await make_server()
     found = [first.url]
@@ -240,7 +249,7 @@ async def test_discovery_adds_servers_and_drops_those_that_are_gone(make_server,
         assert await pool.run(work) == second.url
 
 
-async def test_nothing_reachable_says_what_was_tried():
+async def test_the_error_without_a_reachable_server_names_the_tried_ones():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -267,16 +276,21 @@ async def test_a_refused_token_is_an_error_of_configuration(make_server):
     ],
 )
 def test_addresses(given, url):
-    assert parse_url(given) == url
+    assert parse_url(given).url == url
 
 
 @pytest.mark.parametrize("given", ["", "http://", "ftp://host", "http://host:port", "host:99999"])
-def test_what_is_no_address_is_refused(given):
+def test_an_invalid_address_is_refused(given):
     with pytest.raises(ConfigurationError, match="is no address"):
         parse_url(given)
 
 
-async def test_where_engines_are_deterministic_each_sample_is_asked_for_by_itself(make_server):
+@pytest.mark.parametrize(("is_deterministic", "requests"), [(True, [1, 1, 1]), (False, [3])])
+async def test_deterministic_engines_get_a_request_for_each_sample(make_server, is_deterministic, requests):
     server = await make_server()
-    async with pool_of(server.url, seed_each_completion=True) as pool:
-        assert pool.servers[server.url].rollouts.seed_each_completion
+    async with pool_of(server.url, engine_deterministic=is_deterministic) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        params = SamplingParams(max_new_tokens=4)
+        completions = await pool.run(lambda own: own.rollouts.generate([1], params, n=3, seed=0))
+    assert len(completions) == 3
+    assert server.generated == requests

@@ -66,7 +66,7 @@ def test_its_servers_are_those_of_training():
             assert document == training[document["name"]]
 
 
-def test_the_scheduler_launches_it_with_what_was_given_and_brings_the_results(told):
+def test_the_scheduler_launches_it_with_the_options_and_returns_the_results(told):
     assert told["results"] == {"metrics": {}}
     assert told["name"] == told["group"]["name"] == "evaluate-mine"
     assert told["group"]["primary"] == ["evaluate"]
@@ -85,12 +85,12 @@ def test_the_scheduler_launches_it_with_what_was_given_and_brings_the_results(to
     assert not any("results.json" in line for line in told["lines"])
 
 
-def test_a_launch_that_fails_says_why(told):
+def test_a_failed_launch_gives_its_reason(told):
     assert told["errors"]["no results"].startswith("DependencyLostError: job 17 ended with 1 and no results")
     assert told["errors"]["no server"].startswith("ConfigurationError: SkyPilot did not launch evaluate-mine")
 
 
-def test_discovery_finds_what_is_up_by_its_name(told):
+def test_discovery_finds_running_servers_by_name(told):
     assert told["found"] == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
     assert told["found without services"] == ["http://10.0.0.1:30000"]
     assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot be asked")
@@ -102,7 +102,7 @@ def test_a_model_of_this_machine_is_refused(evaluate, tiny_model):
     assert "is a directory of this machine" in command.text
 
 
-def test_without_skypilot_it_says_what_to_install(evaluate):
+def test_without_skypilot_the_error_has_the_install_command(evaluate):
     command = evaluate("--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic")
     assert command.wait() == 78
     assert "pip install 'skypilot[kubernetes]==0.14.1'" in command.text

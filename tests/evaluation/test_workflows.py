@@ -11,16 +11,19 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI, Request, Response
+from pydantic import SecretStr
 
+from evaluation import servers
 from evaluation.samples import Kind
 from evaluation.servers import Server
-from evaluation.workflows import AgentFailedError, AgentWorkflow, Sampling, ScoringLostError, load_agent
+from evaluation.settings import EvaluationSettings
+from evaluation.workflows import AgentFailedError, AgentWorkflow, ScoringLostError, load_agent, seed_of
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
 from services.reward_server.answers import Verdict, judge
 
 PROMPT = Prompt(id="p/1", prompt="What is 6 times 7?", ground_truth="42", category="products")
-SAMPLING = Sampling(max_new_tokens=50, temperature=0.7, top_p=0.9, seed=3)
+SETTINGS = EvaluationSettings(max_new_tokens=50, temperature=0.7, top_p=0.9, seed=3, jobgroup_token=SecretStr("t"))
 
 
 class Model:
@@ -58,7 +61,7 @@ def call(name: str, arguments: str) -> dict[str, Any]:
 
 
 async def score(items: Any) -> list[RewardResult]:
-    """The reward-server's own judgement of plain numbers."""
+    """Judge plain numbers as the reward-server does."""
     judged = [judge(item.response, item.ground_truth) for item in items]
     return [RewardResult(reward=float(j.verdict is Verdict.RIGHT), extracted=j.answer) for j in judged]
 
@@ -71,9 +74,7 @@ async def play() -> AsyncIterator[Any]:
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
         clients.append(http)
-        workflow = AgentWorkflow(
-            agent, SAMPLING, options.get("score", score), model="m", token="t", seconds=options.get("seconds", 20)
-        )
+        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m")
         server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
@@ -105,7 +106,7 @@ async def test_the_math_agent_uses_its_tools_and_is_scored(math_agent, play):
     ],
     ids=["wrong", "no such tool", "never ends", "wrong arguments"],
 )
-async def test_what_the_model_gets_wrong_is_wrong_and_no_failure(math_agent, play, says, reward):
+async def test_the_models_mistakes_are_wrong_answers_and_no_failures(math_agent, play, says, reward):
     assert (await play(math_agent.solve, Model(*says))).result.reward == reward
 
 
@@ -130,13 +131,13 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
     assert (first["temperature"], first["max_tokens"], second["max_tokens"]) == (0.0, 50, 7)
     assert "max_completion_tokens" not in first
     assert (third["temperature"], third["top_p"]) == (0.7, 0.9)
-    assert third["seed"] == SAMPLING.seed_of(PROMPT, Kind.SAMPLED, 4)
-    assert SAMPLING.seed_of(PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
+    assert third["seed"] == seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 4)
+    assert seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
     assert sampled.kind is Kind.SAMPLED
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
-async def test_a_server_that_cannot_now_is_no_fault_of_the_agent(play, status):
+async def test_an_overloaded_server_is_no_fault_of_the_agent(play, status):
     with pytest.raises(DependencyLostError, match=str(status)):
         await play(ask, Model(status))
 
@@ -164,7 +165,7 @@ async def test_a_refused_request_and_a_bug_are_the_agents(play):
 
 
 @pytest.mark.parametrize("reward", ["1", float("nan"), [1.0]])
-async def test_what_is_no_reward_is_refused(play, reward):
+async def test_an_invalid_reward_is_refused(play, reward):
     async def agent(example, **_):
         return reward
 
@@ -172,7 +173,7 @@ async def test_what_is_no_reward_is_refused(play, reward):
         await play(agent, Model())
 
 
-def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch):
+def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeypatch):
     (tmp_path / "agent_of_a_test.py").write_text("import openai\n\nasync def solve(example, **_): ...\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -181,12 +182,14 @@ def test_an_agent_without_its_library_says_what_to_install(tmp_path, monkeypatch
         load_agent("agent_of_a_test:solve")
 
 
-async def test_an_agent_that_does_not_end_is_ended(play):
+async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):
+    monkeypatch.setattr(servers, "PROMPT_SECONDS", 0.05)
+
     async def agent(example, **_):
         await asyncio.sleep(60)
 
     with pytest.raises(AgentFailedError, match=r"more than 0\.05 s"):
-        await play(agent, Model(), seconds=0.05)
+        await play(agent, Model())
 
 
 @pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])

@@ -32,7 +32,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% 
 
 
 def questions() -> list[dict[str, str]]:
-    """Every question that the model can answer."""
+    """Return every question that the model can answer."""
     return [
         {"question": f"{a}{op}{b}=", "answer": str(compute(a, b))}
         for op, (_, compute) in TOOLS.items()
@@ -42,7 +42,7 @@ def questions() -> list[dict[str, str]]:
 
 
 def conversation(question: str) -> list[dict[str, Any]]:
-    """The conversation that the model is to have."""
+    """Return the conversation that the model learns for a question."""
     # Imports the Agents SDK, for which those who only want the questions need not wait.
     from evaluation.math_agent import INSTRUCTIONS, SOLVED
 
@@ -60,7 +60,7 @@ def conversation(question: str) -> list[dict[str, Any]]:
 
 
 def make(directory: Path) -> None:
-    """Trains the model until it knows every conversation, and writes it."""
+    """Train the model until it knows every conversation, and write it."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in PIECES])
     tokenizer.chat_template = TEMPLATE
@@ -126,7 +126,7 @@ def _batch(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch
 
 @torch.no_grad()
 def _knows(model: Qwen2ForCausalLM, rows: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether the model's choice is right, and clear, at every token that it says."""
+    """Return whether the model chooses the right token, and clearly, at every place of its turns."""
     ids, labels = _batch(rows)
     chances = model(input_ids=ids, attention_mask=(ids != 0).long()).logits[:, :-1].softmax(-1)
     wanted = labels[:, 1:]

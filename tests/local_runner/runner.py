@@ -29,7 +29,7 @@ HEADER = "name: group\nexecution: parallel\nprimary_tasks: [ppo-trainer]\n"
 
 
 def task(name: str, run: str, **fields: Any) -> str:
-    """A task's YAML document."""
+    """Return a task's YAML document."""
     document = {"name": name, **fields, "run": textwrap.dedent(run)}
     return "---\n" + json.dumps(document) + "\n"  # JSON is YAML
 
@@ -61,7 +61,7 @@ class Runner:
         arguments: tuple[str, ...] = (),
         stop_seconds: float | None = None,
     ) -> None:
-        """Starts a runner; ``stop_seconds`` is how long it lets primary tasks end by themselves, unless its own."""
+        """Start a runner; ``stop_seconds``, if given, is the time that it gives primary tasks to end."""
         self.directory = directory
         (directory / "group.yaml").write_text(header + "".join(tasks))
         start = ["-m", "scripts.run_local"] if stop_seconds is None else ["-c", PATIENT.format(seconds=stop_seconds)]
@@ -82,7 +82,7 @@ class Runner:
         return (self.directory / OUTPUT).read_text()
 
     def wait_for(self, path: str) -> Path:
-        """Waits until a task has made the file ``path``."""
+        """Wait until a task has made the file ``path``."""
 
         def is_made() -> bool:
             assert self.process.poll() is None, self.output
@@ -100,12 +100,12 @@ class Runner:
 
 
 def run(directory: Path, *tasks: str, **options: Any) -> Ended:
-    """Runs a job group to its end."""
+    """Run a job group to its end."""
     return Runner(directory, *tasks, **options).end()
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -24,7 +24,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 
 def make(name: str, *, days: float = 0, megabytes: int = 1, nodes=GONE, status: str | None = "succeeded") -> Path:
-    """A run below runs/ that ended so many days ago; without ``nodes`` as a cluster leaves it."""
+    """Make a run below runs/ that ended so many days ago; without ``nodes`` as a cluster leaves it."""
     run = Path("runs") / name
     (run / "model").mkdir(parents=True)
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -91,7 +91,7 @@ ELSEWHERE = GONE | {"machine": "another-machine"}
 
 
 @pytest.mark.parametrize("status", [None, "succeeded"])
-def test_a_run_of_a_runner_that_lives_is_never_removed(capfd, status):
+def test_a_run_with_a_live_runner_is_never_removed(capfd, status):
     make("going", days=7, nodes=this_process(), status=status)
     assert call("going") == 78
     assert f"its runner is process {os.getpid()}" in capfd.readouterr().err
@@ -101,7 +101,7 @@ def test_a_run_of_a_runner_that_lives_is_never_removed(capfd, status):
 
 
 def test_a_run_whose_lock_is_held_is_never_removed(capfd):
-    """As by a runner in another container, or on another machine of a volume whose locks reach all of them."""
+    """Lock as a runner in another container, or on another machine that shares the volume and its locks."""
     run = make("going", days=7, nodes=ELSEWHERE)
     with directory.locked(run):
         assert call("going") == 78
@@ -123,7 +123,7 @@ def test_a_run_of_another_machine_or_a_cluster_stays_while_it_may_go_on(capfd, n
     assert {run.name for run in directory.all_runs()} == {"recent", "resumed"}
 
 
-def test_what_is_no_run_is_never_removed(here, capfd):
+def test_other_directories_are_never_removed(here, capfd):
     make("run")
     model = here / "my-model"
     model.mkdir()

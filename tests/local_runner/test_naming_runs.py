@@ -40,7 +40,7 @@ def test_a_run_is_named_by_id_or_directory_and_is_the_newest_by_default(given, f
     assert directory.find_run(given) == Path(found)
 
 
-def test_what_names_no_run_is_refused_with_those_that_there_are():
+def test_an_unknown_run_is_refused_with_the_existing_ones():
     with pytest.raises(ConfigurationError, match=r"oldest is neither .*: newer, older"):
         directory.find_run("oldest")
 
@@ -61,7 +61,7 @@ def test_logs_are_of_a_run_and_of_tasks(capfd):
     assert shown(capfd, "data-server", run="runs/older") == ["data of older"]
 
 
-def test_logs_of_what_is_neither_run_nor_task_are_refused(capfd):
+def test_logs_of_an_unknown_task_are_refused(capfd):
     with pytest.raises(SystemExit):
         logs.main(["oldest"])
     assert "oldest is no run, and there is no log of it" in capfd.readouterr().err

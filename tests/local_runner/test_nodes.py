@@ -53,7 +53,7 @@ def test_two_runs_at_once_share_no_address():
 
 
 def _bind_when_free(listener: socket.socket, port: int) -> None:
-    """Takes the port on all addresses, once those that have it on one, such as other tests, let it go."""
+    """Bind the port on all addresses, once programs that have it on one address, such as other tests, release it."""
     deadline = time.monotonic() + IDLE_SECONDS
     while True:
         try:

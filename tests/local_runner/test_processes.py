@@ -1,4 +1,4 @@
-"""What the local runner measures of the processes below it."""
+"""The local runner's measurement of its processes' memory."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_a_failing_auxiliary_restarts_without_the_others_noticing(tmp_path):
     assert ended.record["restarts"] == {"reward-server": 1}
 
 
-def test_what_is_wrongly_configured_stops_the_run_without_restarts(tmp_path):
+def test_a_wrong_configuration_stops_the_run_without_restarts(tmp_path):
     resources = recovery(max_restarts_on_errors=5, recover_on_exit_codes=[33])
     ended = run(
         tmp_path,
@@ -243,7 +243,7 @@ def test_auxiliaries_end_at_once_when_the_trainer_fails(tmp_path):
     assert ended.exit_code == 1
 
 
-def test_an_auxiliary_may_finish_what_it_does_when_asked_to_end(tmp_path):
+def test_an_auxiliary_may_finish_its_work_when_asked_to_end(tmp_path):
     run(
         tmp_path,
         task("ppo-trainer", "until [ -e up ]; do sleep 0.01; done"),
@@ -337,7 +337,7 @@ def test_a_run_whose_logs_and_record_cannot_be_written_goes_on_and_ends_as_it_wo
     assert ended.exit_code == code, ended.output
     assert (tmp_path / "ran").exists()
     assert len(re.findall(f"its logs cannot be written: .*{reason}", ended.output)) == 1, ended.output
-    assert "what the run took cannot be written down" in ended.output
+    assert "the run's record cannot be written" in ended.output
 
 
 def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(tmp_path):
@@ -408,7 +408,7 @@ http.server.HTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
-def test_steps_are_told_as_they_come(tmp_path):
+def test_steps_are_printed_as_they_end(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     command = """
         python server.py ppo-trainer 8004 '{"phase": "train", "step": 0, "total_steps": 3}' &
@@ -437,7 +437,7 @@ def test_the_end_of_a_failed_components_log_is_shown(tmp_path):
     assert "the reason" in ended.output
 
 
-def test_of_a_component_that_names_its_error_only_that_is_shown(tmp_path):
+def test_only_the_error_is_shown_of_a_component_that_names_one(tmp_path):
     command = "echo chatter; echo 'error: DATASET x cannot be had' >&2; echo more chatter; exit 78"
     ended = run(tmp_path, task("ppo-trainer", command, num_nodes=2))
     assert ended.output.count("DATASET x cannot be had") == 1

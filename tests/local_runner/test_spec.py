@@ -1,4 +1,4 @@
-"""What the local runner reads from a job group's YAML, and what it refuses."""
+"""Job groups that the local runner reads from YAML or refuses."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_a_task_has_what_the_file_says(tmp_path):
     assert (replay.max_restarts_on_errors, replay.num_nodes, replay.gpus_per_node) == (0, 1, 0)
 
 
-def test_what_is_given_wins_and_reaches_every_task(tmp_path):
+def test_overrides_win_and_reach_every_task(tmp_path):
     group = load(
         tmp_path,
         GROUP,
@@ -91,7 +91,7 @@ def test_durations_are_read_as_skypilot_writes_them(text, seconds):
         ("run: serve", "run: [", "not valid YAML"),
     ],
 )
-def test_what_would_not_run_as_written_is_refused(tmp_path, old, new, said):
+def test_an_invalid_job_group_is_refused(tmp_path, old, new, said):
     assert old in GROUP
     with pytest.raises(ConfigurationError, match=said):
         load(tmp_path, GROUP.replace(old, new, 1))

@@ -38,17 +38,17 @@ def refused(capfd, *env: str, **options) -> str:
         ("LOG_LEVEL=loud", "data-server, rollout-server, reward-server, replay-buffer, ppo-trainer: LOG_LEVEL"),
     ],
 )
-def test_what_no_component_would_take_is_refused(capfd, given, said):
+def test_variables_that_no_component_accepts_are_refused(capfd, given, said):
     assert said in refused(capfd, given)
 
 
-def test_all_that_is_wrong_is_told_at_once(capfd):
+def test_all_errors_are_reported_at_once(capfd):
     said = refused(capfd, "BATCH_SIZE=0", "REWARD_FN=maths")
     assert "BATCH_SIZE is '0'" in said
     assert "REWARD_FN is 'maths'" in said
 
 
-def test_what_libraries_and_the_components_read_passes(tmp_path):
+def test_variables_of_libraries_and_components_pass(tmp_path):
     dry_run("NCCL_DEBUG=INFO", "HF_HUB_OFFLINE=1", "SGLANG_ENABLE_TORCH_COMPILE=1", "https_proxy=", "MAX_STEPS=3")
     # A file of settings may serve an evaluation of the run, too.
     settings = tmp_path / "settings.env"
@@ -61,7 +61,7 @@ def test_an_evaluation_takes_the_settings_of_its_questions() -> None:
     dry_run("DATASET=arithmetic", "PROMPT_STYLE=plain", "REWARD_FN=math", job_group="evaluation/evaluate.yaml")
 
 
-def test_what_the_file_declares_is_for_the_users_own_code(tmp_path, capfd):
+def test_variables_that_the_file_declares_pass(tmp_path, capfd):
     document = (ROOT / "jobgroup.yaml").read_text()
     group = tmp_path / "group.yaml"
     group.write_text(document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n"))

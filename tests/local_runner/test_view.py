@@ -15,8 +15,8 @@ from local_runner.progress import Pace, Step
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State
 from local_runner.view import View, describe
+from services.run_page.rewards import first_and_last
 from tests.local_runner.test_environment import run_of
-from trainer.reporting.run_files import first_and_last
 
 SECONDS = {"generate": 3.2, "score": 0.04, "store": 0.02, "train": 16.6, "publish": 3.9, "step": 23.9}
 STEP = Step(step=4, reward=0.484, loss=-0.0395, seconds=SECONDS)
@@ -59,7 +59,7 @@ def printed(console: Console) -> str:
 
 
 @pytest.mark.parametrize(("has_ended", "phase"), [(False, "save"), (True, "ending")])
-def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_left(has_ended, phase):
+def test_after_the_last_step_the_view_names_the_phase_and_no_time_left(has_ended, phase):
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
     with View(run_of(trainer), console, live=True) as shown:
         shown.trainer(TrainerStatus("train", 1, 2))
@@ -74,11 +74,11 @@ def test_after_the_last_step_the_view_names_what_goes_on_and_no_time_that_is_lef
     assert max(map(len, last.splitlines())) <= 80
 
 
-def test_a_pace_is_told_between_the_second_and_the_last_step():
+def test_the_pace_is_known_between_the_second_and_the_last_step():
     pace = Pace()
     told = []
     for number in (1, 2, 3):
-        pace.seen(Step(number, 0.0, None))
+        pace.add(Step(number, 0.0, None))
         told.append(pace.seconds_left(3))
     assert told[0] is None
     assert told[1] is not None
@@ -109,7 +109,7 @@ LAUNCH = Launch(
 
 
 def ended(directory: Path) -> str:
-    """What the end of a run in ``directory`` prints."""
+    """Return the printed end of a run in ``directory``."""
     run = run_of(TaskSpec("ppo-trainer", ""))
     run = Run(run.group, run.run_id, directory, run.addresses)
     (run.run_dir / "model").mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_the_end_of_a_run_shows_completions_before_and_after_times_and_sizes(tmp
         assert f"-m {command}" in said
 
 
-def test_the_command_that_goes_on_is_the_one_that_was_given_without_secret_values(tmp_path, monkeypatch):
+def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = run_of(TaskSpec("ppo-trainer", ""))
     run = Run(run.group, run.run_id, tmp_path, run.addresses)

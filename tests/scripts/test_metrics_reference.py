@@ -25,7 +25,7 @@ def test_the_pages_are_what_the_code_says():
     assert grafana.main(["--check"]) == 0
 
 
-def test_check_tells_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
+def test_check_finds_files_that_are_out_of_date(tmp_path, monkeypatch, capsys):
     for module in (metrics_reference, grafana):
         monkeypatch.setattr(module, "TARGET", tmp_path / "file")
         assert module.main([]) == 0
@@ -60,7 +60,7 @@ def test_columns_of_a_step_reach_their_metrics(metrics):
 
 
 def selectors(node, inside=None):
-    """The names that an expression selects, each with the function that it is the direct argument of."""
+    """Yield the names that an expression selects, each with the function whose direct argument it is."""
     if isinstance(node, promql_parser.VectorSelector):
         yield node.name, inside
     elif isinstance(node, promql_parser.MatrixSelector):

@@ -1,4 +1,4 @@
-"""What the tests of the services share: running an application in this process, or a service in its own."""
+"""Fixtures of the services' tests: an application in this process, or a service in its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Serving = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 @pytest.fixture
 def serving() -> Serving:
-    """``async with serving(app) as client``: the application with its lifespan, once it is ready."""
+    """``async with serving(app) as client``: run an application with its lifespan, and wait until it is ready."""
 
     @asynccontextmanager
     async def serve(app: FastAPI, *, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
@@ -57,7 +57,7 @@ class RunningService:
         return self.log_file.read_text()
 
     def wait_healthy(self) -> None:
-        """Waits until it says that it is healthy; processor time and lines in its log are progress."""
+        """Wait until the service is healthy; processor time and lines in its log count as progress."""
         wait_until(self._is_healthy, f"{self.url} healthy", progress=self._progress, told=lambda: self.log)
 
     def _is_healthy(self) -> bool:
@@ -72,7 +72,7 @@ class RunningService:
         return 0, 0.0
 
     def terminate(self) -> int:
-        """Ends it as SkyPilot or a person would, and returns its exit code."""
+        """End the service by SIGTERM, as SkyPilot does, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(IDLE_SECONDS)
 
@@ -81,7 +81,7 @@ class RunningService:
         self.process.wait(IDLE_SECONDS)
 
     def end(self) -> None:
-        """Ends it if it still runs: in order where it can, so that its coverage is measured."""
+        """End the service if it runs, first by SIGTERM, so that its coverage is measured."""
         if self.process.poll() is not None:
             return
         try:
@@ -107,7 +107,7 @@ def _environment(given: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def start_service_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartService]:
-    """``start_service(module, NAME=value, ...)``: a service as its own process, ended with the session."""
+    """``start_service(module, NAME=value, ...)``: start a service as a process, which ends with the session."""
     started: list[RunningService] = []
 
     def start(*command: str, port: int | None = None, healthy: bool = True, **environment: str) -> RunningService:
@@ -138,7 +138,7 @@ def start_service_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
 
 @pytest.fixture
 def start_service(start_service_once: StartService) -> Iterator[StartService]:
-    """As ``start_service_once``, but what it starts ends with the test."""
+    """Like ``start_service_once``, but the services end with the test."""
     started: list[RunningService] = []
 
     def start(*command: str, **options: Any) -> RunningService:

@@ -1,5 +1,5 @@
-"""What docs/guides/operating.md says of symptoms: every message is one that the code has, every number one that it
-exports, and mistakes that can be made here end as the page says."""
+"""The symptoms in docs/guides/operating.md are true: the code has each message and exports each number, and mistakes
+end with the messages that the page gives."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ANYTHING = "..."
 
 
 def rows(heading: str) -> list[str]:
-    """The first column of the tables below a heading, as far as it is in backticks."""
+    """Return the entries in backticks of the first column of the tables below a heading."""
     section = re.split(r"^## ", PAGE, flags=re.MULTILINE)
     [text] = [part for part in section if part.startswith(heading)]
     return re.findall(r"^\| `([^`]+)`", text, re.MULTILINE)
 
 
 def strings() -> list[str]:
-    """Every string of the code; what an f-string fills in is ``...``."""
+    """Return every string of the code, with ``...`` for the values in f-strings."""
     found = []
     for folder in ("services", "trainer", "scripts", "local_runner", "evaluation"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -78,7 +78,7 @@ def run(module: str, folder: Path, *arguments: str, **variables: str) -> subproc
 
 
 def local_endpoints() -> str:
-    """A value of JOBGROUP_ENDPOINTS with every port on this machine, the status page's on a free one."""
+    """Return a JOBGROUP_ENDPOINTS with every port on this machine, and a free port for the status page."""
     ports = {f"{task}-0:{port}": port for task, numbers in PORTS.items() for port in numbers}
     ports[f"{Task.TRAINER}-0:{STATUS_PORT}"] = free_port()
     return json.dumps({name: f"127.0.0.1:{port}" for name, port in ports.items()})

@@ -35,10 +35,8 @@ def test_three_steps_are_trained_on_what_real_workers_generate(
         SERVICE_DEADLINE_SECONDS="900",
         PUBLISH_TRANSPORT=transport,
         PUBLISH_TYPE="float32",
-        PUBLISH_BUCKET_MIB="0.25",
         # After each step both workers' logprobs of a completion are compared with the trainer's own.
         PUBLISH_PROBE="true",
-        PUBLISH_PROBE_TOLERANCE=str(TOLERANCE),
         EVAL_PROMPTS="8",
     )
     assert system.wait(limit_seconds=1100) == 0, system.text

@@ -35,7 +35,7 @@ def update(
     n_steps: int = 1,
     off_policy: bool = False,
 ) -> Hand:
-    """The clipped surrogate with token mean, decoupled where groups are off-policy or the settings say so."""
+    """Update by the clipped surrogate with token mean, decoupled if ``off_policy`` or the settings ask for it."""
     model, reference = plain_model(directory), plain_model(directory)
     optimizer = torch.optim.AdamW(
         model.parameters(),

@@ -56,7 +56,7 @@ def pack_rows(rows: Iterable[Iterable[float]]) -> Tensor:
 def random_ragged(
     seed: int, *, spread: float = 0.5, shortest: int = 0, n_sequences: int = 9, broken: bool = True
 ) -> Ragged:
-    """Log-probabilities of four policies which differ by about ``spread``, and an advantage a completion.
+    """Return log-probabilities of four policies that differ by about ``spread``, and an advantage a completion.
 
     The second completion has ``shortest`` tokens. With ``broken``, the first has two tokens of which ``old`` differs
     by more than any clamp allows, up and down.

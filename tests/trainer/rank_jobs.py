@@ -1,4 +1,4 @@
-"""What tests run on one rank or on several. Results are plain numbers and NumPy arrays, on every rank the same."""
+"""Jobs that tests run on one rank or on several. Results are plain numbers and NumPy arrays, the same on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ UNCLIPPED: dict[str, Any] = {"compute_type": "float32", "max_grad_norm": 1e9, "l
 
 @dataclass
 class Trained:
-    """What an update did: result, the gradients of its last optimizer step, and the weights afterwards."""
+    """The result of an update, the gradients of its last optimizer step, and the weights afterwards."""
 
     result: UpdateResult
     gradients: Arrays
@@ -40,7 +40,7 @@ class Trained:
 
 
 def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: Any) -> Learner:
-    """A learner of the model in a directory."""
+    """Return a learner of the model in a directory."""
     chosen = TrainerSettings.load(model_name=str(model), **(UNCLIPPED | settings))
     policy = load_policy(chosen, ranks)
     needs_reference = chosen.kl_coef > 0 and not policy.has_adapters
@@ -51,7 +51,7 @@ def make_learner(ranks: Ranks, model: Path, total_steps: int = 10, **settings: A
 def update(
     ranks: Ranks, model: Path, settings: dict[str, Any], groups: Sequence[TrainingGroup], **arguments: Any
 ) -> Trained:
-    """One update of a fresh learner."""
+    """Make one update with a new learner."""
     learner = make_learner(ranks, model, **settings)
     gradients: Arrays = {}
 
@@ -69,22 +69,22 @@ def update(
 def updates_of_many_shapes(
     ranks: Ranks, model: Path, cases: Sequence[dict[str, Any]], groups: Sequence[TrainingGroup]
 ) -> list[Trained]:
-    """One update with each of several settings."""
+    """Make one update with each of several settings."""
     return [update(ranks, model, settings, groups) for settings in cases]
 
 
 def weights_of(policy: Policy) -> Arrays:
-    """Every parameter, whole, by its name in the plain model."""
+    """Return every whole parameter by its name in the plain model."""
     return {plain_name(name): array(parameter) for name, parameter in policy.named_parameters()}
 
 
 def plain_name(name: str) -> str:
-    """What a parameter of the policy is called in the model that it wraps."""
+    """Return a parameter's name in the model that the policy wraps."""
     return name.removeprefix("model.").replace("_checkpoint_wrapped_module.", "")
 
 
 def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A copy of the whole tensor; a collective where it is sharded."""
+    """Return a copy of the whole tensor; a collective if it is sharded."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().numpy(force=True).astype(np.float32, copy=True)
 
@@ -92,7 +92,7 @@ def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
 def train_and_publish(
     ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
 ) -> list[list[list[float]]]:
-    """Publishes in float32 what an update made of the model; the policy's log-probabilities of every group."""
+    """Update the model, save it in float32, and return the policy's log-probabilities of every group."""
     learner = make_learner(ranks, model, **settings)
     learner.update(groups, 0)
     save_pretrained(learner.policy, ranks, directory, torch.float32)
@@ -100,7 +100,7 @@ def train_and_publish(
 
 
 def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) -> str:
-    """Asks only the last rank to stop, in the middle of an update."""
+    """Ask only the last rank to stop, in the middle of an update; return the outcome."""
     learner = make_learner(ranks, model, micro_batch_tokens=40)
     before, asked = weights_of(learner.policy), 0
 
@@ -118,7 +118,7 @@ def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) ->
 
 
 def run_state(learner: Learner, step: int, **others: Any) -> RunState:
-    """The state that goes with a learner's checkpoint."""
+    """Return a state for a learner's checkpoint."""
     return RunState(
         step=step,
         policy_version=step,
@@ -132,7 +132,7 @@ def run_state(learner: Learner, step: int, **others: Any) -> RunState:
 def train_and_save(
     ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], steps: int, last: int
 ) -> Arrays:
-    """Checkpoints after each of ``steps`` updates; the weights after ``last``, for which it goes on training."""
+    """Save a checkpoint after each of ``steps`` updates, train on, and return the weights after ``last`` updates."""
     learner = make_learner(ranks, model)
     store = CheckpointStore(directory, steps, ranks)
     for step in range(last):
@@ -144,7 +144,7 @@ def train_and_save(
 
 
 def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str, list[str]]:
-    """Saves two checkpoints, of which the last rank cannot write the second; the error, and what is there then."""
+    """Save two checkpoints, the second on a full disk of the last rank; return the error and the files left."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -169,7 +169,7 @@ def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str
 def resume_and_train(
     ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], last: int
 ) -> tuple[int, Arrays]:
-    """The step of the newest checkpoint that can be used, and the weights when training has gone on to ``last``."""
+    """Load the newest usable checkpoint and train to ``last``; return the checkpoint's step and the weights."""
     learner = make_learner(ranks, model)
     store = CheckpointStore(directory, 100, ranks)
     expected = run_state(learner, 0)

@@ -31,15 +31,16 @@ def broken(groups: list[TrainingGroup]) -> list[TrainingGroup]:
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Iterator[Any]:
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A training loop of which only the update is used."""
+    monkeypatch.setattr("trainer.loop.MAX_SKIPPED_STEPS", BOUND)
     model = save_model(tmp_path / "model", FAMILIES["qwen2"])
     with join_ranks() as ranks:
         yield make_loop(ranks, model, tmp_path)
 
 
 def make_loop(ranks: Ranks, model: Path, directory: Path) -> TrainingLoop:
-    learner = make_learner(ranks, model, shared_dir=directory, run_id="r", max_skipped_steps=BOUND)
+    learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
     files = RunFiles(learner.settings, 0, str)
     unused: Any = MagicMock()
     team = Team(learner.settings, ranks, learner, unused, unused, lambda: False)
@@ -59,7 +60,7 @@ def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> No
 def test_too_many_in_a_row_end_it_with_the_batch_in_a_file(loop: TrainingLoop) -> None:
     for _ in range(BOUND):
         loop.update(broken(GOOD))
-    with pytest.raises(TrainingDivergedError, match=r"3 updates in a row .*MAX_SKIPPED_STEPS is 2.*LEARNING_RATE"):
+    with pytest.raises(TrainingDivergedError, match=r"3 updates in a row .*allowed are 2.*LEARNING_RATE"):
         loop.update(broken(GOOD))
     [file] = loop.settings.run_dir.glob("diverged-*.json")
     assert file.name == "diverged-step-000005.json"

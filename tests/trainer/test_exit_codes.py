@@ -1,5 +1,5 @@
-"""What the trainer's exit code tells SkyPilot: restarts after 33 are free, those after any other code are counted, and
-78 says that they would fail alike."""
+"""The trainer's exit codes, by which SkyPilot restarts it: restarts after 33 are free, those after any other code are
+counted, and after 78 a restart would fail in the same way."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run_trainer(directory: Path, num_nodes: int, settings: Mapping[str, str]) ->
 def start_trainer(
     directory: Path, num_nodes: int, settings: Mapping[str, str]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """The nodes' processes."""
+    """Start the trainer on every node, and kill what still runs at the end."""
     group = spec.load(ROOT / "jobgroup.yaml", spec.Overrides(num_nodes={"ppo-trainer": num_nodes}))
     with allocate(group) as addresses:
         environment = os.environ | {

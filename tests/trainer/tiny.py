@@ -42,7 +42,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path:
-    """Writes a model with random weights and a tokenizer as a Hugging Face directory."""
+    """Write a model with random weights and a tokenizer as a Hugging Face directory."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def save_model(directory: Path, config: PretrainedConfig, seed: int = 0) -> Path
 
 
 def plain_model(directory: Path) -> PreTrainedModel:
-    """The model as transformers alone loads and runs it, in float32."""
+    """Load the model with transformers alone, in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", config=AutoConfig.from_pretrained(directory)
     )
@@ -63,14 +63,14 @@ def plain_model(directory: Path) -> PreTrainedModel:
 
 
 def plain_logprobs(model: PreTrainedModel, group: TrainingGroup, temperature: float = 1.0) -> list[torch.Tensor]:
-    """One forward pass a completion: ``result[completion]`` has the log-probability of each of its tokens."""
+    """Run one forward pass a completion; ``result[completion]`` has the log-probability of each of its tokens."""
     return [logprobs for logprobs, _ in plain_forward(model, group, temperature)]
 
 
 def plain_forward(
     model: PreTrainedModel, group: TrainingGroup, temperature: float = 1.0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """One forward pass a completion: log-probability of each of its tokens, and entropy where each was sampled."""
+    """Run one forward pass a completion; return each token's log-probability and the entropy where it was sampled."""
     result = []
     for sequence in group.sequences:
         ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
@@ -84,7 +84,7 @@ def plain_forward(
 def random_groups(
     seed: int, n_groups: int = 5, n_completions: int = 4, longest: int = 9, vocabulary: int = VOCABULARY
 ) -> list[TrainingGroup]:
-    """Groups with prompts and completions of several lengths; no group is without advantage."""
+    """Return groups with prompts and completions of several lengths; every group has an advantage."""
     draw = random.Random(seed)
 
     def ids(most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the loss trains on: a group's scored completions with their advantages."""
+"""Groups as the loss sees them: scored completions with their advantages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainer.config import TrainerSettings
 
 
 def training_group(group: Group, settings: TrainerSettings, weight: float = 1.0) -> TrainingGroup:
-    """What the loss sees of a group: scored completions with their advantages.
+    """Return a group's scored completions with their advantages; completions without a reward are left out.
 
     Args:
-        group: as made or as stored.
-        settings: advantage method and overlong penalty.
+        group: the group as generated, or as stored in the replay buffer.
+        settings: ADVANTAGE, OVERLONG_BUFFER and MAX_NEW_TOKENS.
         weight: importance weight of the group.
     """
     experiences = [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
@@ -23,19 +23,18 @@ def training_group(group: Group, settings: TrainerSettings, weight: float = 1.0)
     if settings.overlong_buffer:
         lengths = torch.tensor([len(e.completion_ids) for e in experiences])
         rewards = rewards + grpo.overlong_penalty(lengths, settings.max_new_tokens, settings.overlong_buffer)
-    advantages = grpo.group_advantages(
-        rewards, torch.zeros(len(experiences), dtype=torch.int64), settings.advantage, settings.advantage_eps
-    )
+    one_group = torch.zeros(len(experiences), dtype=torch.int64)
+    advantages = grpo.group_advantages(rewards, one_group, settings.advantage).tolist()
     return TrainingGroup(
         prompt_ids=group.prompt_ids,
         sequences=[
             TrainingSequence(e.completion_ids, e.logprobs, advantage, weight)
-            for e, advantage in zip(experiences, advantages.tolist(), strict=True)
+            for e, advantage in zip(experiences, advantages, strict=True)
         ],
         group_id=group.group_id,
     )
 
 
 def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """True when some completion of the group has an advantage."""
+    """Return True when a completion of the group has an advantage other than 0."""
     return any(sequence.advantage for sequence in training_group(group, settings).sequences)

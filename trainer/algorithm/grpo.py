@@ -1,13 +1,21 @@
-"""Group relative policy optimisation: the whole algorithm as pure functions on tensors.
+"""Group relative policy optimisation (GRPO): the whole algorithm as pure functions on tensors.
 
-Notation, as in the papers: a prompt has G completions with rewards r; theta is the policy in training, ``behaviour``
-what sampled the tokens, ``proximal`` the trainer's own policy at the start of the step. N tokens of S completions are
-packed one after the other without padding, so every token tensor is [N], and ``sequence_ids`` [N] (int64, values 0 to
-S - 1) says to which completion a token belongs. Only completion tokens appear here, the end token among them; prompt
-tokens never do. Losses are to be minimised.
+A training step calls them in the order of this file:
 
-Losses are per token; ``aggregate`` turns them into a scalar with a denominator which belongs to the whole step, over
-all ranks and micro-batches, so that the sum over micro-batches is the step's loss however it was cut.
+1. ``group_advantages`` turns the rewards of each prompt's G completions into advantages.
+2. ``truncated_importance_weights`` or ``icepop_weights`` weight the tokens that an older policy sampled.
+3. ``clipped_surrogate`` (or ``gspo_loss``, ``cispo_loss``) gives each token a loss, to which ``kl_penalty`` adds the
+   distance from the reference model.
+4. ``aggregate`` adds the token losses up to the loss of the step.
+
+Policies: ``theta`` is the policy in training, ``behaviour`` the policy that sampled the tokens, ``proximal`` the
+trainer's own policy at the start of the step, ``reference`` the frozen starting model. ``rho`` is the ratio of theta's
+probability of a token to that of the policy in the denominator. Losses are minimised.
+
+Shapes: S completions with N tokens in all are packed one after the other without padding. So a tensor over tokens is
+[N], a tensor over completions is [S], and ``sequence_ids`` [N] (int64, 0 to S - 1) gives each token's completion. Only
+completion tokens appear here, the end token included; prompt tokens never do. Log-probabilities, losses and weights are
+float32; advantages keep the dtype of the rewards.
 
 Sources: GRPO (Shao et al. 2024, arXiv:2402.03300), PPO (Schulman et al. 2017, arXiv:1707.06347), RLOO (Ahmadian et al.
 2024, arXiv:2402.14740), Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476), dual
@@ -25,32 +33,36 @@ from torch import Tensor
 from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to this absolute value before exp, so that one broken token cannot overflow the step."""
+"""Largest absolute log ratio: larger ones are clamped before exp, so that one broken token cannot overflow the step."""
+
+ADVANTAGE_EPS = 1e-4
+"""Added to the standard deviation of a group's rewards. It bounds the advantages of a nearly constant group, and is
+small beside the 0.35 or more of eight completions with rewards 0 and 1."""
 
 
 # --- rewards and advantages ------------------------------------------------------------------------------------------
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = AdvantageMethod.GRPO, eps: float = 1e-4
+    rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = AdvantageMethod.GRPO, eps: float = ADVANTAGE_EPS
 ) -> Tensor:
-    """Advantage of each completion against the others of its group.
+    """Return each completion's advantage over the other completions of its group.
 
-    - ``grpo``: (r - mean) / (std + eps), std with ddof = 1 (arXiv:2402.03300, section 4.1.2)
-    - ``dr_grpo``: r - mean (arXiv:2503.20783, eq. 3)
-    - ``rloo``: r - mean of the others = (G r - sum r) / (G - 1) (arXiv:2402.14740, eq. 7)
+    - ``grpo``: A = (r - mean r) / (std r + eps), std with ddof = 1 (arXiv:2402.03300, section 4.1.2)
+    - ``dr_grpo``: A = r - mean r (arXiv:2503.20783, eq. 3)
+    - ``rloo``: A = r - mean of the others' r = (G r - sum r) / (G - 1) (arXiv:2402.14740, eq. 7)
 
-    An unscorable completion (reward NaN) takes no part in its group's statistics and gets 0. A group with fewer than
-    two scored completions, or with equal rewards, gets 0 throughout.
+    A completion without a reward (NaN) is excluded from its group's statistics and gets advantage 0. All advantages of
+    a group are 0 when fewer than two of its completions have a reward, or when all rewards are equal.
 
     Args:
         rewards: [S] float, NaN where a completion could not be scored.
-        group_ids: [S] int64, any values; equal values are one group.
-        method: which baseline and scale.
+        group_ids: [S] int64; completions with equal values form a group.
+        method: the baseline and the scale.
         eps: added to the standard deviation (``grpo`` only).
 
     Returns:
-        [S] advantages in the dtype of ``rewards``; computed in float64.
+        [S] advantages, computed in float64 and returned in the dtype of ``rewards``.
     """
     if rewards.numel() == 0:
         return rewards.clone()
@@ -79,8 +91,17 @@ def group_advantages(
 
 
 def has_reward_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """[S] bool: the completion is scored and its group has two different rewards. Compared exactly, so that rounding of
-    a mean cannot make an advantage out of equal rewards."""
+    """Return which completions have a reward and belong to a group with two different rewards.
+
+    Rewards are compared exactly, so that the rounding of a mean cannot make an advantage out of equal rewards.
+
+    Args:
+        rewards: [S] float, NaN where a completion could not be scored.
+        group_ids: [S] int64; completions with equal values form a group.
+
+    Returns:
+        [S] bool.
+    """
     scored = ~rewards.isnan()
     _, group = torch.unique(group_ids, return_inverse=True)
     n_groups = int(group.max()) + 1 if group.numel() else 0
@@ -92,17 +113,17 @@ def has_reward_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft punishment of completions that come near the length limit (DAPO, arXiv:2503.14476, eq. 13).
+    """Return the soft penalty for completions close to the length limit (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to ``max_length - buffer`` tokens, then linear down to -1 at ``max_length``, and -1 beyond.
+    The penalty is 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and stays there.
 
     Args:
-        lengths: [S] completion lengths in tokens.
+        lengths: [S] int64, completion lengths in tokens.
         max_length: L_max in tokens.
         buffer: L_cache in tokens, at least 1.
 
     Returns:
-        [S] float32, to be added to the rewards.
+        [S] float32 in [-1, 0]; add it to the rewards.
     """
     return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0).to(torch.float32)
 
@@ -111,23 +132,41 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """[N] log(pi / pi_old), clamped to +-LOG_RATIO_LIMIT. Gradient flows through ``logprobs`` only."""
+    """Return log(pi / pi_old), [N], clamped to +-LOG_RATIO_LIMIT.
+
+    Args:
+        logprobs: [N] log pi; the gradient flows through these only.
+        old_logprobs: [N] log pi_old.
+    """
     return (logprobs - old_logprobs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def truncated_importance_weights(logprobs: Tensor, behaviour_logprobs: Tensor, cap: float = 2.0) -> Tensor:
-    """[N] min(pi / pi_behaviour, cap), without gradient: what corrects for sampling by another policy or engine.
+    """Return min(pi / pi_behaviour, cap), [N] without gradient: the correction for tokens that pi did not sample.
 
-    The staleness-decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298, eq. 5) is these weights, with the
-    proximal policy for pi, times a loss whose ratio is against the proximal policy: the clip keeps theta near the
-    trainer's own policy at the start of the step, the weight corrects for sampling by an older one.
+    The decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298, eq. 5) takes the proximal policy for pi and
+    multiplies these weights with a loss whose ratio has the proximal policy in its denominator. The clip then bounds
+    how far theta moves in the step, and the weight corrects for the older policy, or other engine, that sampled.
+
+    Args:
+        logprobs: [N] log pi.
+        behaviour_logprobs: [N] log pi_behaviour.
+        cap: C, the largest weight.
     """
     return log_ratio(logprobs.detach(), behaviour_logprobs).exp().clamp(max=cap)
 
 
 def icepop_weights(logprobs: Tensor, behaviour_logprobs: Tensor, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """[N] pi / pi_behaviour inside [low, high], else 0, without gradient: tokens on which trainer and engine disagree
-    too much are left out rather than truncated (IcePop, arXiv:2510.18855)."""
+    """Return pi / pi_behaviour where it lies in [low, high], else 0; [N] without gradient (IcePop, arXiv:2510.18855).
+
+    Tokens on which trainer and engine disagree too much are left out instead of truncated.
+
+    Args:
+        logprobs: [N] log pi.
+        behaviour_logprobs: [N] log pi_behaviour.
+        low: the smallest ratio that counts; the default is the paper's.
+        high: the largest ratio that counts; the default is the paper's.
+    """
     ratio = log_ratio(logprobs.detach(), behaviour_logprobs).exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0)
 
@@ -143,18 +182,18 @@ def clipped_surrogate(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's pessimistic surrogate, -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (arXiv:1707.06347, eq. 7).
+    """Return PPO's clipped loss, -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (arXiv:1707.06347, eq. 7).
 
-    ``clip_high`` above ``clip_low`` is DAPO's clip-higher. With ``dual_clip`` c > 1 the loss of a token with negative
-    advantage is at most -c A (arXiv:1912.09729, eq. 5).
+    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With ``dual_clip`` c > 1,
+    the loss of a token with negative advantage is at most -c A (arXiv:1912.09729, eq. 5).
 
     Args:
         logprobs: [N] log pi_theta of the sampled tokens.
         old_logprobs: [N] log-probabilities of the policy in the ratio's denominator (behaviour or proximal).
         advantages: [N] the completion's advantage, repeated for its tokens.
-        clip_low: distance of the lower bound from 1.
-        clip_high: distance of the upper bound from 1.
-        dual_clip: the constant c, or None.
+        clip_low: distance of the ratio's lower bound from 1.
+        clip_high: distance of the ratio's upper bound from 1.
+        dual_clip: the constant c, or None for no such bound.
 
     Returns:
         [N] losses.
@@ -176,12 +215,20 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Tensor:
-    """GSPO: one ratio a completion, exp(mean over its tokens of log rho), clipped as PPO's (arXiv:2507.18071, eq. 5,
-    7).
+    """Return GSPO's loss: PPO's with one ratio a completion, exp(mean over its tokens of log rho).
 
-    Written per token with the sequence ratio's value and each token's own gradient (eq. 14-15), so that with
-    ``sequence_mean`` aggregation value and gradient are those of the sequence objective. Its ratios lie close to 1:
-    bounds are about a thousandth of PPO's.
+    The equations are 5 and 7 of arXiv:2507.18071. Each token gets the value of its completion's ratio and the gradient
+    of its own log-probability (eq. 14 and 15), so that after ``sequence_mean`` aggregation value and gradient equal
+    those of the paper's objective. The mean keeps ratios close to 1, so the bounds are about a thousandth of PPO's.
+
+    Args:
+        logprobs: [N] log pi_theta of the sampled tokens.
+        old_logprobs: [N] log-probabilities of the policy in the ratio's denominator.
+        advantages: [N] the completion's advantage, repeated for its tokens.
+        sequence_ids: [N] int64, 0 to n_sequences - 1.
+        n_sequences: S.
+        clip_low: distance of the ratio's lower bound from 1.
+        clip_high: distance of the ratio's upper bound from 1.
 
     Returns:
         [N] losses.
@@ -195,8 +242,16 @@ def gspo_loss(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float = 1.0, clip_high: float = 0.28
 ) -> Tensor:
-    """CISPO: -stopgrad(clip(rho)) A log pi: no token loses its gradient, only its weight is bounded (arXiv:2506.13585,
-    eq. 4). ``clip_low`` of 1 leaves the lower side open.
+    """Return CISPO's loss, -stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi_theta (arXiv:2506.13585, eq. 4).
+
+    The clip bounds the weight of a token, and no token loses its gradient.
+
+    Args:
+        logprobs: [N] log pi_theta of the sampled tokens.
+        old_logprobs: [N] log-probabilities of the policy in the ratio's denominator.
+        advantages: [N] the completion's advantage, repeated for its tokens.
+        clip_low: distance of the weight's lower bound from 1; 1 leaves the lower side open.
+        clip_high: distance of the weight's upper bound from 1.
 
     Returns:
         [N] losses.
@@ -206,12 +261,18 @@ def cispo_loss(
 
 
 def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = KLEstimator.K3) -> Tensor:
-    """Per-token estimate of KL(theta || reference), with d = log pi_ref - log pi.
+    """Return an estimate of KL(theta || reference) at each token that theta sampled.
 
-    k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020; GRPO, arXiv:2402.03300, eq. 4, uses k3).
+    With d = log pi_reference - log pi_theta: k1 = -d, k2 = d^2 / 2, k3 = e^d - d - 1 (Schulman 2020). GRPO uses k3
+    (arXiv:2402.03300, eq. 4).
+
+    Args:
+        logprobs: [N] log pi_theta; the gradient flows through these only.
+        reference_logprobs: [N] log pi_reference.
+        estimator: k1, k2 or k3.
 
     Returns:
-        [N]; k2 and k3 are never negative.
+        [N] in nats; k2 and k3 are never negative.
     """
     d = (reference_logprobs.detach() - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     match estimator:
@@ -227,7 +288,7 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstima
 
 
 def sequence_means(values: Tensor, sequence_ids: Tensor, n_sequences: int) -> Tensor:
-    """[S] mean over each completion's tokens; 0 for a completion without tokens."""
+    """Return the mean of ``values`` [N] over each completion's tokens, [S]; 0 for a completion without tokens."""
     zeros = torch.zeros(n_sequences, dtype=values.dtype, device=values.device)
     totals = zeros.index_add(0, sequence_ids, values)
     counts = zeros.index_add(0, sequence_ids, torch.ones_like(values))
@@ -244,23 +305,24 @@ def aggregate(
     step_sequences: int,
     constant_length: int,
 ) -> Tensor:
-    """This micro-batch's share of the step's loss.
+    """Return this micro-batch's share of the step's loss.
 
     - ``token_mean``: sum over tokens / step_tokens (DAPO, arXiv:2503.14476, eq. 8)
     - ``sequence_mean``: sum over completions of the mean over tokens / step_sequences (GRPO, arXiv:2402.03300, eq. 3)
     - ``constant_length``: sum over tokens / (step_sequences * constant_length) (Dr. GRPO, arXiv:2503.20783, appendix)
 
-    The denominators count the whole step, all ranks and micro-batches, so the shares add up to the same loss however
-    the step is cut. A constant length is the configured maximum, never the padded width, which depends on the batch.
+    The denominators count the whole step, over all ranks and micro-batches. So the shares of the micro-batches add up
+    to the same loss, however the step is cut. The constant length is MAX_NEW_TOKENS and not the longest completion of
+    the batch, so that a token's weight does not depend on the other completions.
 
     Args:
         token_losses: [N].
         sequence_ids: [N] int64, 0 to n_sequences - 1. A completion is never split over micro-batches.
-        n_sequences: S, completions in this micro-batch.
-        method: which mean.
+        n_sequences: S, the completions in this micro-batch.
+        method: the mean to take.
         step_tokens: completion tokens in the whole step.
         step_sequences: completions in the whole step.
-        constant_length: the maximum completion length in tokens.
+        constant_length: the largest possible completion length in tokens.
 
     Returns:
         A scalar.

@@ -1,8 +1,8 @@
-"""From log-probabilities to a micro-batch's share of the step's loss, as the settings say, and what it tells of
-itself."""
+"""The loss that the settings choose, from a micro-batch's log-probabilities, and its diagnostics."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,38 +16,37 @@ from trainer.config import ImportanceCorrection, Loss, TrainerSettings
 
 @dataclass(frozen=True)
 class StepSize:
-    """What the denominators of a step's loss count, over all ranks and micro-batches."""
+    """The denominators of a step's loss: counts over all ranks and micro-batches."""
 
     tokens: int
+    """Completion tokens."""
     sequences: int
+    """Completions."""
 
 
 @dataclass
 class Diagnostics:
-    """Sums and extremes over completion tokens; sums add up over micro-batches and ranks, extremes are maxima."""
+    """Sums and maxima over completion tokens, to be combined over micro-batches and ranks."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
     signal: dict[str, float] = field(default_factory=dict)
-    """By group id, the sum over its tokens of |importance weight * advantage|: how much it moves the policy."""
+    """Sum over a group's tokens of |importance weight * advantage|, by group id: the group's pull on the policy."""
 
     def add(self, other: Diagnostics) -> None:
-        """Takes another micro-batch in."""
-        for name, value in other.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
+        """Add another micro-batch."""
+        add_up(self.sums, other.sums)
+        add_up(self.signal, other.signal)
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
-        for name, value in other.signal.items():
-            self.signal[name] = self.signal.get(name, 0.0) + value
 
     def metrics(self) -> dict[str, float]:
-        """Means over tokens, and extremes, by metric name."""
+        """Return means over tokens, the loss and extreme ratios, by metric name."""
         tokens = max(self.sums.get("tokens", 0.0), 1.0)
         means = {name: value / tokens for name, value in self.sums.items() if name not in ("tokens", "loss")}
         extremes = dict(self.maxima)
-        if "negative_log_ratio_max" in extremes:
-            extremes["ratio_min"] = float(torch.tensor(-extremes.pop("negative_log_ratio_max")).exp())
-            extremes["ratio_max"] = float(torch.tensor(extremes.pop("log_ratio_max")).exp())
+        if "negative_ratio_min" in extremes:
+            extremes["ratio_min"] = -extremes.pop("negative_ratio_min")
         return {"loss": self.sums.get("loss", 0.0), **means, **extremes}
 
 
@@ -62,28 +61,22 @@ def policy_loss(
     reference_logprobs: Tensor | None = None,
     off_policy: bool = False,
 ) -> tuple[Tensor, Diagnostics]:
-    """The micro-batch's share of the step's loss.
+    """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
 
     Args:
-        settings: which loss, aggregation, correction and penalties.
-        batch: the micro-batch, N completion tokens.
+        settings: the loss, its aggregation, correction and penalties.
+        batch: the micro-batch, with N completion tokens.
         logprobs: [N] float32, log pi_theta.
-        entropies: [N] float32.
-        step: the denominators.
-        proximal_logprobs: [N], where the batch gets several updates; by default theta is the proximal policy.
-        reference_logprobs: [N], needed where KL_COEF is not 0.
-        off_policy: groups from the replay buffer: always the decoupled objective, times the groups' own weights.
-
-    Returns:
-        The loss, a scalar to call backward on, and diagnostics without gradient.
+        entropies: [N] float32, in nats.
+        step: the denominators of the aggregation.
+        proximal_logprobs: [N] float32, needed from the second optimizer step of a batch on. In the first, theta itself
+            is the proximal policy.
+        reference_logprobs: [N] float32, needed when KL_COEF is not 0.
+        off_policy: the groups come from the replay buffer, so their loss is always the decoupled objective.
     """
     proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-    correction = settings.importance_correction
-    if off_policy and correction is ImportanceCorrection.NONE:
-        correction = ImportanceCorrection.TRUNCATED
-    weights = _importance_weights(settings, correction, proximal, batch.behaviour_logprobs)
+    weights = _importance_weights(settings, proximal, batch.behaviour_logprobs, off_policy)
     denominator = batch.behaviour_logprobs if weights is None else proximal
-
     losses = _surrogate(settings, batch, logprobs, denominator)
     if weights is not None:
         losses = losses * weights
@@ -105,15 +98,16 @@ def policy_loss(
 
 
 def _importance_weights(
-    settings: TrainerSettings, correction: ImportanceCorrection, proximal: Tensor, behaviour: Tensor
+    settings: TrainerSettings, proximal: Tensor, behaviour: Tensor, off_policy: bool
 ) -> Tensor | None:
-    match correction:
-        case ImportanceCorrection.NONE:
-            return None
-        case ImportanceCorrection.TRUNCATED:
-            return grpo.truncated_importance_weights(proximal, behaviour, settings.importance_cap)
+    """Return the decoupled objective's weights [N]; None when the ratio's denominator is the behaviour policy."""
+    match settings.importance_correction:
         case ImportanceCorrection.ICEPOP:
-            return grpo.icepop_weights(proximal, behaviour, settings.icepop_low, settings.icepop_high)
+            return grpo.icepop_weights(proximal, behaviour)
+        case ImportanceCorrection.NONE if not off_policy:
+            return None
+        case _:
+            return grpo.truncated_importance_weights(proximal, behaviour, settings.importance_cap)
 
 
 def _surrogate(settings: TrainerSettings, batch: MicroBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
@@ -145,13 +139,13 @@ def _diagnose(
         log_ratio = grpo.sequence_means(log_ratio, batch.sequence_ids, batch.n_sequences)[batch.sequence_ids]
     ratio = log_ratio.exp()
     below, above = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
-    if settings.loss is not Loss.CISPO:  # whose weights are clipped whatever the advantage
+    if settings.loss is not Loss.CISPO:  # CISPO clips weights whatever the sign of the advantage
         below, above = below & (batch.advantages < 0), above & (batch.advantages > 0)
     sums = {
         "loss": loss,
         "tokens": torch.full_like(loss, len(logprobs)),
         "entropy": entropies.sum(),
-        # The tokens are the behaviour policy's, so KL(behaviour || theta) is what they estimate without bias.
+        # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
         "kl_behaviour": grpo.kl_penalty(batch.behaviour_logprobs, logprobs, KLEstimator.K3).sum(),
         "clip_fraction_low": below.sum(),
         "clip_fraction_high": above.sum(),
@@ -160,16 +154,22 @@ def _diagnose(
         sums["importance_weight"] = weights.sum()
     if reference_logprobs is not None:
         sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, KLEstimator.K3).sum()
-    maxima = {"log_ratio_max": log_ratio.max(), "negative_log_ratio_max": (-log_ratio).max()}
+    maxima = {"ratio_max": ratio.max(), "negative_ratio_min": -ratio.min()}
     weight = ratio if weights is None else weights
     by_sequence = torch.zeros(batch.n_sequences, device=weight.device)
     by_sequence.index_add_(0, batch.sequence_ids, (weight * batch.advantages).abs())
     result = Diagnostics(_numbers(sums), _numbers(maxima))
     for group_id, value in zip(batch.group_ids, by_sequence.tolist(), strict=True):
-        result.signal[group_id] = result.signal.get(group_id, 0.0) + value
+        add_up(result.signal, {group_id: value})
     return result
 
 
+def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
+    """Add ``values`` to ``totals``, name by name."""
+    for name, value in values.items():
+        totals[name] = totals.get(name, 0.0) + value
+
+
 def _numbers(scalars: dict[str, Tensor]) -> dict[str, float]:
-    """Brings scalars from the device in one go."""
+    """Return scalars as numbers, brought from the device in one transfer."""
     return dict(zip(scalars, torch.stack([x.double() for x in scalars.values()]).tolist(), strict=True))

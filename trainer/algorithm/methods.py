@@ -1,4 +1,4 @@
-"""The names of the methods in trainer/algorithm/grpo.py, in a module that loads without torch, as settings must."""
+"""The names of the methods in trainer/algorithm/grpo.py. Settings read them, so this module must load without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class AdvantageMethod(StrEnum):
-    """How rewards of a group become advantages."""
+    """The formula from a group's rewards to advantages."""
 
     GRPO = "grpo"
     DR_GRPO = "dr_grpo"
@@ -14,7 +14,7 @@ class AdvantageMethod(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How token losses become one number."""
+    """The mean that turns token losses into one number."""
 
     TOKEN_MEAN = "token_mean"
     SEQUENCE_MEAN = "sequence_mean"
@@ -22,7 +22,7 @@ class Aggregation(StrEnum):
 
 
 class KLEstimator(StrEnum):
-    """Which estimator of KL(theta || reference) is used, from samples of theta."""
+    """The estimator of KL(theta || reference) from samples of theta."""
 
     K1 = "k1"
     K2 = "k2"

@@ -1,9 +1,9 @@
-"""Packs groups into micro-batches without padding, and shares them out over the ranks.
+"""Packing of groups into micro-batches without padding, and sharing of the micro-batches among the ranks.
 
-A *piece* is a prompt with some of its group's completions. In a micro-batch the tokens of its pieces lie one after the
-other in one row: prompt, completion, completion, ..., prompt, ... A completion's positions go on from its prompt's, and
-it sees its prompt and itself only; so a group's prompt is computed once, however many completions share it. Of a
-completion all tokens but the last are there: nothing is predicted from that one.
+A *piece* is a prompt with some of its group's completions. The tokens of a micro-batch's pieces lie one after the other
+in one row: prompt, completion, completion, ..., prompt, ... A completion's positions continue its prompt's, and it
+attends to its prompt and to itself only. So a prompt is computed once, however many completions share it. The last
+token of a completion is not in the row, because no token is predicted from it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class TrainingSequence:
     behaviour_logprobs: list[float]
     advantage: float
     weight: float = 1.0
-    """Importance weight of the group it comes from: 1, unless it was drawn by priority from the replay buffer."""
+    """Importance weight of its group: 1, unless the group was drawn by priority from the replay buffer."""
 
     def __post_init__(self) -> None:
         if len(self.behaviour_logprobs) != len(self.completion_ids):
             raise ValueError(
                 f"{len(self.completion_ids)} completion_ids but {len(self.behaviour_logprobs)} behaviour_logprobs: "
-                "one a token is needed"
+                "every completion token needs one log-probability"
             )
 
     @property
     def read_ids(self) -> list[int]:
-        """The tokens that a forward pass reads: all from which a next one is predicted."""
+        """The tokens that a forward pass reads: all but the last, from which nothing is predicted."""
         return self.completion_ids[:-1]
 
 
@@ -50,16 +50,16 @@ class TrainingGroup:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError(
-                f"group {self.group_id!r} has no prompt_ids: the first token needs one to be predicted from"
+                f"group {self.group_id!r} has no prompt_ids: the first completion token is predicted from the prompt"
             )
 
     @property
     def tokens(self) -> int:
-        """Tokens that a forward pass reads: the prompt once, and of every completion all but the last."""
+        """Tokens that a forward pass reads: the prompt once, and all but the last of every completion."""
         return len(self.prompt_ids) + sum(len(sequence.read_ids) for sequence in self.sequences)
 
     def all_ids(self) -> Iterator[list[int]]:
-        """The token ids of the prompt, then of each completion."""
+        """Yield the token ids of the prompt, then those of each completion."""
         yield self.prompt_ids
         for sequence in self.sequences:
             yield sequence.completion_ids
@@ -67,32 +67,32 @@ class TrainingGroup:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where prompts and completions lie among the T packed tokens of a micro-batch.
+    """The places of prompts and completions among the T packed tokens of a micro-batch.
 
-    P is the length of the longest prompt and C of what is read of the longest completion (at least 1), B the number of
-    pieces, S of completions. Rows are padded with index 0 inside attention only; what is computed there is never used.
+    B is the number of pieces, S the number of completions, P the length of the longest prompt, and C the tokens read of
+    the longest completion (at least 1). Inside attention, rows are padded with index 0; results there are never used.
     """
 
     prompt_rows: Tensor
     """[B, P] int64: packed index of each prompt token."""
     completion_rows: Tensor
-    """[S, C] int64: packed index of each token that is read of a completion."""
+    """[S, C] int64: packed index of each token read of a completion."""
     piece_of_completion: Tensor
-    """[S] int64: which prompt a completion follows."""
+    """[S] int64: index of the piece whose prompt the completion follows."""
     mask: Tensor
-    """[S, 1, C, P + C] bool: what a completion token sees of its prompt and of its completion; or what is added to
-    its scores, 0 and -inf."""
+    """[S, 1, C, P + C]: the tokens of its prompt and completion that a completion token attends to, as bool or as
+    numbers to add to the scores, 0 and -inf."""
     unpack: Tensor
-    """[T] int64: where a packed token stands in cat(prompt_rows.flatten(), completion_rows.flatten())."""
+    """[T] int64: index of each packed token in cat(prompt_rows.flatten(), completion_rows.flatten())."""
 
     def to(self, device: torch.device) -> AttentionLayout:
-        """The same on another device."""
+        """Return a copy on ``device``."""
         return replace(self, **_moved(self, device))
 
     def with_additive_mask(self, dtype: torch.dtype) -> AttentionLayout:
-        """The same with a mask of numbers, its rows aligned as CUDA's kernels want them.
+        """Return a copy whose mask holds numbers, its rows aligned for CUDA's attention kernels.
 
-        Of a bool mask they make such a one in every layer, and keep each for the backward pass.
+        The kernels would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
         """
         *shape, keys = self.mask.shape
         padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=self.mask.device)
@@ -120,15 +120,15 @@ class MicroBatch:
     advantages: Tensor
     """[N] float32: the completion's advantage at each of its tokens."""
     weights: Tensor
-    """[N] float32: the group's importance weight at each token."""
+    """[N] float32: the importance weight of the group at each token."""
     n_sequences: int
     group_ids: list[str]
-    """[S]: the group of each completion."""
+    """The group of each of the S completions."""
     is_filler: bool = False
-    """True where a rank has nothing left to compute but has to take part in the others' collectives."""
+    """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on ``device``."""
         return replace(self, layout=self.layout.to(device), **_moved(self, device))
 
 
@@ -138,13 +138,13 @@ def _moved(record: AttentionLayout | MicroBatch, device: torch.device) -> dict[s
 
 
 KEYS_PER_TOKEN = 4
-"""Attention pads a micro-batch's completions to the longest and gives each a copy of its prompt's keys and values; of
-these it may hold so many for each token of the budget."""
+"""Most keys in attention for each token of the budget. Attention pads the completions of a micro-batch to the longest
+and gives each a copy of its prompt's keys and values, so its memory depends on this number."""
 
 
 @dataclass(frozen=True)
 class _Size:
-    """What pieces take up together."""
+    """The size of pieces packed together."""
 
     tokens: int = 0
     completions: int = 0
@@ -170,20 +170,19 @@ class _Size:
 
 
 def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
-    """Shares pieces out over ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
+    """Share groups among ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
 
     Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and,
-    padding included, ``KEYS_PER_TOKEN`` times as many keys in attention; a single completion that has more has one of
-    its own. Deterministic.
+    padding included, ``KEYS_PER_TOKEN`` times as many keys in attention; a completion beyond that gets a micro-batch of
+    its own. The same groups are always shared in the same way.
 
     Args:
-        groups: what to train on.
-        n_ranks: how many ranks share the work.
+        groups: the groups to train on.
+        n_ranks: the number of ranks.
         max_tokens: tokens in one micro-batch.
     """
     pieces = [piece for group in groups for piece in _split(group, max_tokens)]
-    # With fewer pieces than ranks, halve the largest as long as it can be: an idle rank costs more than a second
-    # prompt.
+    # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
     while len(pieces) < n_ranks:
         largest = max(pieces, key=lambda piece: len(piece.sequences), default=None)
         if largest is None or len(largest.sequences) < 2:
@@ -201,7 +200,7 @@ def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) ->
 
 
 def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
-    """Cuts a group that exceeds the budget; each part repeats the prompt, and has completions of like length."""
+    """Cut a group that exceeds the budget into pieces with completions of similar length; each repeats the prompt."""
     if not group.sequences:
         return []
     if _Size.of(group).fits(max_tokens):
@@ -221,7 +220,7 @@ def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
 
 
 def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
-    """Longest first, each to the rank with the fewest tokens so far."""
+    """Give each piece, the longest first, to the rank with the fewest tokens so far."""
     loads = [0] * n_ranks
     by_rank: list[list[TrainingGroup]] = [[] for _ in range(n_ranks)]
     for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
@@ -232,7 +231,7 @@ def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGro
 
 
 def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
-    """First fit, longest completions first: those of like length come together, which keeps padding small."""
+    """Fill micro-batches by first fit, longest completions first, so that similar lengths share one and pad little."""
     batches: list[list[TrainingGroup]] = []
     sizes: list[_Size] = []
     measured = [(piece, _Size.of(piece)) for piece in pieces]
@@ -249,14 +248,10 @@ def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGro
 
 
 def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
-    """Packs pieces into one micro-batch; without pieces, into a filler of one token whose loss is 0."""
-    if not pieces:
-        filler = TrainingGroup([0], [TrainingSequence([0], [0.0], advantage=0.0, weight=0.0)])
-        return _pack([filler], is_filler=True)
-    return _pack(pieces, is_filler=False)
-
-
-def _pack(pieces: Sequence[TrainingGroup], is_filler: bool) -> MicroBatch:
+    """Pack pieces into one micro-batch; no pieces give a filler of one token whose loss is 0."""
+    is_filler = not pieces
+    if is_filler:
+        pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], advantage=0.0, weight=0.0)])]
     ids: list[int] = []
     positions: list[int] = []
     predict: list[int] = []

@@ -1,4 +1,4 @@
-"""Which runs are gone on with: never one of other content, and none that has succeeded unless RUN_ID asks for it."""
+"""The check before a run goes on: not with another model or data, and not after success unless RUN_ID asks for it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ log = get_logger(__name__)
 
 
 def job_id() -> str | None:
-    """Return the managed job's number and the time of its jobs controller's start; None without SkyPilot.
+    """Return the managed job's number with the start of its jobs controller; None without SkyPilot.
 
-    All tasks of a job and its recoveries have the same. A job of the same number of a later controller has another; so
-    has a recovery after the controller was restarted.
+    The tasks of a job and its recoveries share this id. After a restart of the controller, which counts jobs from 1
+    again, the same number gives another id.
     """
     found = parse_task_id()
     return f"{found['job']} of {found['time']}" if found else None
 
 
 def has_succeeded(settings: TrainerSettings) -> bool:
-    """Return True when this very job has succeeded before, so that there is nothing left to do.
+    """Return True when this very job has succeeded before, so that nothing is left to do.
 
     Raises:
-        ConfigurationError: the run of this name is another job's that has succeeded, and RUN_ID does not ask for it.
+        ConfigurationError: another job has succeeded with a run of this name, and RUN_ID is not set.
     """
     if "run_id" in settings.model_fields_set:
         return False
@@ -48,22 +48,22 @@ def has_succeeded(settings: TrainerSettings) -> bool:
 
 
 def check_same(settings: TrainerSettings, checkpoint: Path, before: Fingerprint | None, now: Fingerprint) -> None:
-    """Make sure that a checkpoint is of the model and the data that the run has now.
+    """Check that a checkpoint has the model and the data that the run has now.
 
     Raises:
-        ConfigurationError: weights, tokenizer or data are others.
+        ConfigurationError: weights, tokenizer or data differ.
     """
     if before is None:
-        log.warning("checkpoint of a former release: nothing says which model and data it is of", path=str(checkpoint))
+        log.warning("checkpoint of an earlier release: its model and data cannot be checked", path=str(checkpoint))
     elif found := differences(before, now):
         raise _refusal(settings, checkpoint, found)
 
 
 def check_data(settings: TrainerSettings, data: DataStats) -> None:
-    """Make sure that the run's newest checkpoint, if any, is of the data that the data-server has now.
+    """Check that the run's newest checkpoint, if any, has the data that the data-server has now.
 
     Raises:
-        ConfigurationError: it is of other data.
+        ConfigurationError: the data differ.
     """
     newest = max(settings.checkpoint_dir.glob("step-[0-9]*"), default=None)
     before = None if newest is None else _read(newest / "state.json").get("fingerprint")

@@ -1,9 +1,9 @@
 """Checkpoints: everything that makes a resumed run the same run, written beside the training and renamed into place.
 
 A checkpoint is a directory ``step-000025`` with the sharded model and optimizer (torch.distributed.checkpoint; any
-number of ranks can read it), ``state.json`` with the rest, and ``manifest.json`` with size and checksum of every
-file. It is written under a hidden name and renamed, so a directory with a plain name is complete; one that was
-damaged since is recognised by its manifest, and the one before it is used.
+number of ranks can read it), ``state.json`` with the rest of the state, and ``manifest.json`` with the size and the
+checksum of every file. It is written under a hidden name and renamed, so a directory with a plain name is complete. A
+checkpoint that was damaged later does not match its manifest, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -33,18 +33,16 @@ from trainer.model.ranks import Ranks
 
 log = get_logger(__name__)
 
-HASH_BLOCK_BYTES = 1 << 22
-
 
 class RunState(BaseModel):
-    """What a run is beside its weights and optimizer."""
+    """The state of a run besides its weights and optimizer."""
 
     model_config = ConfigDict(extra="forbid")
 
     step: int = 0
     """Completed steps."""
     policy_version: int = 0
-    """The version that the policy is published as after them."""
+    """The version of the policy after these steps."""
     model_type: str
     parameters: int
     cursor: Cursor
@@ -52,7 +50,7 @@ class RunState(BaseModel):
     rewards: list[float] = []
     """Mean reward of each completed step."""
     accuracy_before: float | None = None
-    """Greedy pass@1 on the held-out prompts, as the two below; each is a point estimate."""
+    """Greedy pass@1 on the held-out prompts before training: a point estimate, as the other accuracies."""
     accuracy_before_stderr: float | None = None
     best_accuracy: float | None = None
     best_step: int | None = None
@@ -62,11 +60,11 @@ class RunState(BaseModel):
     evaluated_step: int | None = None
     seconds: float = 0.0
     random_state: list[int] = []
-    """torch's CPU generator state, bytes."""
+    """State of torch's CPU generator, as bytes."""
     fingerprint: Fingerprint | None = None
-    """The fingerprint of model and data; None in a checkpoint of a former release."""
+    """Fingerprint of model and data; None in a checkpoint of an earlier release."""
     job: str | None = None
-    """SkyPilot's name of the job that saved it."""
+    """The SkyPilot job that saved the state; see ``job_id``."""
 
 
 @dataclass
@@ -85,25 +83,24 @@ class CheckpointStore:
         self.kept = kept
         self.ranks = ranks
         self.saved_step: int | None = None
-        """The step of the newest checkpoint that this process has begun to write, or has loaded; None after one that
-        could not be written."""
+        """Step of the newest checkpoint that this process started to write, or loaded; None after a failed write."""
         self._removed_snapshots: list[str] = []
         self._pending: _Pending | None = None
-        # Its collectives run in a thread beside the training's, so it has a process group of its own.
+        # Saving runs its collectives in a thread beside the training, so it needs its own process group.
         self._group = dist.new_group(backend="gloo")
-        # Checksums mean reading the whole checkpoint back: for a 7B model 84 GB, which training does not wait for.
+        # Checksums are computed beside the training, because they read the whole checkpoint: 84 GB for a 7B model.
         self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, policy: Policy, optimizer: torch.optim.Optimizer, state: RunState, *, wait: bool = False) -> None:
-        """Starts to write a checkpoint; the copy is made before this returns, the writing goes on beside the training.
+        """Copy the state, and start to write it as a checkpoint beside the training.
 
         Args:
             policy: the model.
-            optimizer: its optimizer.
-            state: the rest.
-            wait: return only when it is in place.
+            optimizer: the model's optimizer.
+            state: the rest of the state.
+            wait: return only when the checkpoint is in place.
         """
         self.finish()
         hidden = self.directory / f".step-{state.step:06d}.partial"
@@ -115,7 +112,7 @@ class CheckpointStore:
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=hidden, process_group=self._group
         )
         written = cast("Future[Any]", future)
-        # Rank 0's is done when every rank has written its part.
+        # Rank 0's future is done when every rank has written its part.
         sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
         self._pending = _Pending(sealed, hidden, self._path(state.step), state)
         self.saved_step = state.step
@@ -123,17 +120,17 @@ class CheckpointStore:
             self.finish()
 
     def poll(self) -> RunState | None:
-        """Puts a finished checkpoint in place; returns its state once, on every rank. A collective, and never waits."""
+        """Put a finished checkpoint in place and return its state, once, on every rank; never wait. A collective."""
         pending = self._pending
         if pending is None or self.ranks.any(not pending.future.done()):
             return None
         return self.finish()
 
     def finish(self) -> RunState | None:
-        """Waits until a checkpoint that is being written is in place; returns its state.
+        """Wait until the checkpoint that is being written, if any, is in place; return its state.
 
         Raises:
-            DiskFullError: it could not be written, on whichever rank; what was written of it is removed.
+            DiskFullError: a rank could not write its part; the incomplete checkpoint is removed. Raised on every rank.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -162,7 +159,7 @@ class CheckpointStore:
         return pending.state
 
     def take_removed_snapshots(self) -> list[str]:
-        """The replay buffer's snapshots of checkpoints that were removed, each told once; on rank 0."""
+        """Return the replay buffer's snapshots of checkpoints removed since the last call. For rank 0 alone."""
         taken, self._removed_snapshots = self._removed_snapshots, []
         return taken
 
@@ -175,23 +172,16 @@ class CheckpointStore:
                 shutil.rmtree(old)
 
     def newest(self, model_type: str, parameters: int) -> tuple[Path, RunState] | None:
-        """The newest undamaged checkpoint of this model, the same on every rank; None where there is none.
+        """Return the newest undamaged checkpoint of this model, the same on every rank; None without checkpoints.
 
         Raises:
-            ConfigurationError: there are checkpoints, and all are of another model or damaged.
+            ConfigurationError: there are checkpoints, and all are damaged or of another model.
         """
-        found: list[Any] = [None, ""]
-        if self.ranks.is_main:
-            found = list(self._newest(model_type, parameters))
-        path, complaint = self.ranks.broadcast_json(found)
-        if path is None:
-            if complaint:
-                raise ConfigurationError(complaint)
-            return None
-        return Path(path), RunState.model_validate_json((Path(path) / "state.json").read_bytes())
+        found = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
+        return None if found is None else (Path(found), _read_state(Path(found)))
 
     def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Reads model and optimizer of a checkpoint, sharded as this run is."""
+        """Load model and optimizer from a checkpoint, sharded as in this run."""
         model_state, optimizer_state = get_state_dict(policy, optimizer)
         state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
         load(state, checkpoint_id=path)
@@ -204,32 +194,34 @@ class CheckpointStore:
     def _complete(self) -> list[Path]:
         return sorted(self.directory.glob("step-[0-9]*"))
 
-    def _newest(self, model_type: str, parameters: int) -> tuple[str | None, str]:
+    def _newest(self, model_type: str, parameters: int) -> str | None:
         complaint = ""
         for path in reversed(self._complete()):
             damage = _damage(path)
             if damage is None:
-                state = RunState.model_validate_json((path / "state.json").read_bytes())
+                state = _read_state(path)
                 if (state.model_type, state.parameters) == (model_type, parameters):
-                    return str(path), ""
+                    return str(path)
                 damage = f"it is of another model ({state.model_type}, {state.parameters} parameters)"
             log.warning("checkpoint not used", path=str(path), reason=damage)
             complaint = complaint or (
                 f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {damage}. "
                 "Give another RUN_ID to start anew."
             )
-        return None, complaint
+        if complaint:
+            raise ConfigurationError(complaint)
+        return None
 
 
 def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
-    """Puts state and manifest beside the tensors as soon as these are written."""
+    """Wait until the tensors are written, then write state and manifest beside them."""
     written.result()
     (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
     _write_manifest(directory)
 
 
 def _replace(final: Path, new: Path) -> None:
-    """Puts ``new`` in the place of ``final``, without a moment as long as a removal in which there is neither."""
+    """Rename ``new`` to ``final``. One of the two exists at any time, except between two renames."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     if final.exists():
@@ -238,10 +230,14 @@ def _replace(final: Path, new: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def _read_state(directory: Path) -> RunState:
+    return RunState.model_validate_json((directory / "state.json").read_bytes())
+
+
 def _snapshot_of(directory: Path) -> str | None:
-    """The replay buffer's snapshot that belongs to a checkpoint; None where it has none or cannot be read."""
+    """Return the name of the replay buffer's snapshot of a checkpoint; None without one, or when it cannot be read."""
     try:
-        return RunState.model_validate_json((directory / "state.json").read_bytes()).replay_snapshot
+        return _read_state(directory).replay_snapshot
     except (OSError, ValidationError):
         return None
 
@@ -256,22 +252,20 @@ def _write_manifest(directory: Path) -> None:
 
 
 def _damage(directory: Path) -> str | None:
-    """Why a checkpoint cannot be used; None when every file is as it was written."""
+    """Return why a checkpoint cannot be used; None when every file matches the manifest."""
     try:
         files = orjson.loads((directory / "manifest.json").read_bytes())
         for name, expected in files.items():
             file = directory / name
             if file.stat().st_size != expected["bytes"] or _checksum(file) != expected["blake2b"]:
                 return f"{name} is not as it was written"
-        RunState.model_validate_json((directory / "state.json").read_bytes())
+        _read_state(directory)
     except (OSError, ValueError, KeyError, ValidationError) as error:
         return str(error).splitlines()[0]
     return None
 
 
 def _checksum(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with file.open("rb") as stream:
-        while block := stream.read(HASH_BLOCK_BYTES):
-            digest.update(block)
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """Fingerprints of a run's model and data, so that no run is resumed with another model or other data.
 
-Imports no torch: collectors, which have none, compare the data, too.
+This module loads without torch, because collectors run without torch and compare the data, too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SAMPLES = 4096
-"""Values of each parameter that are read, at even distances, so that a large model takes milliseconds a layer."""
+"""Values read of each parameter, evenly spaced, so that a large model takes milliseconds a layer."""
 
 PROBE = "What is 12 + 345?\n\tThe answer is: \\boxed{357}. Größe, 数学, ответ, 🙂  don't <|im_start|>user def f(x):\n"
-"""A text of many kinds: how it is split shows a tokenizer's merges and rules."""
+"""A text with many scripts and symbols, so that its tokens reveal a tokenizer's merges and rules."""
 
 
 class Fingerprint(BaseModel):
-    """The content of what a run was begun with. Names are for messages; digests and lines are compared."""
+    """The model and data that a run started with. Digests are compared; names appear in messages."""
 
     model: str
-    """MODEL_NAME as it was given."""
+    """MODEL_NAME."""
     weights: str
     tokenizer: str
     dataset: str
@@ -35,7 +35,7 @@ class Fingerprint(BaseModel):
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Return a digest of samples of every parameter, the same in whichever files and number format they are stored."""
+    """Return a digest of samples of every parameter. It does not depend on the file format of the weights."""
     digest = hashlib.blake2b(digest_size=8)
     for name, parameter in model.named_parameters():
         values = parameter.detach().flatten()
@@ -45,7 +45,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of vocabulary, special tokens and chat template, and of how a text of many kinds is split."""
+    """Return a digest of vocabulary, special tokens, chat template and the tokens of PROBE."""
     content = (
         sorted((number, str(token)) for token, number in tokenizer.get_vocab().items()),
         (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id),
@@ -56,7 +56,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return one line for each of weights, tokenizer and data that is another now, with the old and the new."""
+    """Return a line for each difference of weights, tokenizer and data, with the old and the new value."""
     found = [
         f"the {part} of MODEL_NAME: {before.model!r} (digest {old}) then, {now.model!r} (digest {new}) now"
         for part, old, new in (
@@ -69,8 +69,7 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
 
 def data_differences(before: Fingerprint, dataset: str, data: dict[str, str]) -> list[str]:
-    """Return one line for the parts of the data that are others now; none where the data-server did not say then or
-    does not say now."""
+    """Return a line for the parts of the data that differ; none when the data-server gave no digests then or now."""
     if not before.data or not data:
         return []
     parts = [

@@ -1,4 +1,4 @@
-"""Resumes a run from its newest checkpoint: the trainer's state and the published versions."""
+"""The return of a run to its newest checkpoint: the trainer's state and the published versions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def resume(
     learner: Learner,
     checkpoints: CheckpointStore,
 ) -> RunState:
-    """Return the state to go on from: the newest checkpoint's, whose weights are loaded, or a fresh one. A collective.
+    """Load the newest checkpoint and return its state; without one return a fresh state. A collective.
 
     Raises:
-        ConfigurationError: no checkpoint can be used, or the newest is of another model or other data.
+        ConfigurationError: no checkpoint can be used, or the newest has another model or other data.
     """
     fresh = RunState(
         model_type=policy.config.model_type,
@@ -44,7 +44,7 @@ def resume(
     )
     found = checkpoints.newest(fresh.model_type, fresh.parameters)
     if found is None:
-        # An earlier life may have published without having come to its first checkpoint.
+        # An earlier attempt may have published versions before its first checkpoint.
         fresh.policy_version = ranks.on_main(lambda: _next_version(settings, fresh.policy_version))
         return fresh
     path, state = found
@@ -60,7 +60,7 @@ def resume(
 
 
 def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> Fingerprint | None:
-    """Return what the run is begun with on rank 0, which saves it; None on the others."""
+    """Return the fingerprint of model and data on rank 0, which saves it; None on the others."""
     described = policy.description
     if described is None:
         return None
@@ -74,12 +74,12 @@ def _fingerprint(settings: TrainerSettings, policy: Policy, data: DataStats) -> 
 
 
 def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh: RunState) -> None:
-    """Refuse a checkpoint of another model or other data, and say so when another job goes on with a run."""
+    """Refuse a checkpoint with another model or other data; log when another job continues a run."""
     assert fresh.fingerprint is not None, "rank 0 has the model's description"
     check_same(settings, path, state.fingerprint, fresh.fingerprint)
     if "run_id" not in settings.model_fields_set and state.job != fresh.job:
         log.warning(
-            "this run was begun by another job, or before the jobs controller was restarted; it is gone on with. "
+            "another job, or one before a restart of the jobs controller, started this run; this job continues it. "
             "Give another RUN_ID to start anew",
             run=settings.run_id,
             step=state.step,
@@ -89,17 +89,17 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
 
 
 def _next_version(settings: TrainerSettings, version: int) -> int:
-    """Return the version to publish a state's policy as; it was ``version`` when saved, and is 0 in a fresh state."""
+    """Return the version under which to publish the policy of a state that was saved as ``version`` (fresh: 0)."""
     store = PolicyStore(settings.policy_dir)
     if settings.mode is Mode.SYNC:
-        # What was published after the checkpoint will be made again, the same.
+        # The resumed run publishes the versions after the checkpoint again, with the same weights.
         store.discard_after(version)
         return version
-    # Groups of the abandoned steps may still be in the queue: no version is used twice.
+    # The queue may still hold groups of the abandoned steps, so no version is used twice.
     newest = store.newest()
     return version if newest is None else max(version, newest.version + 1)
 
 
 def count_parameters(policy: Policy) -> int:
-    """Return how many parameters the whole model has, adapters included."""
+    """Return the number of parameters of the whole model, adapters included."""
     return sum(p.numel() for p in policy.parameters())

@@ -1,4 +1,4 @@
-"""Writing to the volume of the run directory: a full disk becomes one error that says which path, and what to do."""
+"""Writes to the volume of the run directory: a full disk becomes one error with the path and the remedy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from services.core.errors import DependencyLostError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""No room is left on the device, or in the user's quota."""
+"""System errors of a full device and of a full quota."""
 
 PROBE_BYTES = 1 << 20
 
 
 class DiskFullError(DependencyLostError):
-    """The volume of the run directory has no room for what must be written."""
+    """A full disk below the run directory."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an error that means that the disk of ``path`` is full into a DiskFullError."""
+    """Raise DiskFullError in place of an error within that means that the disk of ``path`` is full."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -35,8 +35,8 @@ def writing(path: Path) -> Iterator[None]:
         usage = shutil.disk_usage(there)
         raise DiskFullError(
             f"the disk is full: {path} cannot be written, {usage.free / 1e9:.3f} of {usage.total / 1e9:.3f} GB are "
-            "free there. Make room on that volume, for example by removing old runs; started again, the run goes on "
-            "from its newest checkpoint. CHECKPOINTS_KEPT and PUBLISHED_VERSIONS_KEPT say how much of itself it keeps."
+            "free there. Make room on that volume, for example by removing old runs (scripts.clean), or keep fewer "
+            "checkpoints (CHECKPOINTS_KEPT); started again, the run goes on from its newest checkpoint."
         ) from error
 
 
@@ -44,9 +44,9 @@ def _is_full(error: BaseException, directory: Path) -> bool:
     if isinstance(error, OSError):
         return error.errno in FULL
     if isinstance(error, CheckpointException):
-        # torch's file writer loses the system's error.
+        # torch's file writer drops the system's error, so try to write.
         return not _has_room(directory)
-    return "No space left on device" in str(error)  # safetensors has the system's words in an error of its own
+    return "No space left on device" in str(error)  # safetensors quotes the system's message
 
 
 def _has_room(directory: Path) -> bool:

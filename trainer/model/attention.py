@@ -1,9 +1,8 @@
-"""Attention over packed groups, plugged into transformers' models under the name ``shared_prompt``.
+"""Attention over packed groups, registered with transformers under the name ``shared_prompt``.
 
-The packed row of a micro-batch (see packing.py) is cut into two batches: the prompts, each attending causally to
-itself, and the completions, each attending to its prompt and causally to itself. The work is that of the group's own
-tokens, not of the square of the row, and any model whose attention goes through transformers' attention interface can
-use it.
+The packed row of a micro-batch (see packing.py) is cut into two batches: prompts, which attend causally to themselves,
+and completions, which attend to their prompt and causally to themselves. So the work grows with the size of the groups
+and not with the square of the row. Any model can use it whose attention goes through transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from transformers import AttentionInterface
 
 from services.core.errors import ConfigurationError
 from trainer.algorithm.packing import AttentionLayout
+from trainer.model.supported import FAMILIES
 
 SHARED_PROMPT_ATTENTION = "shared_prompt"
 
 UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
-"""Options by which models ask for windows, capped scores or attention sinks."""
+"""Options with which models ask for sliding windows, capped scores or attention sinks."""
 
 
 def shared_prompt_attention(
@@ -36,30 +36,30 @@ def shared_prompt_attention(
     layout: AttentionLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of T packed tokens as ``layout`` says.
+    """Compute the attention of T packed tokens of a micro-batch, as transformers' attention interface asks for it.
 
     Args:
         module: the attention layer; not used.
         query: [1, H, T, D].
         key: [1, H_kv, T, D]; H is a multiple of H_kv.
         value: [1, H_kv, T, D].
-        attention_mask: not used: the layout says who sees whom.
+        attention_mask: not used, because the layout has the mask.
         scaling: factor of the scores; 1 / sqrt(D) by default.
         dropout: must be 0.
-        layout: where prompts and completions lie.
-        options: what else a model passes; most of it is of no concern here.
+        layout: the places of prompts and completions.
+        options: other options of the model; those in UNSUPPORTED_OPTIONS must be None, the rest is ignored.
 
     Returns:
-        ([1, T, H, D], None), as transformers' attention interface has it.
+        ([1, T, H, D], None).
 
     Raises:
-        ConfigurationError: the model asks for what this attention does not do.
+        ConfigurationError: the model asks for dropout or an unsupported option.
     """
     asked = [name for name in UNSUPPORTED_OPTIONS if options.get(name) is not None] + ["dropout"] * (dropout != 0)
     if asked:
         raise ConfigurationError(
             f"MODEL_NAME: the model's attention has {', '.join(asked)}, which the trainer does not support; "
-            "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
+            f"choose a model of another family ({FAMILIES})"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
 
@@ -76,10 +76,11 @@ def shared_prompt_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Scaled dot-product attention of H query heads to H_kv key heads, where the kernels allow without a copy."""
+    """Return scaled dot-product attention of H query heads to H_kv key heads."""
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and query.is_cuda:
-        # With a mask, or in float32, enable_gqa leaves only the kernel that keeps every score for the backward pass.
+        # On a GPU the key heads are copied: with a mask, or in float32, enable_gqa allows only the kernel that keeps
+        # every score for the backward pass.
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         repeats = 1
     return scaled_dot_product_attention(query, key, value, enable_gqa=repeats > 1, **options)

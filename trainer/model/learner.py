@@ -1,4 +1,4 @@
-"""The update: packed groups in, one optimizer step out."""
+"""The update of the policy: loss, gradients and optimizer steps on packed groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from services.core.logs import get_logger
-from trainer.algorithm.loss import Diagnostics, StepSize, policy_loss
+from trainer.algorithm.loss import Diagnostics, StepSize, add_up, policy_loss
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
 from trainer.config import ImportanceCorrection, Schedule, TrainerSettings
 from trainer.model.policy import Policy
@@ -24,40 +24,39 @@ log = get_logger(__name__)
 
 
 class StopRequestedError(Exception):
-    """The run was asked to stop in the middle of an update; the policy is as it was before the update."""
+    """A request to stop in the middle of an update; the policy is as it was before the update."""
 
 
 @dataclass
 class UpdateResult:
-    """What the optimizer steps of one update did.
-
-    ``tokens`` counts what forward passes with gradient computed, over all ranks; ``skipped`` the optimizer steps left
-    out because loss or gradient were not finite; ``refused`` the groups left out because the model does not know their
-    tokens. ``metrics`` are means over the optimizer steps. ``signal`` is, by group id, the sum over its tokens of
-    |importance weight * advantage|.
-    """
+    """The optimizer steps of one update."""
 
     steps: int = 0
     skipped: int = 0
+    """Optimizer steps left out because the loss or the gradient was not finite."""
     refused: int = 0
+    """Groups left out because the model does not know some of their tokens."""
     tokens: int = 0
+    """Tokens in forward passes with gradient, over all ranks."""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    """Means over the optimizer steps."""
     signal: dict[str, float] = field(default_factory=dict)
+    """Sum over a group's tokens of |importance weight * advantage|, by group id."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The groups of one optimizer step, as this rank sees them."""
+    """This rank's part of one optimizer step."""
 
     own: list[list[TrainingGroup]]
-    """This rank's micro-batches; each is packed when its turn comes, so that one at a time lies on the device."""
+    """This rank's micro-batches. Each is packed when its turn comes, so that the device holds one at a time."""
     size: StepSize
     tokens: int
 
 
 class Learner:
-    """Owns the policy's optimizer and applies updates. Every method is a collective of all ranks."""
+    """The owner of the policy's optimizer. Every method is a collective of all ranks."""
 
     def __init__(
         self, settings: TrainerSettings, policy: Policy, ranks: Ranks, reference: Policy | None, total_steps: int
@@ -83,18 +82,18 @@ class Learner:
         off_policy: bool = False,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
-        """``n_steps`` optimizer steps, each on an equal share of ``groups``, which every rank passes whole.
+        """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
 
-        Groups with token ids outside the model's vocabulary are left out and counted. A share without any advantage
-        (and neither KL nor entropy in the loss) computes and changes nothing. A loss or gradient that is not finite
-        leaves policy and optimizer as they were, and is counted.
+        Groups with token ids outside the model's vocabulary are left out and counted. A share in which every advantage
+        is 0 is not computed, unless the loss has KL or entropy. An optimizer step whose loss or gradient is not finite
+        leaves policy and optimizer unchanged and is counted.
 
         Args:
-            groups: what to train on.
+            groups: all groups to train on; every rank passes the same.
             step: number of the training step, for the learning rate.
             n_steps: optimizer steps.
             off_policy: the groups come from the replay buffer.
-            should_stop: asked between the micro-batches before the first optimizer step, on every rank.
+            should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
             StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
@@ -104,7 +103,7 @@ class Learner:
         known = [group for group in groups if self._knows(group)]
         parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
         corrected = off_policy or self.settings.importance_correction is not ImportanceCorrection.NONE
-        # With one optimizer step theta itself is the proximal policy, and its log-probabilities come with the gradient.
+        # With one optimizer step theta is the proximal policy, and its log-probabilities come with the gradient.
         proximal = [self._logprobs(part) for part in parts] if n_steps > 1 and corrected else [None] * n_steps
         result = UpdateResult(refused=len(groups) - len(known))
         for part, part_proximal in zip(parts, proximal, strict=True):
@@ -117,8 +116,7 @@ class Learner:
             result.tokens += part.tokens
             result.skipped += int(not _is_finite(metrics))
             result.signal.update(signal)
-            for name, value in metrics.items():
-                result.metrics[name] = result.metrics.get(name, 0.0) + value
+            add_up(result.metrics, metrics)
         result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
         result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
         result.seconds = time.perf_counter() - started
@@ -126,7 +124,7 @@ class Learner:
 
     @torch.no_grad()
     def logprobs(self, group: TrainingGroup, temperature: float = 1.0) -> list[list[float]]:
-        """The policy's log-probabilities of one group: ``result[completion][token]``, on every rank."""
+        """Return the policy's log-probabilities of one group, ``result[completion][token]``, on every rank."""
         values, _ = self.policy(self._packed([group]), temperature)
         return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
 
@@ -176,8 +174,8 @@ class Learner:
                 self.optimizer.zero_grad()
                 _reshard(self.policy)
                 raise StopRequestedError
-            # Sharding, every micro-batch reduces its gradients and frees them and the gathered parameters; otherwise
-            # the last one does.
+            # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
+            # otherwise only the last micro-batch does.
             is_last = index == len(part.own) - 1
             policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
             policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
@@ -210,7 +208,7 @@ class Learner:
         )
         if batch.is_filler:
             loss = logprobs.sum() * 0.0
-        # FSDP averages gradients over ranks; the loss's denominators already count all of them.
+        # FSDP averages gradients over the ranks, but the denominators of the loss count all ranks already.
         (loss * self.ranks.world_size).backward()
         return diagnostics
 
@@ -231,7 +229,7 @@ class Learner:
 
 
 def _reshard(policy: Policy) -> None:
-    """Puts the sharded parameters back in the place of gathered ones."""
+    """Free gathered parameters, so that only the shards remain."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -242,7 +240,13 @@ def _is_finite(metrics: dict[str, float]) -> bool:
 
 
 def learning_rate(settings: TrainerSettings, step: int, total_steps: int) -> float:
-    """The learning rate of a step (counted from 0): linear warm-up, then constant, linear or cosine decay to 0."""
+    """Return the learning rate of a step: linear warm-up, then constant, or linear or cosine decay to 0.
+
+    Args:
+        settings: LEARNING_RATE, LR_SCHEDULE and WARMUP_STEPS.
+        step: the step, counted from 0.
+        total_steps: the steps of the whole run.
+    """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

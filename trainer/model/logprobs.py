@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens without ever holding all their logits.
+"""Log-probabilities of given tokens, computed a chunk of tokens at a time.
 
-[N, V] logits in float32 outweigh everything else that a step keeps (N = 16,000 and V = 152,000: 10 GB). Here they
-exist for one chunk of tokens at a time, and are computed again in the backward pass; but those of the last chunk are
-still there when it begins.
+Logits [N, V] in float32 would take more memory than everything else in a step (N = 16,000 and V = 152,000: 10 GB). So
+they exist for one chunk of tokens at a time, and the backward pass computes them again, except for the last chunk,
+whose logits still exist when it begins.
 """
 
 from __future__ import annotations
@@ -13,19 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LOGIT_CHUNK_TOKENS = 256
+"""Tokens whose logits exist at the same time: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep matrix
+products fast."""
+
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, chunk_tokens: int = 1024
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_tokens: int = LOGIT_CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
+    """Return log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
 
     Both are differentiable with respect to ``hidden`` and ``weight``.
 
     Args:
-        hidden: [N, D] hidden states which predict the targets.
-        weight: [V, D] output embedding.
+        hidden: [N, D] float32 or bfloat16, the hidden states that predict the targets.
+        weight: [V, D] output embedding, of the same type.
         targets: [N] int64.
-        temperature: of the sampling distribution.
+        temperature: temperature of the sampling distribution.
         chunk_tokens: tokens whose logits exist at the same time.
 
     Returns:
@@ -63,9 +71,9 @@ class _TokenLogprobs(torch.autograd.Function):
             logprob_gradient = torch.zeros_like(normalisers)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        # Added up in float32, whatever the compute type.
+        # Accumulated in float32, whatever the compute type.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        # Used up by the first backward pass; one that follows computes all anew.
+        # The first backward pass uses up the last chunk; another backward pass computes all logits again.
         space, log_p = ctx.last or (_Space(hidden, weight, ctx.chunk_tokens), None)
         ctx.last = None
         for rows in reversed(_chunks(targets, ctx.chunk_tokens)):
@@ -98,7 +106,7 @@ def _chunks(targets: Tensor, chunk_tokens: int) -> list[slice]:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds left @ right to ``total``, without a copy of its size where the types allow."""
+    """Add left @ right to ``total``, without a temporary of its size where the types allow."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -106,9 +114,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class _Space:
-    """Room for the logits of one chunk and for as many more numbers, used again by every chunk.
+    """Two buffers of the size of one chunk's logits, which every chunk uses again.
 
-    Fresh memory for each costs a CPU as much time as computing what goes there.
+    On a CPU, allocating new memory for each chunk takes as much time as computing the logits.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
@@ -117,11 +125,12 @@ class _Space:
         self._other = torch.empty(shape, dtype=torch.float32, device=hidden.device)
 
     def logits(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Return hidden weight^T / temperature, float32, less a constant a row; valid until the next call.
+        """Return hidden weight^T / temperature less a constant a row, [n, V] float32; valid until the next call.
 
-        Softmax does not depend on the constant. It is 0 in float32, and about the target's own logit in bfloat16: the
-        product is added up in float32 and rounded once, after the constant was subtracted. Rounding moves a logit of 20
-        by up to 0.06; shifted, the target's and the likely ones are near 0, where rounding moves them little.
+        Softmax does not depend on the constant. In float32 it is 0, in bfloat16 about the target's logit: the product
+        is accumulated in float32, and rounded to bfloat16 once, after the constant was subtracted. Rounding changes a
+        logit of 20 by up to 0.06. The shift brings the logits of the target and of likely tokens close to 0, where
+        rounding changes them little.
         """
         logits = self._logits[: len(hidden)]
         if hidden.dtype == torch.float32:
@@ -132,7 +141,7 @@ class _Space:
         return logits if temperature == 1 else logits.div_(temperature)
 
     def exp(self, values: Tensor) -> Tensor:
-        """exp of float32 values of the shape of the logits; valid until the next call."""
+        """Return exp of float32 values of the shape of the logits; valid until the next call."""
         return torch.exp(values, out=self._other[: len(values)])
 
 

@@ -1,4 +1,4 @@
-"""The policy: a transformers model that returns log-probabilities of packed groups, sharded over the ranks."""
+"""The policy: a transformers model, sharded over the ranks, that returns log-probabilities of packed groups."""
 
 from __future__ import annotations
 
@@ -40,23 +40,26 @@ from trainer.model.attention import SHARED_PROMPT_ATTENTION
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
 from trainer.model.reduce_scatter import PairwiseReduceScatter
-from trainer.model.supported import check_config, check_model
+from trainer.model.supported import FAMILIES, check_config, check_model
 
 log = get_logger(__name__)
 
 LORA_TARGETS = "all-linear"
+LORA_ALPHA = 32.0
+"""LoRA's scale, divided by the rank. LEARNING_RATE has nearly the same effect, so the scale is not a setting."""
 
-# It tells of every file that it saves, under its own path as the logger's name.
+# huggingface_hub logs every file that it saves, under its own path as the logger's name.
 logging.getLogger(huggingface_hub.serialization._torch.__file__).setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a model directory has beside its weights, as MODEL_NAME has it."""
+    """The configuration and tokenizer of MODEL_NAME, and the digest of its weights."""
 
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
     weights_digest: str
+    """See ``weights_digest`` in trainer/checkpoints/fingerprint.py."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -68,28 +71,27 @@ class Description:
 class Policy(nn.Module):
     """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
 
-    Calling it is a collective: every rank calls it equally often.
+    A forward pass is a collective: every rank must call the policy equally often.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float, logit_chunk_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__()
         self.model = model
         self.compute: Compute | None = None
-        """The device and type of numbers; ``load_policy`` sets it."""
+        """The device and the type of numbers; ``load_policy`` sets it."""
         self.temperature = temperature
-        self.logit_chunk_tokens = logit_chunk_tokens
         self.description: Description | None = None
-        """What is saved with the weights; rank 0's trainable policy has it."""
+        """The files to save with the weights; set on rank 0's policy in training only."""
 
     def forward(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the completion tokens of a micro-batch.
+        """Return log-probabilities and entropies of a micro-batch's completion tokens.
 
         Args:
             batch: T packed tokens with N completion tokens.
-            temperature: of the distribution; by default that of sampling.
+            temperature: temperature of the distribution; by default that of sampling.
 
         Returns:
-            logprobs [N] and entropies [N], float32.
+            logprobs [N] and entropies [N] (in nats), float32.
         """
         model = self._causal_lm()
         decoder = model.base_model
@@ -97,19 +99,10 @@ class Policy(nn.Module):
         weight, layout = output_embeddings.weight, batch.layout
         if weight.is_cuda:
             layout = layout.with_additive_mask(weight.dtype)
-        hidden = decoder(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            layout=layout,
-        ).last_hidden_state[0]
-        return token_logprobs(
-            hidden[batch.predict_rows],
-            weight,
-            batch.targets,
-            self.temperature if temperature is None else temperature,
-            self.logit_chunk_tokens,
-        )
+        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+        hidden = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        temperature = self.temperature if temperature is None else temperature
+        return token_logprobs(hidden[batch.predict_rows], weight, batch.targets, temperature)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -118,19 +111,19 @@ class Policy(nn.Module):
 
     @property
     def has_adapters(self) -> bool:
-        """True when LoRA adapters are trained."""
+        """True when the run trains LoRA adapters."""
         return hasattr(self.model, "peft_config")
 
     def without_adapters(self) -> AbstractContextManager[Any]:
-        """Within it the policy is the model that the adapters started from."""
+        """Return a context within which the policy computes without its LoRA adapters."""
         if not self.has_adapters:
             return nullcontext()
         return cast("AbstractContextManager[Any]", cast("Any", self.model).disable_adapter())
 
     def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, by its name in a Hugging Face checkpoint; LoRA adapters merged, tied weights once.
+        """Yield every whole parameter by its name in a Hugging Face checkpoint. A collective.
 
-        A collective. On GPUs the tensors lie there; each is freed before the next is gathered.
+        LoRA adapters are merged, and tied weights come once. On GPUs, each tensor is freed before the next is gathered.
         """
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -152,10 +145,10 @@ class Policy(nn.Module):
 
 
 def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
-    """Loads MODEL_NAME and shards it. Rank 0 reads the weights; the others receive their shards from it.
+    """Load MODEL_NAME and shard it. Rank 0 reads the weights, and the other ranks receive their shards from it.
 
     Raises:
-        ConfigurationError: the model cannot be had or its architecture is not supported.
+        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
     """
     chosen = choose_compute(settings, ranks)
     if trainable:
@@ -164,11 +157,11 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
-    policy = Policy(model, settings.temperature, settings.logit_chunk_tokens)
+    policy = Policy(model, settings.temperature)
     policy.compute = chosen
     if trainable and ranks.is_main:
         policy.description = _load_description(settings, digest)
-    # Without dropout, of which the policy that sampled knew nothing either.
+    # No dropout: the engine that sampled has none either.
     policy.eval().requires_grad_(trainable and not settings.lora_rank)
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
@@ -182,7 +175,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
 
 
 def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
-    """Return what forward and backward passes compute with: the same type on every rank. A collective."""
+    """Return the device and the type of numbers to compute with, the same type on every rank. A collective."""
     lacks_bfloat16 = not compute.multiplies_bfloat16(torch.cpu.get_capabilities())
     return compute.decide(
         "COMPUTE_TYPE",
@@ -194,31 +187,48 @@ def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
 
 
 def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.dtype) -> None:
-    """Writes a directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
+    """Write a model directory that ``AutoModelForCausalLM.from_pretrained`` and every engine load. A collective.
 
     Raises:
-        DiskFullError: on every rank.
+        DiskFullError: the disk is full; raised on every rank.
+    """
+    # No copy on a CPU: everything is written before the parameters change.
+    state = gather_state(policy, ranks, dtype, copy=False)
+    ranks.on_main(lambda: write_model(policy, state, directory, dtype), DiskFullError)
+
+
+def gather_state(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, copy: bool) -> dict[str, Tensor]:
+    """Return the whole parameters on rank 0's CPU, and nothing on the other ranks. A collective.
+
+    Args:
+        policy: the policy.
+        ranks: all ranks.
+        dtype: the type of the tensors.
+        copy: share no memory with the policy, so that the tensors outlive its next update.
     """
     state: dict[str, Tensor] = {}
     for name, value in policy.full_parameters(dtype):
         if ranks.is_main:
-            # On a CPU no copy, since everything is written before the parameters change; but safetensors refuses a view
-            # of a part of a storage, which a gathered parameter can be.
+            # safetensors refuses a view of a part of a storage, which a gathered parameter can be.
             is_part = value.untyped_storage().nbytes() != value.nbytes
-            state[name] = value.to("cpu", copy=is_part)
-
-    def write() -> None:
-        with writing(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            save_torch_state_dict(state, directory, metadata={"format": "pt"})
-            save_description(policy, directory, dtype)
-
-    ranks.on_main(write, DiskFullError)
+            state[name] = value.to("cpu", copy=copy or is_part)
+    return state
 
 
-def save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
-    """Writes what a model directory has beside its weights: configuration, generation defaults, tokenizer."""
-    assert policy.description is not None, "only rank 0 saves, and only the policy that is trained"
+def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
+    """Write a model directory: weights, configuration, generation defaults and tokenizer. For rank 0.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        save_torch_state_dict(state, directory, metadata={"format": "pt"})
+        _save_description(policy, directory, dtype)
+
+
+def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:
+    assert policy.description is not None, "only rank 0 saves, and only the policy in training"
     config = copy.deepcopy(policy.description.config)
     config.dtype = dtype
     config.architectures = [type(policy._causal_lm()).__name__]
@@ -245,7 +255,7 @@ def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel
 
 
 def _load_description(settings: TrainerSettings, digest: str) -> Description:
-    # A configuration of its own: the model's says how it is computed here.
+    # Loaded again, because the model's own configuration names the trainer's attention and number format.
     name, trust = settings.model_name, settings.trust_remote_code
     with _as_configuration_error(name):
         return Description(
@@ -263,18 +273,16 @@ def _as_configuration_error(model_name: str) -> Iterator[None]:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigurationError(
             f"MODEL_NAME: the model {model_name!r} cannot be loaded: {first_line} "
-            "Give a Hugging Face name that this machine can reach or a local model directory."
+            "Give a Hugging Face name that this machine can reach, or a local model directory."
         ) from error
 
 
 def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
-    # Created on the CPU with a fixed seed on every rank; rank 0's are sent to the others with the weights.
+    # Every rank creates adapters with the same seed; rank 0 sends its own to the others with the weights.
     torch.manual_seed(settings.seed)
-    config = LoraConfig(
-        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=settings.lora_rank, lora_alpha=LORA_ALPHA, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
     return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
 
 
@@ -282,8 +290,8 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
     layers = getattr(policy._causal_lm().base_model, "layers", None)
     if layers is None:
         raise ConfigurationError(
-            f"MODEL_NAME: {policy.config.model_type} keeps its layers where the trainer does not find them; "
-            "choose a decoder of the usual shape (Qwen2, Qwen3, Llama, ...)"
+            f"MODEL_NAME: {policy.config.model_type} has no list of decoder layers named `layers`; "
+            f"choose a model of another family ({FAMILIES})"
         )
     return list(layers)
 
@@ -291,18 +299,12 @@ def _decoder_layers(policy: Policy) -> list[nn.Module]:
 def _shard(
     policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks, dtype: torch.dtype
 ) -> None:
-    # Rank 0's weights stay on the host: fully_shard takes one layer at a time to the device, and loading one tensor.
-    is_source = ranks.is_main and ranks.world_size > 1
-    state = policy.state_dict() if is_source else {}
+    # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
+    state = policy.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
-        "mesh": ranks.mesh,
-        "mp_policy": precision,
-        "reshard_after_forward": settings.shard_parameters,
-    }
     for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(policy, **{**options, "reshard_after_forward": False})
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=settings.shard_parameters)
+    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     if ranks.device.type == "cpu":
         for module in (*layers, policy):
             cast("FSDPModule", module).set_custom_reduce_scatter(PairwiseReduceScatter())
@@ -311,7 +313,7 @@ def _shard(
     if not ranks.is_main:
         policy.to_empty(device=ranks.device)
     set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    # Rotary frequencies are no part of a state dict.
+    # A state dict does not contain rotary frequencies, which are buffers.
     for buffer in policy.buffers():
         dist.broadcast(buffer, src=0)
     cast("FSDPModule", policy).set_requires_gradient_sync(True)
@@ -326,6 +328,6 @@ def _plain(name: str) -> str:
 
 
 def _adapted(model: nn.Module, name: str) -> nn.Module | None:
-    """The LoRA layer whose base weight has this parameter name, if any."""
+    """Return the LoRA layer whose base weight has this parameter name, if any."""
     layer_name, _, rest = name.partition(".base_layer.")
     return model.get_submodule(layer_name) if rest == "weight" else None

@@ -1,4 +1,4 @@
-"""The ranks of the trainer: who they are, and the few collectives that the loop needs beside FSDP's."""
+"""The trainer's ranks, and the few collectives that the loop needs beside FSDP's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from services.core.logs import get_logger
 
 log = get_logger(__name__)
 
-COLLECTIVE_SECONDS = 3600.0
-"""Longest wait in a collective, unless another is given."""
+COLLECTIVE_SECONDS = 6 * 3600.0
+"""Longest wait in a collective. While rank 0 waits for the services, the other ranks wait for rank 0, so this is longer
+than any step or evaluation takes. A rank that ends breaks its connections, which the others notice at once; only a rank
+that hangs costs this time."""
 
 
 class PeerLostError(Exception):
-    """Another rank went away in the middle of a collective."""
+    """The loss of another rank in the middle of a collective."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,11 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, the only one that talks to services and writes logs."""
+        """True on rank 0, the only rank that talks to services and writes logs."""
         return self.rank == 0
 
     def broadcast_json(self, value: Any = None) -> Any:
-        """Rank 0's ``value`` on every rank. JSON, not pickle: what arrives over the network is never executed."""
+        """Return rank 0's ``value`` on every rank. JSON and not pickle, so that no received data is ever executed."""
         if self.world_size == 1:
             return value
         payload = orjson.dumps(value) if self.is_main else b""
@@ -55,10 +57,10 @@ class Ranks:
         return value if self.is_main else orjson.loads(buffer.numpy().tobytes())
 
     def on_main(self, work: Callable[[], Any], *errors: type[Exception]) -> Any:
-        """Rank 0's result of ``work``, on every rank; one of ``errors`` that it raises is raised on every rank.
+        """Run ``work`` on rank 0; return its result, which must be JSON, on every rank.
 
-        The others raise the first of ``errors`` that the error is an instance of. Any other error ends rank 0, and the
-        others by their broken connections. The result must be JSON.
+        If ``work`` raises one of ``errors``, every rank raises it; the other ranks raise the first of ``errors`` that
+        the error is an instance of. Any other error ends rank 0, and then the other ranks by their broken connections.
         """
         reply: dict[str, Any] = {}
         if self.is_main:
@@ -66,7 +68,7 @@ class Ranks:
                 reply = {"value": work()}
             except errors as error:
                 if self.world_size > 1:
-                    # Said first: the others may end sooner, and then this process is killed before its last words.
+                    # Logged first: once the others end, this process may be killed before it logs anything else.
                     kind = next(kind.__name__ for kind in errors if isinstance(error, kind))
                     log.warning("telling the other ranks", error=kind, text=str(error))
                     self.broadcast_json({"error": kind, "text": str(error)})
@@ -77,15 +79,15 @@ class Ranks:
         return reply["value"]
 
     def any(self, flag: bool) -> bool:
-        """True on every rank if it is true on one."""
+        """Return True on every rank if ``flag`` is true on any rank."""
         return self.maximum({"flag": float(flag)})["flag"] > 0
 
     def total(self, values: dict[str, float]) -> dict[str, float]:
-        """Sums by name over the ranks; a name that a rank lacks counts 0."""
+        """Return sums over the ranks by name; a name that a rank lacks counts 0."""
         return self._reduce(values, dist.ReduceOp.SUM, 0.0)
 
     def maximum(self, values: dict[str, float]) -> dict[str, float]:
-        """Maxima by name over the ranks."""
+        """Return maxima over the ranks by name."""
         return self._reduce(values, dist.ReduceOp.MAX, -float("inf"))
 
     def _reduce(self, values: dict[str, float], operation: Any, missing: float) -> dict[str, float]:
@@ -97,7 +99,7 @@ class Ranks:
         return dict(zip(names, tensor.tolist(), strict=True))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, on every rank."""
+        """Return every rank's ``value``, by rank, on every rank."""
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(lengths, torch.tensor([len(payload)]))
@@ -112,19 +114,19 @@ class Ranks:
         ]
 
     def barrier(self) -> None:
-        """Waits for every rank."""
+        """Wait for every rank."""
         dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
-def join_ranks(deadline_seconds: float = COLLECTIVE_SECONDS) -> Iterator[Ranks]:
-    """Joins the process group that torchrun's variables describe; alone, a group of one.
+def join_ranks() -> Iterator[Ranks]:
+    """Join the process group that torchrun's variables describe, or without them a group of one; leave it at the end.
 
-    A rank waits in a collective for ``deadline_seconds`` at most; rank 0 may hold one open for as long as its dealings
-    with the services take.
+    gloo carries CPU tensors and NCCL GPU tensors. After an error on a GPU the group is not left: NCCL would wait for
+    kernels that the other ranks never join, and the error would never be logged.
 
-    gloo carries CPU tensors; on GPUs NCCL carries theirs. After an error on a GPU the group is left to the end of the
-    process: NCCL would wait for kernels in which the peers never join, and the error would never be told.
+    Raises:
+        PeerLostError: another rank went away during a collective.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -136,14 +138,14 @@ def join_ranks(deadline_seconds: float = COLLECTIVE_SECONDS) -> Iterator[Ranks]:
         rank=rank,
         world_size=world_size,
         store=HashStore() if world_size == 1 else None,
-        timeout=timedelta(seconds=deadline_seconds),
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
     )
     failed = True
     try:
         yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
         failed = False
     except (dist.DistError, RuntimeError) as error:
-        # gloo raises plain RuntimeError when a peer's connection breaks.
+        # gloo raises a plain RuntimeError when a connection to another rank breaks.
         if isinstance(error, dist.DistError) or "peer" in str(error) or "gloo" in str(error):
             reason = str(error).splitlines()[0]
             raise PeerLostError(f"rank {rank} of {world_size} lost the others: {reason}; see their logs") from error

@@ -1,4 +1,4 @@
-"""The collectives of sharded training that gloo does wastefully, done better."""
+"""A reduce-scatter for FSDP over gloo that moves half the data of gloo's own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What FSDP's public set_custom_reduce_scatter takes; the class itself is not exported.
+# The argument of FSDP's public set_custom_reduce_scatter; the class itself is not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 
 class PairwiseReduceScatter(ReduceScatter):
-    """FSDP's reduce-scatter, in which every rank sends each other rank the part that is to be its own.
+    """A reduce-scatter in which every rank sends each other rank only the part that the other rank keeps.
 
-    gloo's own reduces everything on every rank, which then keeps its part: twice the traffic, and a copy besides.
-    Parts are added up in the order of the ranks, so that the same gradients give the same sum.
+    gloo's own reduces the whole tensor on every rank, which then keeps its part: twice the traffic, and a copy more.
+    Parts are added in the order of the ranks, so that the same gradients always give the same sum.
     """
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for FSDP to fill."""
+        """Return a buffer for FSDP to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -32,13 +32,15 @@ class PairwiseReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Leaves in ``output_tensor`` [n] the sum or mean over the ranks of this rank's part of theirs [ranks * n].
+        """Reduce this rank's part of every rank's ``input_tensor`` [ranks * n] into ``output_tensor`` [n].
 
         Raises:
-            ValueError: another reduction is asked for, or one that is to go on in the background.
+            ValueError: ``op`` is neither SUM nor AVG, or ``async_op`` is true.
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"reduce-scatter with {op} and async_op={async_op}: SUM and AVG are done, at once")
+            raise ValueError(
+                f"reduce-scatter with {op} and async_op={async_op}: only SUM and AVG with async_op=False are supported"
+            )
         ranks, own = group.size(), group.rank()
         parts = list(input_tensor.chunk(ranks))
         others = [rank for rank in range(ranks) if rank != own]

@@ -1,8 +1,8 @@
-"""Which models the trainer computes exactly: decoders with softmax attention over the whole context and plain logits.
+"""The check for models that the trainer computes exactly: softmax attention over the whole context, plain logits.
 
-The trainer runs a model's layers with an attention of its own (attention.py) and computes log-probabilities from the
-last hidden states and the output embedding (logprobs.py). A model which does more than that between the two would be
-trained on wrong numbers, so it is refused.
+The trainer runs a model's layers with its own attention (attention.py) and computes log-probabilities from the last
+hidden states and the output embedding (logprobs.py). A model that computes more than this would be trained on wrong
+numbers, so it is refused.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from services.core.errors import ConfigurationError
 
+FAMILIES = "Qwen2, Qwen3, Llama, ..."
+"""Families of supported models, for messages."""
+
 LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier_scale")
-"""What configurations call a factor of the logits."""
+"""Names in configurations for a factor of the logits."""
 
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")
-"""What configurations call tanh caps of attention scores or logits."""
+"""Names in configurations for tanh caps of attention scores or logits."""
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuses models by what their configuration says of attention and logits.
+    """Refuse a model whose configuration asks for other attention or logits than the trainer computes.
 
     Raises:
-        ConfigurationError: sliding windows, recurrent layers, soft caps or scaled logits.
+        ConfigurationError: the model has sliding windows, recurrent layers, soft caps or scaled logits.
     """
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
@@ -38,13 +41,13 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Refuses models by how they are built.
+    """Refuse a model whose attention cannot be replaced or whose logits have a bias.
 
     Raises:
-        ConfigurationError: attention of the model's own making, or an output embedding with a bias.
+        ConfigurationError: the model is one of these.
     """
     if not model._supports_attention_backend:
-        raise _refusal(model.config, "has an attention of its own which cannot be replaced")
+        raise _refusal(model.config, "computes attention in code that cannot be replaced")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise _refusal(model.config, "adds a bias to its logits")
 
@@ -52,5 +55,5 @@ def check_model(model: PreTrainedModel) -> None:
 def _refusal(config: PretrainedConfig, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"MODEL_NAME: {config.model_type} {what}, which the trainer does not support; "
-        "choose a model of another family (Qwen2, Qwen3, Llama, ...)"
+        f"choose a model of another family ({FAMILIES})"
     )

@@ -1,8 +1,8 @@
-"""Publishes policy versions: from the trainer's shards into every rollout worker, verified by version.
+"""Publishing of policy versions: from the trainer's shards into every rollout worker, verified by version.
 
-Two transports behind one interface: versioned directories on the shared volume (disk.py), and broadcast through the
-workers' weight-update groups (broadcast.py). Either way every version ends on the volume, since that is where a worker
-that missed an update, or comes back from a restart, gets it.
+There are two transports behind one interface: versioned directories on the shared volume (disk.py), and broadcast
+through the workers' weight-update groups (broadcast.py). Both write every version to the volume, because a worker that
+missed an update, or restarted, loads it from there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ __all__ = ["Publisher", "make_publisher"]
 def make_publisher(
     settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None
 ) -> Publisher:
-    """The publisher that PUBLISH_TRANSPORT names; ``services`` is None on every rank but 0."""
-    if settings.publish_transport is Transport.BROADCAST:
-        return BroadcastPublisher(settings, policy, ranks, services)
-    return DiskPublisher(settings, policy, ranks, services)
+    """Return the publisher that PUBLISH_TRANSPORT names; ``services`` is None on every rank but 0."""
+    kind = BroadcastPublisher if settings.publish_transport is Transport.BROADCAST else DiskPublisher
+    return kind(settings, policy, ranks, services)

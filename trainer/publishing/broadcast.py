@@ -1,27 +1,25 @@
 """Publishing by broadcast: rank 0 sends every tensor to all workers at once, over NCCL between GPUs, else over gloo.
 
-Rank 0 and the workers form a process group of their own, made anew whenever the workers change. First every worker
-stops generating, so that nothing is computed with weights of two versions, and one that does not answer is left out of
-the group. One that fails later leaves the others waiting in a collective; so every broadcast has a deadline, after
-which the group is given up and who does not serve the version leaves the routing. The version is also written to the
-shared volume, beside the training, since that is where such a worker gets it.
+Rank 0 and the workers form a process group, which is created again whenever the workers change. Every worker stops
+generating before the first tensor, so that nothing is computed with weights of two versions; a worker that does not
+answer is left out of the group. A worker that fails later leaves the others waiting in a collective. So every broadcast
+has a deadline, after which the group is given up, and workers that do not serve the version leave the routing. They
+load it from the shared volume, to which it is written beside the training.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
@@ -29,28 +27,32 @@ from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
-from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.policy import Policy, save_description
+from trainer.model.policy import Policy, gather_state, write_model
 from trainer.model.ranks import Ranks
-from trainer.publishing.disk import begin_version, commit_version, published_dtype
+from trainer.publishing.disk import published_dtype, write_version
 from trainer.publishing.publisher import Publisher
-from trainer.publishing.workers import VersionGoneError, registered_workers, update_workers, worker_control
+from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_admin
 from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
+
+BUCKET_BYTES = 1 << 30
+"""Weights sent with one request: the memory that a worker needs beside its own weights, and large enough that requests
+take no time beside the transfer."""
 
 
 @dataclass(frozen=True)
 class _Group:
     name: str
     registrations: dict[str, str]
-    """What the router called each member when the group was made: a worker that was restarted has another name."""
+    """The router's id of each member, by its URL; a worker that restarted since has another id."""
     process_group: dist.ProcessGroup
 
 
 class BroadcastPublisher(Publisher):
-    """Sends a version to every worker."""
+    """A publisher that sends every version to all workers at once."""
 
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
         super().__init__(settings, policy, ranks, services)
@@ -61,124 +63,83 @@ class BroadcastPublisher(Publisher):
         self._writer = ThreadPoolExecutor(1, "policy-writer")
         self._writing: Future[None] | None = None
         self._state: dict[str, Tensor] = {}
-        """The weights for the workers; on rank 0."""
+        """The weights to send; on rank 0, until the workers have them."""
 
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
-        state: dict[str, Tensor] = {}
-        for name, value in self.policy.full_parameters(published_dtype(self.settings)):
-            if self.ranks.is_main:
-                state[name] = value.to("cpu", copy=True)
+        dtype = published_dtype(self.settings)
+        state = gather_state(self.policy, self.ranks, dtype, copy=True)
 
-        def work() -> None:
+        def start_writing() -> None:
             if self._writing is not None:
-                self._writing.result(self.settings.publish_deadline_seconds)
+                self._writing.result(PUBLISH_SECONDS)
             self._state = state
-            self._writing = self._writer.submit(self._write, version, state)
+            save = partial(write_model, self.policy, state, dtype=dtype)
+            self._writing = self._writer.submit(write_version, self.store, version, save)
 
-        self.ranks.on_main(work, DiskFullError)
+        self.ranks.on_main(start_writing, DiskFullError)
 
-    def update_workers(self, version: int) -> dict[str, float]:
-        """See Publisher."""
-
-        def work() -> dict[str, float]:
-            assert self.services is not None
-            return self.services.call(self._update_workers(version, self._state))
-
-        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
-        self._state = {}
-        return metrics
+    def is_on_volume(self, version: int) -> bool:
+        """See Publisher; a version that is being written counts."""
+        return (self._writing is not None and not self._writing.done()) or super().is_on_volume(version)
 
     def close(self) -> None:
-        """Waits until the last version is on the volume."""
+        """Wait until the last version is on the volume."""
         if self._writing is not None:
             try:
-                self._writing.result(self.settings.publish_deadline_seconds)
+                self._writing.result(PUBLISH_SECONDS)
             except DiskFullError as error:
-                # Not raised: the run has ended, and why it did must not be hidden.
+                # Not raised, because it would hide the reason why the run ended.
                 log.warning("the last policy version is not on the volume", reason=str(error))
         self._writer.shutdown()
         self._sender.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, version: int, state: dict[str, Tensor]) -> None:
-        directory = begin_version(self.store, version, self.settings)
-        try:
-            with writing(directory):
-                save_torch_state_dict(state, directory, metadata={"format": "pt"})
-                save_description(self.policy, directory, published_dtype(self.settings))
-        except DiskFullError:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        commit_version(self.store, version, self.settings)
-
-    def is_on_volume(self, version: int) -> bool:
-        """See Publisher; one that is being written counts."""
-        return (self._writing is not None and not self._writing.done()) or super().is_on_volume(version)
-
-    async def _update_workers(self, version: int, state: dict[str, Tensor]) -> dict[str, float]:
+    async def deliver(self, version: int) -> dict[str, float]:
+        """See Publisher."""
         is_there = partial(self.is_on_volume, version)
         urls = await registered_workers(self.settings, is_there)
         began, pauses = time.perf_counter(), [0.0]
-        held = await self._hold(urls)
-        group = await self._group_or_none(held)
+        group = await self._group_or_none(await self._hold(urls))
+        shards = split_torch_state_dict_into_shards(self._state, max_shard_size=BUCKET_BYTES)
+        buckets = [{name: self._state[name] for name in names} for names in shards.filename_to_tensors.values()]
 
-        async def update(worker: WorkerAdmin, _index: int) -> None:
-            # One that is left out stays as it is; it is found to serve another version, and leaves.
+        async def update(worker: WorkerAdmin) -> None:
+            # A worker outside the group does not change. It is found to serve another version and leaves the routing.
             if group is not None and worker.url in group.registrations:
-                await self._receive(worker, group, version, state)
+                await _receive(worker, group, version, buckets)
                 await worker.resume()
                 pauses.append(time.perf_counter() - began)
 
         loop = asyncio.get_running_loop()
-        sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, state)
+        sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, buckets)
         try:
             served = await update_workers(self.settings, urls, version, update, is_there)
         finally:
-            if sending is not None and not await self._is_sent(sending):
+            if sending is not None and not await _is_sent(sending):
                 self._group = None
+        self._state = {}
         return {"workers": float(served), "pause_seconds": max(pauses)}
 
-    async def _is_sent(self, sending: asyncio.Future[None]) -> bool:
-        try:
-            await asyncio.wait_for(sending, self.settings.publish_deadline_seconds)
-        except (RuntimeError, TimeoutError) as error:
-            log.warning("broadcast not finished", reason=str(error).splitlines()[0] if str(error) else "timed out")
-            return False
-        return True
-
     async def _hold(self, urls: list[str]) -> list[str]:
-        """Has the workers stop generating and open an update; returns those that did."""
+        """Have the workers stop generating and open an update; return the URLs of those that did."""
 
-        async def hold(url: str) -> bool:
-            async with worker_control(self.settings, url) as worker:
-                try:
-                    async with asyncio.timeout(self.settings.publish_deadline_seconds):
-                        await worker.hold(finishes_requests=not self.settings.publish_in_place)
-                        await worker.begin_update()
-                except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
-                    log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")
-                    return False
+        async def is_held(url: str) -> bool:
+            try:
+                async with worker_admin(self.settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
+                    await worker.hold(finishes_requests=not self.settings.publish_in_place)
+                    await worker.begin_update()
+            except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
+                log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")
+                return False
             return True
 
-        held = await asyncio.gather(*map(hold, urls))
-        return [url for url, is_held in zip(urls, held, strict=True) if is_held]
+        held = await asyncio.gather(*map(is_held, urls))
+        return [url for url, ok in zip(urls, held, strict=True) if ok]
 
-    async def _receive(self, worker: WorkerAdmin, group: _Group, version: int, state: dict[str, Tensor]) -> None:
-        buckets = list(_buckets(state, int(self.settings.publish_bucket_mib * (1 << 20))))
-        for number, names in enumerate(buckets, start=1):
-            tensors = [state[name] for name in names]
-            await worker.receive_weights(
-                names,
-                [str(t.dtype).removeprefix("torch.") for t in tensors],
-                [list(t.shape) for t in tensors],
-                group.name,
-                version if number == len(buckets) else None,
-            )
-        await worker.end_update()
-
-    def _send(self, group: _Group, state: dict[str, Tensor]) -> None:
-        for value in state.values():
-            broadcast_weights(value.to(self.ranks.device), group.process_group, self.settings.publish_deadline_seconds)
+    def _send(self, group: _Group, buckets: list[dict[str, Tensor]]) -> None:
+        for bucket in buckets:
+            for value in bucket.values():
+                broadcast_weights(value.to(self.ranks.device), group.process_group, PUBLISH_SECONDS)
 
     async def _group_or_none(self, urls: list[str]) -> _Group | None:
         try:
@@ -188,31 +149,32 @@ class BroadcastPublisher(Publisher):
             return None
 
     async def _group_of(self, urls: list[str]) -> _Group:
-        """The group of these workers: the present one, or a new one when they are others."""
+        """Return the group of these workers: the present one, or a new one when the workers have changed."""
         async with RouterAdmin(token=self.settings.token) as router:
             registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
         if self._group is not None and self._group.registrations == registrations:
             return self._group
         old, self._group = self._group, None
         if old is not None:
-            # Beside the event loop: gloo's members may be gone.
+            # In a thread, because gloo may wait for members that are gone.
             leaving = asyncio.get_running_loop().run_in_executor(self._sender, leave_weights_group, old.process_group)
-            await asyncio.wait_for(leaving, self.settings.publish_deadline_seconds)
-        # Workers remember the groups of a trainer that died, and refuse their names.
+            await asyncio.wait_for(leaving, PUBLISH_SECONDS)
+        # A new name each time: workers remember the groups of a trainer that died, and refuse their names.
         name = f"{self.settings.run_id}-{uuid.uuid4().hex}"
         async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(worker_control(self.settings, url)) for url in registrations]
-            async with asyncio.timeout(self.settings.publish_deadline_seconds):
-                process_group = await self._meet(workers, name)
+            workers = [await stack.enter_async_context(worker_admin(self.settings, url)) for url in registrations]
+            async with asyncio.timeout(PUBLISH_SECONDS):
+                process_group = await self._join(workers, name)
                 for worker in workers:
                     if old is not None and worker.url in old.registrations:
-                        # Refused by one that was restarted since.
+                        # A worker that restarted since does not know the old group and refuses.
                         with contextlib.suppress(WorkerRefusedError):
                             await worker.destroy_group(old.name)
         self._group = _Group(name, registrations, process_group)
         return self._group
 
-    async def _meet(self, workers: list[WorkerAdmin], name: str) -> dist.ProcessGroup:
+    async def _join(self, workers: list[WorkerAdmin], name: str) -> dist.ProcessGroup:
+        """Create the process group of rank 0 and the workers."""
         sizes = [await worker.tensor_parallel_size() for worker in workers]
         world_size = 1 + sum(sizes)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
@@ -226,7 +188,7 @@ class BroadcastPublisher(Publisher):
             world_size,
             name,
             self.backend,
-            self.settings.publish_deadline_seconds,
+            PUBLISH_SECONDS,
         )
         invitations = [
             worker.init_group(meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, name, self.backend)
@@ -236,15 +198,23 @@ class BroadcastPublisher(Publisher):
         return joining.result()
 
 
-def _buckets(state: dict[str, Tensor], limit: int) -> Iterator[list[str]]:
-    """Names in order, cut so that each list's tensors take at most ``limit`` bytes (or are a single tensor)."""
-    names: list[str] = []
-    used = 0
-    for name, value in state.items():
-        if names and used + value.nbytes > limit:
-            yield names
-            names, used = [], 0
-        names.append(name)
-        used += value.nbytes
-    if names:
-        yield names
+async def _receive(worker: WorkerAdmin, group: _Group, version: int, buckets: list[dict[str, Tensor]]) -> None:
+    """Have a worker receive all buckets; the last one carries the version."""
+    for number, bucket in enumerate(buckets, start=1):
+        await worker.receive_weights(
+            list(bucket),
+            [str(value.dtype).removeprefix("torch.") for value in bucket.values()],
+            [list(value.shape) for value in bucket.values()],
+            group.name,
+            version if number == len(buckets) else None,
+        )
+    await worker.end_update()
+
+
+async def _is_sent(sending: asyncio.Future[None]) -> bool:
+    try:
+        await asyncio.wait_for(sending, PUBLISH_SECONDS)
+    except (RuntimeError, TimeoutError) as error:
+        log.warning("broadcast not finished", reason=str(error).splitlines()[0] if str(error) else "timed out")
+        return False
+    return True

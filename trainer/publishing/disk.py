@@ -4,59 +4,50 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from services.clients.rollout_admin import WorkerAdmin
-from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
-from trainer.model.policy import save_pretrained
+from trainer.model.policy import gather_state, write_model
 from trainer.publishing.publisher import Publisher
-from trainer.publishing.workers import VersionGoneError, held, registered_workers, update_workers
+from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers
+
+VERSIONS_KEPT = 2
+"""Versions kept on the shared volume besides those that a worker is loading. The older one serves a worker that looked
+up the newest version just before a newer one appeared."""
 
 
 class DiskPublisher(Publisher):
-    """Writes a version, then has every worker load it."""
+    """A publisher that writes a version, then has every worker load it."""
 
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
-
-        def begin() -> str:
-            return str(begin_version(self.store, version, self.settings))
-
-        directory = Path(self.ranks.on_main(begin, DiskFullError))
-        try:
-            save_pretrained(self.policy, self.ranks, directory, published_dtype(self.settings))
-        except DiskFullError:
-            if self.ranks.is_main:
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
-        self.ranks.on_main(lambda: commit_version(self.store, version, self.settings), DiskFullError)
-
-    def update_workers(self, version: int) -> dict[str, float]:
-        """See Publisher."""
-
-        def work() -> dict[str, float]:
-            assert self.services is not None
-            return self.services.call(self._update_workers(version))
-
-        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
-        return metrics
+        # No copy on a CPU: everything is written before the parameters change.
+        dtype = published_dtype(self.settings)
+        state = gather_state(self.policy, self.ranks, dtype, copy=False)
+        save = partial(write_model, self.policy, state, dtype=dtype)
+        self.ranks.on_main(lambda: write_version(self.store, version, save), DiskFullError)
 
     def close(self) -> None:
-        """Nothing goes on after ``publish`` returned."""
+        """Do nothing: no work goes on after ``publish`` returned."""
 
-    async def _update_workers(self, version: int) -> dict[str, float]:
+    async def deliver(self, version: int) -> dict[str, float]:
+        """See Publisher."""
         path, pauses = self.store.path(version), [0.0]
 
-        async def update(worker: WorkerAdmin, _index: int) -> None:
+        async def update(worker: WorkerAdmin) -> None:
             began = time.perf_counter()
-            async with held(worker, self.settings):
-                await worker.update_from_disk(path, version)
+            # After a failure the worker stays paused, because its weights may be of two versions. Its launcher ends the
+            # pause once the worker has caught up.
+            await worker.hold(finishes_requests=not self.settings.publish_in_place)
+            await worker.update_from_disk(path, version)
+            await worker.resume()
             pauses.append(time.perf_counter() - began)
 
         is_there = partial(self.is_on_volume, version)
@@ -65,24 +56,27 @@ class DiskPublisher(Publisher):
         return {"workers": float(served), "pause_seconds": max(pauses)}
 
 
-def begin_version(store: PolicyStore, version: int, settings: TrainerSettings) -> Path:
-    """An empty directory to write a version into.
+def published_dtype(settings: TrainerSettings) -> torch.dtype:
+    """Return the torch type that PUBLISH_TYPE names."""
+    return torch.bfloat16 if settings.publish_type is PublishedType.BFLOAT16 else torch.float32
 
-    One that must go for it goes first, since a file that is written to pages just freed takes a quarter of the time;
-    but the newest stays.
+
+def write_version(store: PolicyStore, version: int, save: Callable[[Path], None]) -> None:
+    """Write a version with ``save``, make it visible, and delete old ones. A failed write leaves nothing.
+
+    The oldest version is deleted before the new one is written: the file cache reuses its pages, which makes the write
+    four times as fast. The newest version always stays.
+
+    Raises:
+        DiskFullError: the disk is full.
     """
     with writing(store.policy_dir):
-        store.prune(max(settings.published_versions_kept - 1, 1), settings.publish_deadline_seconds)
-        return store.begin(version)
-
-
-def commit_version(store: PolicyStore, version: int, settings: TrainerSettings) -> None:
-    """Makes a version visible that was written since ``begin_version``."""
-    with writing(store.policy_dir):
-        store.commit(version)
-        store.prune(settings.published_versions_kept, settings.publish_deadline_seconds)
-
-
-def published_dtype(settings: TrainerSettings) -> torch.dtype:
-    """PUBLISH_TYPE as torch has it."""
-    return torch.bfloat16 if settings.publish_type is PublishedType.BFLOAT16 else torch.float32
+        store.prune(max(VERSIONS_KEPT - 1, 1), PUBLISH_SECONDS)
+        directory = store.begin(version)
+        try:
+            save(directory)
+            store.commit(version)
+        except Exception:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        store.prune(VERSIONS_KEPT, PUBLISH_SECONDS)

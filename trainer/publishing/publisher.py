@@ -1,9 +1,10 @@
-"""The base of publishers: writes a policy version to the shared volume, and has the rollout workers serve it."""
+"""The base of both publishers: write a policy version to the shared volume, then have the rollout workers serve it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings
@@ -15,11 +16,11 @@ from trainer.service_thread import ServiceThread
 log = get_logger(__name__)
 
 WRITES = 4
-"""The number of times that a version is written before its disappearance ends the run."""
+"""Most times that a version is written before its disappearance ends the run."""
 
 
 class Publisher(ABC):
-    """Makes the policy in training what the rollout workers serve. Its methods are collectives."""
+    """The way of the policy in training to the rollout workers. Methods are collectives unless they say otherwise."""
 
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
         """``services`` is None on every rank but 0."""
@@ -32,14 +33,14 @@ class Publisher(ABC):
         """The version that was written last."""
 
     def publish(self, version: int) -> dict[str, float]:
-        """Publishes as ``version``: writes it, unless it was the last one written, and updates the workers.
+        """Have the workers serve ``version``; write it first, unless it was the last version written.
 
         Returns:
-            Seconds and counts by metric name, on rank 0.
+            Seconds and counts by metric name, on every rank.
 
         Raises:
             DependencyLostError: fewer than MIN_WORKERS workers serve the version; raised on every rank.
-            DiskFullError: it cannot be written; raised on every rank.
+            DiskFullError: the version cannot be written; raised on every rank.
         """
         writes = 0
         while True:
@@ -55,7 +56,7 @@ class Publisher(ABC):
                 self._written = None
 
     def write(self, version: int) -> None:
-        """Writes the version to the shared volume, which needs no worker; workers that start load it from there.
+        """Write the version to the shared volume, where workers that start find it. This needs no worker.
 
         Raises:
             DiskFullError: raised on every rank.
@@ -63,25 +64,35 @@ class Publisher(ABC):
         self.put_on_volume(version)
         self._written = version
 
+    def update_workers(self, version: int) -> dict[str, float]:
+        """Have the workers serve the version that was written last; see ``publish``.
+
+        Raises:
+            VersionGoneError: too few workers serve it, and no worker can catch up because the volume has lost it.
+        """
+
+        def work() -> dict[str, float]:
+            assert self.services is not None, "rank 0 has the services"
+            return self.services.call(self.deliver(version))
+
+        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
+        return metrics
+
     def is_on_volume(self, version: int) -> bool:
-        """Return whether a worker that starts or missed the version finds it. For rank 0; no collective."""
+        """Return True when a worker that starts or missed the version finds it. No collective; for rank 0."""
         try:
             return self.store.path(version).is_dir()
         except OSError:
-            return True  # the volume does not answer: whether the version is there is not known
+            return True  # The volume does not answer, so the version may still be there.
 
     @abstractmethod
     def put_on_volume(self, version: int) -> None:
-        """Writes the version, or begins to write it beside the training."""
+        """Write the version, or start to write it beside the training."""
 
     @abstractmethod
-    def update_workers(self, version: int) -> dict[str, float]:
-        """Has the workers serve the version that was written last; see ``publish``.
-
-        Raises:
-            VersionGoneError: too few workers serve it, and the volume has lost it, so that no worker can catch up.
-        """
+    async def deliver(self, version: int) -> dict[str, float]:
+        """Bring the version into the workers; return metrics. No collective; for rank 0."""
 
     @abstractmethod
     def close(self) -> None:
-        """Finishes what still goes on."""
+        """Wait for work that still goes on. No collective."""

@@ -1,14 +1,13 @@
-"""What both transports share: updating every worker at once, checking versions, dropping those that failed.
+"""The part that both transports share: update all workers at once, check their versions, drop those that failed.
 
-A worker that was dropped is brought up to date and registered again by its launcher; the run waits for that only when
-fewer than MIN_WORKERS are left.
+The launcher of a dropped worker brings it up to date and registers it again. The run waits for that only when fewer
+than MIN_WORKERS workers are left.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 
 from prometheus_client import Counter
 
@@ -22,19 +21,22 @@ log = get_logger(__name__)
 
 WORKERS_DROPPED = Counter("trainer_workers_dropped", "Rollout workers removed from the routing for a failed update.")
 
+PUBLISH_SECONDS = 600.0
+"""Longest wait for a worker to take a version, and for workers to come back. Even a slow volume (0.3 GB/s) gives a
+worker a model of 70B parameters, 140 GB, in less."""
+
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 
 IsThere = Callable[[], bool]
-"""Returns whether the version that workers wait for is on the shared volume; called in a thread."""
+"""Returns True while the version that workers wait for is on the shared volume; called in a thread."""
+
+WorkerUpdate = Callable[[WorkerAdmin], Awaitable[None]]
+"""Brings one worker to the new version."""
 
 
 class VersionGoneError(DependencyLostError):
-    """The version that workers wait for has gone from the shared volume."""
-
-
-WorkerUpdate = Callable[[WorkerAdmin, int], Awaitable[None]]
-"""Brings one worker, given with its index among the workers, to the new version."""
+    """The loss of the version that workers wait for from the shared volume."""
 
 
 async def update_workers(
@@ -44,39 +46,22 @@ async def update_workers(
     update: WorkerUpdate,
     is_there: IsThere = lambda: True,
 ) -> int:
-    """Runs ``update`` on every worker at once and removes from the routing those that do not serve ``version`` then.
+    """Update all workers at once, drop those that do not serve ``version`` afterwards, and return how many do.
 
-    If fewer than MIN_WORKERS are left, waits until the launchers have brought others up to date.
+    With fewer than MIN_WORKERS left, wait until the launchers have brought others up to date.
 
     Args:
-        settings: deadline, token and the least number of workers.
+        settings: MIN_WORKERS and the token.
         urls: the workers.
-        version: what they are to serve.
+        version: the version to serve.
         update: brings one worker to the version.
-        is_there: whether launchers find the version on the shared volume.
-
-    Returns:
-        How many serve it.
+        is_there: returns True while launchers find the version on the shared volume.
 
     Raises:
-        VersionGoneError: fewer than MIN_WORKERS do, and it is not there.
-        DependencyLostError: fewer than MIN_WORKERS do, also after PUBLISH_DEADLINE_SECONDS more.
+        VersionGoneError: fewer than MIN_WORKERS serve the version, and the volume has lost it.
+        DependencyLostError: fewer than MIN_WORKERS serve the version, even after PUBLISH_SECONDS more.
     """
-
-    async def one(index: int, url: str) -> bool:
-        async with worker_control(settings, url) as worker:
-            try:
-                async with asyncio.timeout(settings.publish_deadline_seconds):
-                    await update(worker, index)
-                    served = await worker.version()
-            except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
-                log.warning("worker not updated", url=url, policy_version=version, reason=str(error) or "timed out")
-                return False
-        if served != version:
-            log.warning("worker serves another version", url=url, policy_version=version, served=served)
-        return served == version
-
-    updated = await asyncio.gather(*(one(index, url) for index, url in enumerate(urls)))
+    updated = await asyncio.gather(*(_is_updated(settings, url, version, update) for url in urls))
     failed = [url for url, ok in zip(urls, updated, strict=True) if not ok]
     if failed:
         await drop_workers(settings, failed)
@@ -87,17 +72,30 @@ async def update_workers(
         served = await asyncio.gather(*(_version_or_none(settings, url) for url in registered))
         return [url for url, number in zip(registered, served, strict=True) if number == version]
 
-    left = await _wait_for_workers(settings, up_to_date, f"serve policy version {version}", is_there)
-    return len(left)
+    return len(await _wait_for_workers(settings, up_to_date, f"serve policy version {version}", is_there))
 
 
-def worker_control(settings: TrainerSettings, url: str) -> WorkerAdmin:
-    """What speaks to a worker that has PUBLISH_DEADLINE_SECONDS for each answer."""
-    return WorkerAdmin(url, token=settings.token, timeout=settings.publish_deadline_seconds)
+async def _is_updated(settings: TrainerSettings, url: str, version: int, update: WorkerUpdate) -> bool:
+    """Update one worker; return True when it serves ``version`` afterwards."""
+    try:
+        async with worker_admin(settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
+            await update(worker)
+            served = await worker.version()
+    except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
+        log.warning("worker not updated", url=url, policy_version=version, reason=str(error) or "timed out")
+        return False
+    if served != version:
+        log.warning("worker serves another version", url=url, policy_version=version, served=served)
+    return served == version
+
+
+def worker_admin(settings: TrainerSettings, url: str) -> WorkerAdmin:
+    """Return a client of a worker that gives it PUBLISH_SECONDS for each answer."""
+    return WorkerAdmin(url, token=settings.token, timeout=PUBLISH_SECONDS)
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
-    """Takes workers out of the routing; their launchers bring them up to date and back."""
+    """Remove workers from the routing; their launchers bring them up to date and register them again."""
     WORKERS_DROPPED.inc(len(urls))
     async with RouterAdmin(token=settings.token) as router:
         for url in urls:
@@ -105,26 +103,26 @@ async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
 
 
 async def registered_workers(settings: TrainerSettings, is_there: IsThere = lambda: True) -> list[str]:
-    """URLs of the workers that the router knows; waits until they are at least MIN_WORKERS.
+    """Return the URLs of the workers that the router knows, once they are at least MIN_WORKERS.
 
     Raises:
-        VersionGoneError: they are fewer, and the version that they could load is not there.
-        DependencyLostError: they are fewer after PUBLISH_DEADLINE_SECONDS.
+        VersionGoneError: they are fewer, and the volume has lost the version that others could load.
+        DependencyLostError: they are fewer after PUBLISH_SECONDS.
     """
 
-    async def all_of_them(registered: list[str]) -> list[str]:
+    async def everyone(registered: list[str]) -> list[str]:
         return registered
 
-    return await _wait_for_workers(settings, all_of_them, "are registered with the router", is_there)
+    return await _wait_for_workers(settings, everyone, "are registered with the router", is_there)
 
 
 async def _wait_for_workers(
-    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], what: str, is_there: IsThere
+    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], state: str, is_there: IsThere
 ) -> list[str]:
-    """Waits until ``select`` keeps at least MIN_WORKERS of the registered workers; ``what`` says which it keeps."""
+    """Wait until ``select`` keeps at least MIN_WORKERS registered workers; ``state`` describes them in the error."""
     selected: list[str] = []
     try:
-        async with asyncio.timeout(settings.publish_deadline_seconds), RouterAdmin(token=settings.token) as router:
+        async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=settings.token) as router:
             while True:
                 selected = await select(await router.workers())
                 if len(selected) >= settings.min_workers:
@@ -134,7 +132,7 @@ async def _wait_for_workers(
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise DependencyLostError(
-            f"{len(selected)} rollout workers {what} after {settings.publish_deadline_seconds:g} s, MIN_WORKERS is "
+            f"{len(selected)} rollout workers {state} after {PUBLISH_SECONDS:g} s, MIN_WORKERS is "
             f"{settings.min_workers}; see the rollout-server's log"
         ) from None
 
@@ -145,15 +143,3 @@ async def _version_or_none(settings: TrainerSettings, url: str) -> int | None:
             return await worker.version()
         except (WorkerRefusedError, DependencyLostError):
             return None
-
-
-@asynccontextmanager
-async def held(worker: WorkerAdmin, settings: TrainerSettings) -> AsyncIterator[None]:
-    """Nothing is generated within it.
-
-    When it fails the worker stays paused: its weights may be of two versions, and what waits in it is not to be
-    computed with them. Its launcher ends the pause when it has brought it up to date.
-    """
-    await worker.hold(finishes_requests=not settings.publish_in_place)
-    yield
-    await worker.resume()

@@ -1,6 +1,6 @@
-"""What metrics.jsonl says of a step, as Prometheus metrics: names with units, counters for what adds up.
+"""The columns of metrics.jsonl as Prometheus metrics, with units in their names and counters for sums.
 
-``MEASURES`` is also the list of what the columns of metrics.jsonl mean; docs/metrics.md is made from it.
+docs/metrics.md is generated from ``MEASURES``, ``DERIVED`` and ``NAMED``, which explain every column.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEPS = Counter("trainer_steps", "Steps completed by this process.")
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of metrics.jsonl and the metric that carries it; ``name`` ends with _total where it is a counter."""
+    """A column of metrics.jsonl and its Prometheus metric, which is a counter if its name ends with _total."""
 
     column: str
     name: str
@@ -26,7 +26,7 @@ class Measure:
 
 
 def _update_measures() -> Iterator[Measure]:
-    """What every update says of itself: that on fresh groups, and (``replay_``) the additional one on replayed ones."""
+    """Yield the measures of both updates: on fresh groups, and (``replay_``) the additional one on replayed groups."""
     described = {
         "loss": ("trainer_loss", "The loss."),
         "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a completion token."),
@@ -104,7 +104,7 @@ DERIVED = {
     "counted in 20 intervals, each under its middle.",
     "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
 }
-"""Columns that Prometheus has otherwise."""
+"""Columns that are no metrics of their own in Prometheus."""
 
 AT_K = Measure("avg_at_<k>, pass_at_<k>", "trainer_samples_ratio", "avg@k and pass@k on held-out prompts, by k.")
 AT_K_STDERR = Measure(
@@ -122,7 +122,7 @@ NAMED = (
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )
-"""Measures of several columns each; what a column's name has in the pattern's groups are the metric's labels."""
+"""Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 
 
 def _register() -> dict[str, Counter | Gauge]:
@@ -141,7 +141,7 @@ _BY_COLUMN = {measure.column: measure for measure in MEASURES}
 
 
 def export(step: int, metrics: Mapping[str, float]) -> None:
-    """Takes a step's metrics in. Gauges keep their value where a step lacks one, such as the accuracy."""
+    """Export a step's metrics. A gauge keeps its value when a step lacks it, such as the accuracy."""
     STEP.set(step)
     STEPS.inc()
     for column, value in metrics.items():

@@ -1,9 +1,8 @@
-"""The files of a run directory: settings, metrics, samples, TensorBoard events, the reward curve, the summary."""
+"""The files of a run directory: settings, metrics, samples, TensorBoard events, reward curve and summary."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 
 from services.core.endpoints import Task
+from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol import ComponentRecord, Group
@@ -23,12 +23,12 @@ from trainer.reporting.step_metrics import reward_counts
 
 log = get_logger(__name__)
 
-AVERAGED_STEPS = 3
-"""Most steps at the start and at the end over which the summary averages rewards."""
+LOGGED_GROUPS = 8
+"""Groups a step in samples.jsonl: enough to read, and a few hundred kilobytes a step at most."""
 
 
 class RunFiles:
-    """Writes the run directory; only rank 0 has one."""
+    """The writer of the run directory; on rank 0 only."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class RunFiles:
         decode: Callable[[list[int]], str],
         services: Mapping[Task, ComponentRecord] | None = None,
     ) -> None:
-        """Open the run directory and drop what an earlier attempt wrote after ``resumed_step``.
+        """Open the run directory and drop the records that an earlier attempt wrote after ``resumed_step``.
 
         Args:
-            settings: the trainer's.
+            settings: the trainer's settings.
             resumed_step: the last step whose records stay.
             decode: returns the text of token ids, with special tokens.
             services: the settings and versions of the services, for config.json.
@@ -55,13 +55,13 @@ class RunFiles:
         self._write_config()
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_after(self.directory / name, resumed_step)
-        # The evaluation before the first step is made again when no step counts.
+        # A run that starts again from step 0 repeats the evaluation before the first step.
         _drop_after(self.directory / "evaluations.jsonl", resumed_step or -1)
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
-        self._wandb = _start_wandb(settings) if settings.wandb_api_key else None
+        self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 
     def record_step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Appends one step's metrics and a few of its groups."""
+        """Append a step's metrics, and the first LOGGED_GROUPS of its groups."""
         line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
         _append(self.directory / "metrics.jsonl", [line])
         _append(
@@ -80,7 +80,7 @@ class RunFiles:
                     "tokens": len(e.completion_ids),
                     "result": e.result.model_dump(mode="json", exclude_none=True),
                 }
-                for g in groups[: self.settings.logged_groups]
+                for g in groups[:LOGGED_GROUPS]
                 for rendered in [self._decode(g.prompt_ids)]
                 for e in g.experiences
             ],
@@ -101,52 +101,39 @@ class RunFiles:
         return path
 
     def record_evaluation(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Appends a few greedy completions of held-out prompts, the same prompts after each evaluation."""
+        """Append greedy completions of a few held-out prompts, the same prompts at each evaluation."""
         _append(self.directory / "evaluations.jsonl", [{"step": step, **sample} for sample in samples])
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Writes summary.json and, once there was a step, the reward curve."""
-        self._write_config()  # again, since a component that started late is in the directory by now
-        _write(self.directory / "summary.json", summary)
+        """Write summary.json and, after a first step, the reward curve."""
+        self._write_config()  # again, because components that started late have left their records by now
+        _write_json(self.directory / "summary.json", summary)
         if (self.directory / "metrics.jsonl").exists():
             draw_reward_curve(self.directory)
 
     def _write_config(self) -> None:
-        """Writes config.json: what every component runs with."""
+        """Write config.json: the settings and versions of every component."""
         left = [Task.ROLLOUT_SERVER]
         if self.settings.mode is Mode.ASYNC and not self.settings.collector_in_process:
             left.append(Task.COLLECTOR)
         found = {task: provenance.read_record(self.directory, task) for task in left}
         records = self._components | {task: record for task, record in found.items() if record is not None}
         components = {task.value: record.model_dump() for task, record in records.items()}
-        _write(self.directory / "config.json", {"components": components})
+        _write_json(self.directory / "config.json", {"components": components})
 
     def close(self) -> None:
-        """Flushes what is buffered."""
+        """Write buffered events and end the W&B run."""
         try:
             self._tensorboard.close()
         except OSError as error:
-            # Not raised: the run has ended, and why it did must not be hidden.
-            log.warning("TensorBoard's events are not whole", reason=str(error))
+            # Not raised, because it would hide the reason why the run ended.
+            log.warning("TensorBoard's events are incomplete", reason=str(error))
         if self._wandb is not None:
             self._wandb.finish()
 
 
-def first_and_last(rewards: Sequence[float]) -> dict[str, float | int | None]:
-    """Return the mean rewards of the first and of the last steps, and how many steps each is of: no step is in both.
-
-    A single step has a first mean only; without steps there is none.
-    """
-    steps = max(min(AVERAGED_STEPS, len(rewards) // 2), 1)
-    return {
-        "reward_first": statistics.fmean(rewards[:steps]) if rewards else None,
-        "reward_last": statistics.fmean(rewards[-steps:]) if len(rewards) > 1 else None,
-        "reward_steps": min(steps, len(rewards)),
-    }
-
-
 def draw_reward_curve(run_dir: Path) -> None:
-    """Draws reward.png from metrics.jsonl."""
+    """Draw reward.png from metrics.jsonl."""
     from matplotlib.figure import Figure
 
     lines = [orjson.loads(line) for line in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
@@ -169,15 +156,14 @@ def draw_reward_curve(run_dir: Path) -> None:
 def _start_wandb(settings: TrainerSettings) -> Any:
     import wandb
 
-    assert settings.wandb_api_key is not None
-    wandb.login(key=settings.wandb_api_key.get_secret_value())
+    # wandb reads WANDB_API_KEY, and its other variables, itself.
     return wandb.init(
-        project=settings.wandb_project,
+        project=os.environ.get("WANDB_PROJECT", "grpo"),
         name=settings.run_id,
         id=settings.run_id,
         resume="allow",
         dir=str(settings.run_dir),
-        config=settings.model_dump(mode="json", exclude={"wandb_api_key", "jobgroup_token"}),
+        config=settings.model_dump(mode="json", exclude={"jobgroup_token"}),
     )
 
 
@@ -187,18 +173,16 @@ def _append(path: Path, records: list[dict[str, Any]]) -> None:
         with path.open("ab") as stream:
             stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
     except OSError:
-        os.truncate(path, size)  # on a full disk a part of a line may be there
+        os.truncate(path, size)  # a full disk may have taken a part of a line
         raise
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2))
-    temporary.rename(path)
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    atomic_write(path, orjson.dumps(value, option=orjson.OPT_INDENT_2))
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Keeps the records up to ``step``; a line cut off by a kill is dropped with those after it."""
+    """Keep the records up to ``step``; drop later ones, and a line that a kill cut off."""
     if not path.exists():
         return
     kept = []
@@ -206,6 +190,4 @@ def _drop_after(path: Path, step: int) -> None:
         if not line.endswith(b"\n") or orjson.loads(line)["step"] > step:
             break
         kept.append(line)
-    temporary = path.with_name(f".{path.name}.partial")
-    temporary.write_bytes(b"".join(kept))
-    temporary.rename(path)
+    atomic_write(path, b"".join(kept))

@@ -1,4 +1,4 @@
-"""The trainer's own HTTP service: the run page, health, metrics and where the run stands, on :8004."""
+"""The trainer's HTTP service on port 8004: the run page, health, metrics and the position of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.http.app import create_service_app
 from services.http.connections import server_config
 from services.http.server import listen
-from services.run_page.components import ComponentWatch
+from services.run_page.components import ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
@@ -28,18 +28,18 @@ BEFORE = {"accuracy_before", "accuracy_before_stderr"}
 
 @dataclass
 class RunStatus:
-    """Where the run stands; the loop updates it, GET /stats shows it."""
+    """The position of the run. The loop updates it, and GET /stats shows it."""
 
     phase: str = "starting"
     step: int = 0
     total_steps: int = 0
     policy_version: int = 0
     state: RunState | None = None
-    """The state of the run once it is known, which has the accuracy before training."""
+    """The state of the run, with the accuracy before training; None until it is known."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     def position(self) -> dict[str, Any]:
-        """What the run does and how far it has come."""
+        """Return the phase, the steps and the policy version."""
         return {
             "phase": self.phase,
             "step": self.step,
@@ -49,14 +49,13 @@ class RunStatus:
         }
 
     def stats(self) -> dict[str, Any]:
-        """The content of GET /stats: the position and the newest step's metrics."""
+        """Return the content of GET /stats: the position and the newest step's metrics."""
         return {**self.position(), "metrics": self.metrics}
 
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
-    """The application of the status service."""
-
-    watch = ComponentWatch(settings.token)
+    """Return the application of the status service."""
+    watch = ComponentMonitor(settings.token)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager
@@ -80,7 +79,7 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
 
 
 async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
-    """Serves until cancelled."""
+    """Serve the status page until cancelled."""
     address = bind_address(Task.TRAINER, STATUS_PORT)
     listener = listen(address.host, address.port)
     server = uvicorn.Server(server_config(create_status_app(settings, status), lifespan="on"))

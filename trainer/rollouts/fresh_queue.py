@@ -15,6 +15,9 @@ from trainer.rollouts.batch import Batch
 
 LEASE_WAIT_SECONDS = 5.0
 
+FRESH_WAIT_SECONDS = 900.0
+"""Longest wait for enough fresh groups before the run ends: longer than an engine that was lost takes to come back."""
+
 
 class FreshQueue:
     """Groups on lease from the replay-buffer's queue; a lease is acknowledged once its groups were trained on."""
@@ -55,12 +58,12 @@ class FreshQueue:
                 self._leases.append(reply.lease_id)
             elif collectors_done:
                 break
-            elif time.monotonic() - started > self.settings.fresh_wait_seconds:
+            elif time.monotonic() - started > FRESH_WAIT_SECONDS:
                 if await self._prompts_are_used_up():
                     break
                 raise DependencyLostError(
                     f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
-                    f"FRESH_WAIT_SECONDS ({self.settings.fresh_wait_seconds:g}); are collectors running?"
+                    f"{FRESH_WAIT_SECONDS:g} s; are collectors running?"
                 )
 
     async def acknowledge(self) -> None:

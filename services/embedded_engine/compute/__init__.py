@@ -1,1 +1,1 @@
-"""The computation of the embedded engine: the model, its batch, its key-value cache and its weights."""
+"""The computation of the embedded engine: model, scheduler, key-value cache, sampling and weights."""

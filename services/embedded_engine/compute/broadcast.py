@@ -1,7 +1,7 @@
 """Weights that arrive by broadcast.
 
-Tensors are received beside the ones in use, and replace them only when an update is complete: one that fails half-way
-leaves the old weights and their version.
+Tensors are received beside the weights in use and replace them only when an update is complete, so an update that fails
+half-way leaves the old weights and their version.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.embedded_engine.compute import weights
-from services.embedded_engine.compute.weights import Architecture, WeightsError
+from services.embedded_engine.compute.weights import Architecture, WeightsError, check, check_finite
 from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
 
 JOIN_SECONDS = 120.0
@@ -25,19 +24,20 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass
 class ReceivedUpdate:
-    """What was broadcast between the begin and the end of an update."""
+    """The tensors that were broadcast between the begin and the end of an update."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     version: str | None = None
     flush_cache: bool = False
     refused: str = ""
-    """Why a part of it was not taken."""
+    """The reason for which a part of the update was refused."""
 
 
 class WeightsReceiver:
-    """The groups that this worker has joined, and the update that is being received. One call at a time, but for meet.
+    """The broadcast groups that this worker has joined, and the update that is being received.
 
-    Its methods block; every failure is a WeightsError, after which the serving weights are what they were.
+    Its methods block and, except for ``rendezvous``, must be called one at a time. Every failure is a WeightsError,
+    after which the weights in use are unchanged.
     """
 
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
@@ -46,30 +46,37 @@ class WeightsReceiver:
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._update: ReceivedUpdate | None = None
 
-    def meet(
-        self, master_address: str, master_port: int, rank: int, world_size: int, group_name: str, backend: str
+    def rendezvous(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> dist.ProcessGroup:
-        """Meets the other members of a group, for which it may wait long; ``join`` takes what it returns."""
+        """Wait until all members of a group have met, and return the group, for ``join``."""
         try:
-            return join_weights_group(master_address, master_port, rank, world_size, group_name, backend, JOIN_SECONDS)
+            return join_weights_group(
+                master_address, master_port, rank_offset, world_size, group_name, backend, JOIN_SECONDS
+            )
         except (RuntimeError, ValueError) as error:
             raise WeightsError(
-                f"rank {rank} of group {group_name!r} did not meet {master_address}:{master_port}: {error}"
+                f"rank {rank_offset} of group {group_name!r} did not meet {master_address}:{master_port}: {error}"
             ) from error
 
     def join(self, group_name: str, group: dist.ProcessGroup) -> None:
-        """Joins a group whose members have met."""
+        """Join a group whose members have met."""
         self._groups[group_name] = group
 
     def leave(self, group_name: str) -> bool:
-        """Leaves a group; False when it is not joined."""
+        """Leave a group; return False if it is not joined."""
         group = self._groups.pop(group_name, None)
         if group is not None:
             leave_weights_group(group)
         return group is not None
 
+    def close(self) -> None:
+        """Leave all groups."""
+        for name in list(self._groups):
+            self.leave(name)
+
     def begin(self) -> None:
-        """Opens an update; what an earlier one left unfinished is dropped."""
+        """Open an update, and drop an unfinished earlier one."""
         self._update = ReceivedUpdate()
 
     def receive(
@@ -82,7 +89,7 @@ class WeightsReceiver:
         version: str | None,
         flush_cache: bool,
     ) -> None:
-        """Receives tensors in the order of ``names``; the last call's version is the update's."""
+        """Receive tensors in the order of ``names``; the version of the last call is the update's."""
         update = self._update
         if update is None:
             raise WeightsError("no update is open: call /begin_weight_update first")
@@ -105,39 +112,29 @@ class WeightsReceiver:
         update.flush_cache = update.flush_cache or flush_cache
 
     def end(self) -> ReceivedUpdate:
-        """Closes the update and gives it; its tensors are all of the model's, and finite, or there are none."""
+        """Close the update and return it: with all tensors of the model, all of them finite, or with none."""
         update, self._update = self._update, None
         if update is None:
             raise WeightsError("no update is open, or it broke off: nothing was changed")
         if update.refused:
             raise WeightsError(f"a part of the update was refused, so nothing was changed: {update.refused}")
-        received = update.tensors
-        if not received:
-            return update
-        weights.check(self._architecture, {name: tuple(t.shape) for name, t in received.items()}, "the update")
-        weights.check_finite(received, "the update")
+        if update.tensors:
+            shapes = {name: tuple(tensor.shape) for name, tensor in update.tensors.items()}
+            check(self._architecture, shapes, "the update")
+            check_finite(update.tensors, "the update")
         return update
-
-    def close(self) -> None:
-        """Leaves all groups."""
-        for name in list(self._groups):
-            self.leave(name)
 
     def _allocate(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
         if not len(names) == len(dtypes) == len(shapes):
             raise WeightsError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
-        expected = self._architecture.shapes()
+        given = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
+        check(self._architecture, given, "the update", is_complete=False)
         tensors: dict[str, Tensor] = {}
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        for name, dtype in zip(names, dtypes, strict=True):
             kind = _DTYPES.get(dtype.removeprefix("torch."))
             if kind is None:
                 raise WeightsError(f"{name} has dtype {dtype!r}; allowed are {', '.join(_DTYPES)}")
-            wanted = expected.get(name)
-            if wanted is None and not weights.is_ignored(self._architecture, name):
-                raise WeightsError(f"{name} is not part of the model")
-            if wanted is not None and wanted != tuple(shape):
-                raise WeightsError(f"{name} is {list(shape)} instead of {list(wanted)}")
-            tensors[name] = torch.empty(tuple(shape), dtype=kind, device=self._device)
+            tensors[name] = torch.empty(given[name], dtype=kind, device=self._device)
         return tensors

@@ -1,8 +1,8 @@
-"""Keys and values of the running sequences, in one block of bounded memory.
+"""The key-value cache: keys and values of the running sequences, in one block of bounded memory.
 
 Running sequences occupy rows 0 to B - 1, without holes, so that one batched product covers them all. Every row has
-room for the longest sequence that now runs; the block is cut anew when that changes. So a token costs the same memory
-whether few long sequences run or many short ones.
+room for the longest running sequence; the block is divided into other rows when that length changes. So a token costs
+the same memory whether few long sequences run or many short ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ STEP = 64
 
 
 def round_up(length: int, step: int = STEP) -> int:
-    """``length`` to the next multiple of ``step``."""
+    """Return ``length``, rounded up to a multiple of ``step``."""
     return -(-length // step) * step
 
 
 class KVCache:
-    """Rows of keys and values. The memory is touched, and so taken, only as rows are used."""
+    """Rows of keys and values. On a CPU the system assigns the memory only as rows are written."""
 
     def __init__(
         self, architecture: Architecture, max_tokens: int, max_rows: int, dtype: torch.dtype, device: torch.device
@@ -38,16 +38,16 @@ class KVCache:
         self._view = self._memory
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._cut(min(STEP, max_tokens))
+        self._divide(min(STEP, max_tokens))
 
     def capacity(self, length: int) -> int:
-        """How many sequences of up to ``length`` tokens fit at once."""
+        """Return the number of sequences of up to ``length`` tokens that fit at once."""
         return min(self.max_rows, self.max_tokens // min(round_up(length), self.max_tokens))
 
     def ensure(self, length: int, used_rows: int, used_length: int) -> None:
-        """Cuts rows for ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
+        """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
 
-        Rows shrink only when none is in use, since cutting copies what is kept.
+        Rows shrink only when none is in use, because the rows in use must be copied.
         """
         wanted = min(round_up(length), self.max_tokens)
         if wanted == self.row_length or (wanted < self.row_length and used_rows):
@@ -56,28 +56,28 @@ class KVCache:
         kept = []
         if used_rows:
             kept = [tuple(side[:used_rows, :, :used_length].clone() for side in pair) for pair in old]
-        self._cut(wanted)
+        self._divide(wanted)
         for layer, pair in enumerate(kept):
             for side, content in zip((self.keys[layer], self.values[layer]), pair, strict=True):
                 side[:used_rows, :, :used_length] = content
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies a row's first ``length`` tokens onto another row."""
+        """Copy a row's first ``length`` tokens onto another row."""
         self._view[:, :, target, :, :length] = self._view[:, :, source, :, :length]
 
     def read(self, row: int, length: int) -> Tensor:
-        """A copy of a row: [2, layers, heads, length, head dim], keys and values."""
+        """Return a copy of a row's keys and values, [2, layers, heads, length, head dim]."""
         return self._view[:, :, row, :, :length].clone()
 
     def write(self, rows: slice, content: Tensor) -> None:
-        """Writes what ``read`` gave into each of ``rows``."""
+        """Write keys and values, as returned by ``read``, into each of ``rows``."""
         self._view[:, :, rows, :, : content.shape[3]] = content.unsqueeze(2)
 
     def clear(self) -> None:
-        """Overwrites everything with zeros, after values that were not finite."""
+        """Overwrite everything with zeros, because even masked values spoil results when they are not finite."""
         self._memory.zero_()
 
-    def _cut(self, length: int) -> None:
+    def _divide(self, length: int) -> None:
         self.row_length = length
         self.rows = self.max_tokens // length
         used = self.rows * self.num_heads * length * self.head_dim
@@ -89,9 +89,9 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, since what is masked is multiplied by 0 and must not be NaN; on a CPU they take memory when written."""
+    """Return zeros, because masked values are multiplied by 0 and must not be NaN. On a CPU they take no memory yet."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes every page; numpy gets zeroed ones from the system as they are touched.
+    # torch.zeros writes every page; numpy gets zeroed pages from the system as they are touched.
     same_size = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
     return torch.from_numpy(np.zeros(shape, same_size)).view(dtype)

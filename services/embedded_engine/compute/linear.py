@@ -1,14 +1,14 @@
 """Linear layers whose results for a row do not depend on what else is in the batch.
 
-A plain matrix product picks its kernel by the number of rows, so that a token's log-probability would change in its
-last bits with the load of the engine, and now and then a sampled token with it. oneDNN's product with a packed weight
-adds up in one order whatever the number of rows (a test shows it), and is the fastest on a CPU at any batch size from
-1 to 64. Where there is no oneDNN, rows are padded to a multiple of PAD_ROWS for the same end.
+A plain matrix product chooses its kernel by the number of rows, so that a token's log-probability would change in its
+last bits with the load of the engine, and sometimes a sampled token with it. oneDNN's product with a packed weight adds
+in one order whatever the number of rows (a test shows it), and is the fastest on a CPU at any batch size from 1 to 64.
+Where there is no oneDNN, rows are padded to a multiple of PAD_ROWS for the same purpose.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,11 +16,8 @@ from torch import Tensor
 PAD_ROWS = 32
 
 
-class Linear(Protocol):
-    """x [rows, in] to x W^T + b [rows, out]."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Applies the layer."""
+Linear = Callable[[Tensor], Tensor]
+"""A layer from x [rows, in] to x W^T + b [rows, out]."""
 
 
 class PackedLinear:
@@ -31,13 +28,13 @@ class PackedLinear:
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Applies the layer."""
+        """Apply the layer."""
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return result
 
 
 class PlainLinear:
-    """A weight as it is; rows are padded where products on this device depend on their number."""
+    """A weight in its usual layout; rows are padded to a multiple of ``pad_rows``."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, pad_rows: int) -> None:
         self._weight = weight
@@ -45,7 +42,7 @@ class PlainLinear:
         self._pad_rows = pad_rows
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Applies the layer."""
+        """Apply the layer."""
         rows = x.shape[0]
         missing = -rows % self._pad_rows
         if missing:
@@ -54,7 +51,7 @@ class PlainLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The layer for ``weight`` [out, in], on its device and in its type."""
+    """Return the layer for ``weight`` [out, in], on its device and in its type."""
     if weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias, pad_rows=PAD_ROWS)

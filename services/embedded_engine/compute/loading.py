@@ -1,4 +1,4 @@
-"""Loads a model for the embedded engine: configuration, tokenizer, weights."""
+"""Loading of a model for the embedded engine: configuration, tokenizer, weights, key-value cache."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from services.core import compute, memory
-from services.core.compute import Compute
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.model import Model, Weights, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
-from services.rollout_server.settings import RolloutSettings
+from services.embedded_engine.settings import EngineSettings
 
 log = get_logger(__name__)
 
@@ -29,16 +28,16 @@ DEFAULT_MAX_TOTAL_TOKENS = 65_536
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with what is needed to serve it."""
+    """A model with its key-value cache and tokenizer."""
 
     model: Model
     cache: KVCache
     tokenizer: PreTrainedTokenizerBase
     end_ids: frozenset[int]
-    max_running: int
+    """The tokens that end a completion."""
 
     def decode_text(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         text = self.tokenizer.decode(
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -46,36 +45,40 @@ class Loaded:
         return text
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text prompt, with the special tokens that the tokenizer adds."""
+        """Return the token ids of a text prompt, with the special tokens that the tokenizer adds."""
         ids: list[int] = self.tokenizer(text)["input_ids"]
         return ids
 
     def read_weights(self, directory: Path) -> Weights:
-        """Weights of a model directory, ready to replace the model's.
+        """Return the weights of a model directory, ready to replace the model's.
 
         Raises:
-            WeightsError: they cannot be read or do not fit.
+            WeightsError: the weights cannot be read or do not fit.
         """
         return self.pack(read_directory(directory, self.model.architecture))
 
     def pack(self, tensors: dict[str, Tensor]) -> Weights:
-        """Weights, ready to replace the model's, from its named tensors, which are taken out of ``tensors``."""
+        """Return weights, ready to replace the model's, made of named tensors, which are removed from ``tensors``."""
         with torch.inference_mode():
             return pack_weights(self.model.architecture, tensors, self.model.dtype, self.model.device)
 
 
-def load(settings: RolloutSettings) -> Loaded:
-    """Loads MODEL_NAME.
+def load(settings: EngineSettings) -> Loaded:
+    """Load MODEL_NAME.
 
     Raises:
-        ConfigurationError: it cannot be had, or the embedded engine does not compute its kind.
+        ConfigurationError: the model cannot be found, or the embedded engine does not compute its architecture.
     """
-    if settings.engine_threads is not None:
-        torch.set_num_threads(settings.engine_threads)
-    chosen = choose_compute(settings)
+    chosen = compute.decide(
+        "ENGINE_DTYPE",
+        settings.engine_dtype,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
+        threads=torch.get_num_threads(),
+    )
     log.info("computing", **vars(chosen))
     device, dtype = torch.device(chosen.device), getattr(torch, chosen.compute_type)
-    directory = find_model(settings.model_name)
+    directory = _find_model(settings.model_name)
     max_tokens = settings.engine_max_total_tokens or max(DEFAULT_MAX_TOTAL_TOKENS, settings.engine_context_length or 0)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -95,14 +98,14 @@ def load(settings: RolloutSettings) -> Loaded:
             f"({error}); lower the number, or take a smaller model"
         ) from error
     memory.release()
-    return Loaded(model, cache, tokenizer, end_token_ids(directory, config, tokenizer), max_running)
+    return Loaded(model, cache, tokenizer, _end_token_ids(directory, config, tokenizer))
 
 
-def find_model(name: str) -> Path:
-    """The directory of a model: ``name`` itself, or the hub's snapshot of it.
+def _find_model(name: str) -> Path:
+    """Return the directory of a model: ``name`` itself, or the hub's snapshot of it.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: ``name`` is neither.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -117,19 +120,8 @@ def find_model(name: str) -> Path:
         ) from error
 
 
-def choose_compute(settings: RolloutSettings) -> Compute:
-    """Return what the engine computes with on this machine."""
-    return compute.decide(
-        "ENGINE_DTYPE",
-        settings.engine_dtype,
-        device="cuda" if torch.cuda.is_available() else "cpu",
-        multiplies_bfloat16=compute.multiplies_bfloat16(torch.cpu.get_capabilities()),
-        threads=torch.get_num_threads(),
-    )
-
-
-def end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a completion: those of the model, of its generation settings, and of the tokenizer."""
+def _end_token_ids(directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the end tokens of the model, of its generation settings, and of the tokenizer."""
     sources = [config.eos_token_id, tokenizer.eos_token_id]
     if (directory / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(directory).eos_token_id)

@@ -2,7 +2,7 @@
 
 Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Projections
 of the same input are one product. Every operation computes a token from its own row only, in an order that does not
-depend on the other rows, so that what a sequence gets is the same whatever runs beside it.
+depend on the other rows, so that a sequence gets the same results whatever runs beside it.
 
 Shapes: N tokens or B sequences; H hidden size; Q query heads in K key-value heads of G = Q / K; D head dimension.
 """
@@ -24,10 +24,10 @@ from services.embedded_engine.compute.linear import Linear, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
 
 ATTENTION_STEP = 32
-"""Decoding looks at the cache in multiples of this, masking the rest."""
+"""Decoding reads the cache up to a multiple of this, and masks the rest."""
 
 StoreKeysValues = Callable[[int, int, Tensor, Tensor], None]
-"""Called with layer, sequence, and its keys and values, each [K, tokens, D]."""
+"""A function of layer, sequence, and the sequence's keys and values, each [K, tokens, D]."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Weights:
 def pack_weights(
     architecture: Architecture, tensors: dict[str, Tensor], dtype: torch.dtype, device: torch.device
 ) -> Weights:
-    """Makes weights from named tensors, which are taken out of ``tensors`` one by one to save memory.
+    """Return weights made of named tensors, which are removed from ``tensors`` one by one to save memory.
 
-    All are copies: a single view of a mapped file would keep all of it in memory.
+    All are copies, because a single view of a mapped file would keep the whole file in memory.
     """
 
     def take(*names: str) -> Tensor:
@@ -104,11 +104,11 @@ class Model:
         self._scale = self.architecture.head_dim**-0.5
 
     def prefill(self, sequences: Sequence[Sequence[int]], store: StoreKeysValues | None) -> Tensor:
-        """Computes whole sequences from their first token, packed one after the other.
+        """Compute whole sequences from their first token, packed one after the other.
 
         Args:
             sequences: token ids.
-            store: is given the keys and values; None where nothing will be generated.
+            store: takes the keys and values; None where nothing will be generated.
 
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
@@ -135,12 +135,12 @@ class Model:
         return self._norm(x, weights.norm)
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, longest: int) -> Tensor:
-        """Computes one more token of every running sequence.
+        """Compute one more token of every running sequence.
 
         Args:
             tokens: the newest token of the sequence in each cache row from 0 on, [B].
-            positions: where these stand in their sequences, [B].
-            cache: has the tokens before; keys and values of ``tokens`` are added.
+            positions: the position of each token in its sequence, [B].
+            cache: has the earlier tokens; keys and values of ``tokens`` are added.
             longest: the greatest position + 1.
 
         Returns:
@@ -154,7 +154,7 @@ class Model:
         mask = torch.where(torch.arange(length, device=self.device) <= positions[:, None], 0.0, -torch.inf)
         mask = mask.to(self.dtype)[:, None, None, :].expand(batch, kv_heads, groups, length)
         mask = mask.reshape(batch * kv_heads, groups, length)
-        # Where in a layer's keys, seen as [rows * K * row length, D], the new ones go.
+        # The places of the new keys in a layer's keys, viewed as [rows * K * row length, D].
         heads = torch.arange(batch * kv_heads, device=self.device)
         places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
         x = weights.embedding[tokens].float()
@@ -172,14 +172,14 @@ class Model:
         return self.logits(self._norm(x, weights.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] in float32 of hidden states [N, H]."""
+        """Return the logits [N, V] in float32 of hidden states [N, H]."""
         return self.weights.head(hidden).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), weight.shape, weight.float(), self.architecture.norm_eps).to(self.dtype)
 
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, Q, D], keys and values [N, K, D], the first two rotated to their positions."""
+        """Return queries [N, Q, D], keys and values [N, K, D]; queries and keys are rotated to their positions."""
         shape = self.architecture
         heads = layer.query_key_value(x).view(len(x), -1, shape.head_dim)
         rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
@@ -191,7 +191,7 @@ class Model:
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, -shape.num_kv_heads :]
 
     def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of one sequence to itself: [n, Q, D] from queries [n, Q, D] and keys and values [K, n, D]."""
+        """Return one sequence's causal self-attention [n, Q, D] of queries [n, Q, D] to keys and values [K, n, D]."""
         groups = self.architecture.num_heads // self.architecture.num_kv_heads
         attended = functional.scaled_dot_product_attention(
             query.transpose(0, 1).contiguous().unsqueeze(0),
@@ -209,7 +209,7 @@ class Model:
 def _rotary_tables(
     config: PretrainedConfig, length: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
+    """Return cosines and sines [length, 1, D]; the sines carry the sign of the rotation."""
     frequencies, scaling = _rotary_frequencies(config)
     angles = torch.arange(length, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
@@ -218,9 +218,9 @@ def _rotary_tables(
 
 
 def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
-    """Angle a position, [D / 2] float32, and the factor of cosines and sines (RoPE, arXiv:2104.09864, and extensions).
+    """Return the angles per position [D / 2], float32, and the factor of cosines and sines.
 
-    As in transformers' models, whose modules take seconds to import.
+    RoPE (arXiv:2104.09864) and its extensions, as transformers' models compute them; importing those takes seconds.
     """
     parameters: dict[str, Any] = config.rope_parameters
     kind = parameters["rope_type"]

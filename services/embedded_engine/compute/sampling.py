@@ -1,8 +1,8 @@
 """Seeded sampling and log-probabilities of a batch.
 
 Each draw takes one uniform number, which depends on the request's seed, the completion's number within the request and
-the token's position only, and finds its token on the cumulative distribution. So a completion does not depend on what
-else is in the batch, and repeats with its seed. Summing in blocks keeps that to three passes over the logits.
+the token's position only, and finds its token on the cumulative distribution. So a completion does not depend on the
+rest of the batch, and repeats with its seed. Sums of blocks keep a draw to three passes over the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one sequence is sampled. ``key`` is the stream of its uniform numbers; see ``stream_key``."""
+    """Sampling parameters of one sequence. ``key`` is the stream of its uniform numbers; see ``stream_key``."""
 
     key: int
     temperature: float = 1.0
@@ -32,23 +32,23 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether always the likeliest token is taken."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
-    def is_cut(self) -> bool:
-        """Whether unlikely tokens are cut off."""
+    def is_truncated(self) -> bool:
+        """Whether top-k, top-p or min-p cut off unlikely tokens."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 def stream_key(seed: int, completion: int) -> int:
-    """The 64-bit key of a completion's uniform numbers, from its request's seed and its number in the request."""
+    """Return the 64-bit key of a completion's uniform numbers, from the request's seed and the completion's number."""
     digest = hashlib.blake2b(f"{seed}/{completion}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) per key and position: SplitMix64 (Steele et al. 2014) at that place of the key's stream."""
+    """Return a number in [0, 1) per key and position: SplitMix64 (Steele et al. 2014) at that place of the stream."""
     with np.errstate(over="ignore"):
         mixed = keys + (positions + np.uint64(1)) * _GOLDEN
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -59,7 +59,7 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
 
 
 class Sampler:
-    """Samples for a fixed list of sequences, row by row; made anew when the batch changes."""
+    """A sampler of a fixed list of sequences, one a row; a new one is made when the batch changes."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device) -> None:
         self._keys = np.array([row.key for row in rows], dtype=np.uint64)
@@ -69,25 +69,25 @@ class Sampler:
         if any(temperature != 1.0 for temperature in temperatures):
             self._temperatures = torch.tensor(temperatures, dtype=torch.float32, device=device)[:, None]
         greedy = [index for index, row in enumerate(rows) if row.is_greedy]
-        cut = [index for index, row in enumerate(rows) if row.is_cut]
+        truncated = [index for index, row in enumerate(rows) if row.is_truncated]
         self._all_greedy = len(greedy) == len(rows)
         self._greedy = torch.tensor(greedy, device=device) if greedy else None
-        self._cut = torch.tensor(cut, device=device) if cut else None
-        self._top_p = torch.tensor([rows[index].top_p for index in cut], device=device)[:, None]
-        self._min_p = torch.tensor([rows[index].min_p for index in cut], device=device)[:, None]
-        ranks = [rows[index].top_k if rows[index].top_k > 0 else 2**31 - 1 for index in cut]
+        self._truncated = torch.tensor(truncated, device=device) if truncated else None
+        self._top_p = torch.tensor([rows[index].top_p for index in truncated], device=device)[:, None]
+        self._min_p = torch.tensor([rows[index].min_p for index in truncated], device=device)[:, None]
+        ranks = [rows[index].top_k if rows[index].top_k > 0 else 2**31 - 1 for index in truncated]
         self._top_k = torch.tensor(ranks, device=device)[:, None]
 
     def sample(self, logits: Tensor, positions: NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
-        """Draws a token a row.
+        """Draw a token for each row.
 
         Args:
             logits: [B, V] float32; they are divided by the temperature in place.
-            positions: [B], number of tokens that each completion has so far.
+            positions: [B], the number of tokens that each completion has so far.
 
         Returns:
-            Token ids [B] and their log-probabilities [B], of the temperature-scaled distribution before any cut.
-            A row whose logits are not finite has a log-probability of NaN.
+            Token ids [B] and their log-probabilities [B], of the temperature-scaled distribution before
+            truncation. A row whose logits are not finite has a log-probability of NaN.
         """
         if self._temperatures is not None:
             logits /= self._temperatures
@@ -102,13 +102,15 @@ class Sampler:
             tokens = _draw(weights, sums, drawn)
             if self._greedy is not None:
                 tokens[self._greedy] = logits[self._greedy].argmax(-1)
-            if self._cut is not None:
-                tokens[self._cut] = self._draw_cut(weights[self._cut], total[self._cut], drawn[self._cut])
+            if self._truncated is not None:
+                tokens[self._truncated] = self._draw_truncated(
+                    weights[self._truncated], total[self._truncated], drawn[self._truncated]
+                )
         chosen = logits.gather(1, tokens[:, None]) - peak
         return tokens, (chosen[:, 0].double() - total.log()).float()
 
-    def _draw_cut(self, weights: Tensor, total: Tensor, drawn: Tensor) -> Tensor:
-        """Draws from what top-k, top-p and min-p leave, cut together as SGLang does."""
+    def _draw_truncated(self, weights: Tensor, total: Tensor, drawn: Tensor) -> Tensor:
+        """Draw from the tokens that top-k, top-p and min-p leave, applied together as in SGLang."""
         ranked, order = weights.sort(stable=True, dim=-1, descending=True)
         cumulative = ranked.double().cumsum(-1)
         ranks = torch.arange(ranked.shape[1], device=ranked.device)
@@ -121,7 +123,7 @@ class Sampler:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Sums of blocks of BLOCK weights, [B, blocks] in float64; the last block may be shorter."""
+    """Return sums of blocks of BLOCK weights, [B, blocks] in float64; the last block may be shorter."""
     size = weights.shape[1]
     whole = size // BLOCK * BLOCK
     parts = [weights[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1)] if whole else []
@@ -131,7 +133,7 @@ def _block_sums(weights: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, sums: Tensor, drawn: Tensor) -> Tensor:
-    """Where ``drawn`` in [0, 1) [B] falls on the cumulative weights [B, V]; never on a weight of 0."""
+    """Return where ``drawn`` in [0, 1) [B] falls on the cumulative weights [B, V]; never on a weight of 0."""
     cumulative = sums.cumsum(-1)
     target = (drawn * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp_(max=sums.shape[1] - 1)
@@ -148,5 +150,5 @@ def _draw(weights: Tensor, sums: Tensor, drawn: Tensor) -> Tensor:
 
 
 def log_softmax_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [N] of ``tokens`` [N] under ``logits`` [N, V], not scaled by any temperature."""
+    """Return log-probabilities [N] of ``tokens`` [N] under ``logits`` [N, V], at temperature 1."""
     return logits.gather(1, tokens[:, None])[:, 0] - torch.logsumexp(logits, -1)

@@ -15,7 +15,7 @@ from services.embedded_engine.compute.sampling import Sampling
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a sequence ends."""
+    """The conditions that end a sequence."""
 
     max_new_tokens: int
     token_ids: frozenset[int]
@@ -25,9 +25,9 @@ class Stopping:
 
 @dataclass(eq=False)
 class Sequence:
-    """One completion in the making.
+    """One completion while it is generated.
 
-    ``versions`` has a pair (weight version, index of the first token sampled with it) whenever the version changed.
+    ``versions`` gets a pair (weight version, index of the first token sampled with it) whenever the version changed.
     ``finish`` is SGLang's finish_reason once the completion has ended.
     """
 
@@ -43,12 +43,12 @@ class Sequence:
 
     @property
     def id(self) -> str:
-        """The request's id, with the completion's number where there are several."""
+        """The request's id, with the completion's number if there are several."""
         return self.request.rid if len(self.request.sequences) == 1 else f"{self.request.rid}-{self.number}"
 
     @property
     def length(self) -> int:
-        """Tokens so far, the prompt's included."""
+        """The number of tokens so far, including the prompt's."""
         return len(self.request.prompt_ids) + len(self.output_ids)
 
 
@@ -56,9 +56,9 @@ class Sequence:
 class Request:
     """A prompt with its completions.
 
-    ``logprob_start`` asks for the log-probabilities of prompt tokens from there on (``input_logprobs``: the first entry
-    is None). ``on_progress`` is called in the engine's thread after every token and at the end of each completion;
-    ``done`` is resolved when all completions have ended.
+    ``logprob_start`` asks for the log-probabilities of the prompt's tokens from that index on (``input_logprobs``,
+    whose first entry is None). The engine's thread calls ``on_progress`` after every token and at the end of each
+    completion, and resolves ``done`` when all completions have ended.
     """
 
     rid: str
@@ -74,25 +74,24 @@ class Request:
 
     @property
     def longest(self) -> int:
-        """Tokens that a completion may have at most, the prompt's included."""
+        """The largest possible length of a sequence in tokens, including the prompt's."""
         return len(self.prompt_ids) + self.stopping.max_new_tokens
 
 
 @dataclass(frozen=True)
-class KeptPrompt:
-    """A computed prompt whose completions do not all run yet: its keys and values, and its last logits [1, V]."""
+class CachedPrompt:
+    """The result of a prefill for the completions that do not run yet: keys and values, and the last logits [1, V]."""
 
     keys_values: Tensor
     logits: Tensor
 
 
 @dataclass(eq=False)
-class Waiting:
-    """Sequences that continue the same tokens and wait for a place: a fresh prompt's, or a single interrupted one."""
+class QueueEntry:
+    """Sequences that continue the same tokens and wait for cache rows: a new prompt's, or a single preempted one."""
 
     request: Request
     tokens: list[int]
     sequences: list[Sequence]
-    kept: KeptPrompt | None = None
-    is_admitted: bool = False
-    """Whether some of the completions run already."""
+    cached: CachedPrompt | None = None
+    """The prefill of ``tokens``, once some of the completions run."""

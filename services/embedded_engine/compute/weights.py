@@ -1,4 +1,4 @@
-"""Model directories: which tensors an architecture has, and how they are read and checked before anything changes."""
+"""Model directories: the tensors of an architecture, read and checked before anything changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 class WeightsError(Exception):
-    """Weights that do not fit the model; nothing was changed."""
+    """The weights do not fit the model; nothing was changed."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Architecture:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
-        """The architecture that a configuration describes.
+        """Return the architecture that a configuration describes.
 
         Raises:
-            WeightsError: the embedded engine does not compute this kind of model.
+            WeightsError: the embedded engine does not compute this architecture.
         """
         family = config.model_type
         if family not in FAMILIES:
@@ -73,16 +73,16 @@ class Architecture:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """The width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
+        """The width of all key (or value) heads together."""
         return self.num_kv_heads * self.head_dim
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor, by its name in a Hugging Face model directory; tied ones once."""
+        """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
         hidden, inner = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         projections = {
@@ -112,51 +112,48 @@ class Architecture:
 
 
 def is_ignored(architecture: Architecture, name: str) -> bool:
-    """Whether a tensor of that name may be given but is not read: a tied copy, or a table that is computed."""
+    """Return whether a tensor of that name may be given but is not read: a tied copy, or a table that is computed."""
     return name.endswith("rotary_emb.inv_freq") or (architecture.has_tied_embeddings and name == "lm_head.weight")
 
 
-def check(architecture: Architecture, given: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Compares names and shapes with what the model has.
+def check(
+    architecture: Architecture, given: Mapping[str, tuple[int, ...]], source: str, *, is_complete: bool = True
+) -> None:
+    """Compare names and shapes of tensors with the model's.
 
     Raises:
-        WeightsError: a tensor is missing, unknown, or of another shape; the message names the first few.
+        WeightsError: a tensor is unknown, has another shape or, if ``is_complete``, is missing; the message names the
+            first few.
     """
     shapes = architecture.shapes()
-    missing = [name for name in shapes if name not in given]
-    unknown = [name for name in given if name not in shapes and not is_ignored(architecture, name)]
-    wrong = [
-        f"{name} is {list(given[name])} instead of {list(shape)}"
-        for name, shape in shapes.items()
-        if name in given and given[name] != shape
-    ]
-    problems = [
-        *(f"{name} is missing" for name in missing),
-        *(f"{name} is not part of the model" for name in unknown),
-        *wrong,
-    ]
+    problems = [f"{name} is missing" for name in shapes if is_complete and name not in given]
+    for name, shape in given.items():
+        if name in shapes and shape != shapes[name]:
+            problems.append(f"{name} is {list(shape)} instead of {list(shapes[name])}")
+        elif name not in shapes and not is_ignored(architecture, name):
+            problems.append(f"{name} is not part of the model")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise WeightsError(f"{source} does not fit the model: {'; '.join(problems[:3])}{more}")
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str) -> None:
-    """Refuses weights with NaN or infinity, which would poison every answer.
+    """Refuse weights with NaN or infinity, which would spoil every answer.
 
     Raises:
-        WeightsError: with the first such tensor's name.
+        WeightsError: a tensor has such values; the message names the first.
     """
     for name, tensor in tensors.items():
-        # The sum is infinite or NaN when an element is; only then is it worth looking at each.
+        # The sum is infinite or NaN if an element is.
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
             raise WeightsError(f"{source}: {name} has values that are not finite; a training step went wrong")
 
 
 def read_directory(directory: Path, architecture: Architecture) -> dict[str, Tensor]:
-    """Reads a model directory's tensors (one file or several, any float type), checked against the model.
+    """Return a model directory's tensors (one file or several, any float type), checked against the model.
 
     Raises:
-        WeightsError: there is none, it cannot be read, or it does not fit.
+        WeightsError: the directory does not exist, cannot be read, or does not fit.
     """
     source = str(directory)
     try:
@@ -181,7 +178,7 @@ def read_directory(directory: Path, architecture: Architecture) -> dict[str, Ten
 
 def _files(directory: Path) -> list[Path]:
     if not directory.is_dir():
-        raise WeightsError(f"{directory} is not a directory; publish the version first, on a volume that is shared")
+        raise WeightsError(f"{directory} is not a directory; publish the version first, on a shared volume")
     index = directory / _INDEX
     if index.is_file():
         try:

@@ -1,156 +1,75 @@
-"""Replies in the two dialects of OpenAI's completions, whole and in chunks of a stream."""
+"""Replies of OpenAI's two routes: whole, or in chunks of a stream."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
+
+from tokenizers.decoders import DecodeStream
 
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request, Sequence
 from services.embedded_engine.http import tool_calls
-from services.embedded_engine.http.sglang_wire import completion_text
+from services.embedded_engine.http.sglang_routes import completion_text
 from services.embedded_engine.http.tool_calls import ToolCall
 
 
-def usage(requests: list[Request]) -> dict[str, Any]:
-    """Token counts over all requests; each prompt counts once."""
-    prompt = sum(len(request.prompt_ids) for request in requests)
-    completion = sum(len(sequence.output_ids) for request in requests for sequence in request.sequences)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-class Dialect(ABC):
-    """How one of the two routes words its replies."""
-
-    object_name: str
-    chunk_name: str
-
-    def __init__(self, model: str, loaded: Loaded, top_logprobs: int | None, *, has_tools: bool = False) -> None:
-        """Makes a dialect.
-
-        Args:
-            model: name of the model as the client called it.
-            loaded: decodes tokens.
-            top_logprobs: how many of the likeliest tokens are told at each place; None for no logprobs at all.
-            has_tools: whether tool calls are read out of the text.
-        """
-        self.top_logprobs = top_logprobs
-        self.has_tools = has_tools
-        self._model = model
-        self._loaded = loaded
-        self._created = int(time.time())
-
-    def reply(self, requests: list[Request], weight_version: str) -> dict[str, Any]:
-        """The whole reply."""
-        everything = [sequence for request in requests for sequence in request.sequences]
-        return {
-            "id": requests[0].rid,
-            "object": self.object_name,
-            "created": self._created,
-            "model": self._model,
-            "choices": [self._choice(index, sequence) for index, sequence in enumerate(everything)],
-            "usage": usage(requests),
-            "metadata": {"weight_version": weight_version},
-        }
-
-    def chunk(
-        self, identifier: str, index: int, delta: dict[str, Any], logprobs: Any, finish_reason: str | None
-    ) -> dict[str, Any]:
-        """One chunk of a stream."""
-        choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head(identifier), "choices": [choice]}
-
-    def usage_chunk(self, identifier: str, counts: dict[str, Any]) -> dict[str, Any]:
-        """The chunk with the token counts."""
-        return {**self._head(identifier), "choices": [], "usage": counts}
-
-    def final(self, sequence: Sequence) -> tuple[str, list[ToolCall]]:
-        """Text and tool calls of a completion that has ended."""
-        text = completion_text(sequence, self._loaded.decode_text)
-        return tool_calls.parse(text) if self.has_tools else (text, [])
-
-    def opening(self) -> list[dict[str, Any]]:
-        """What a choice's stream begins with."""
-        return []
-
-    @abstractmethod
-    def delta(self, text: str | None) -> dict[str, Any]:
-        """A chunk's piece of text; None in the last chunk."""
-
-    def call_delta(self, calls: list[ToolCall]) -> dict[str, Any]:
-        """A chunk's tool calls."""
-        return {"delta": {"tool_calls": [{"index": i, **call.as_openai()} for i, call in enumerate(calls)]}}
-
-    @abstractmethod
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
-        """Log-probabilities of tokens ``start`` to ``end`` in the dialect's form; None where none are told."""
-
-    @abstractmethod
-    def _choice(self, index: int, sequence: Sequence) -> dict[str, Any]: ...
-
-    def _head(self, identifier: str) -> dict[str, Any]:
-        return {"id": identifier, "object": self.chunk_name, "created": self._created, "model": self._model}
-
-    def _token(self, token: int) -> str:
-        return self._loaded.decode_text([token], False)
-
-
-class Chat(Dialect):
-    """/v1/chat/completions."""
-
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-
-    def opening(self) -> list[dict[str, Any]]:
-        """The role comes first."""
-        return [{"delta": {"role": "assistant", "content": ""}}]
-
-    def delta(self, text: str | None) -> dict[str, Any]:
-        """See Dialect."""
-        return {"delta": {} if text is None else {"content": text}}
-
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
-        """See Dialect."""
-        if self.top_logprobs is None:
-            return None
-        places = []
-        for place in range(start, end):
-            entry = self._entry(sequence.output_ids[place], sequence.logprobs[place])
-            top = sequence.top_logprobs[place] if self.top_logprobs else []
-            places.append({**entry, "top_logprobs": [self._entry(token, logprob) for logprob, token in top]})
-        return {"content": places}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    def _choice(self, index: int, sequence: Sequence) -> dict[str, Any]:
-        text, calls = self.final(sequence)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-        if calls:
-            message["tool_calls"] = [call.as_openai() for call in calls]
-        finish = sequence.finish or {}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": self.logprobs(sequence, 0, len(sequence.output_ids)),
-            "finish_reason": "tool_calls" if calls else finish.get("type"),
-        }
-
-
-class Text(Dialect):
-    """/v1/completions."""
+class TextReplies:
+    """The replies of /v1/completions to one body."""
 
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def delta(self, text: str | None) -> dict[str, Any]:
-        """See Dialect."""
-        return {"text": text or ""}
+    def __init__(self, model: str, loaded: Loaded, top_logprobs: int | None, *, has_tools: bool = False) -> None:
+        """Describe the replies.
 
-    def logprobs(self, sequence: Sequence, start: int, end: int) -> Any:
-        """See Dialect."""
+        Args:
+            model: the model's name as the client gave it.
+            loaded: decodes tokens.
+            top_logprobs: the number of likeliest tokens given for each token; None for no log-probabilities at all.
+            has_tools: whether tool calls are read out of the text.
+        """
+        self.top_logprobs = top_logprobs
+        self.has_tools = has_tools
+        self.loaded = loaded
+        self._model = model
+        self._created = int(time.time())
+
+    def whole(self, requests: list[Request], weight_version: str) -> dict[str, Any]:
+        """Return the whole reply to all requests, which have ended."""
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        choices = []
+        for index, sequence in enumerate(sequences):
+            text, calls = self.text_and_calls(sequence)
+            logprobs = self.logprobs(sequence, 0, len(sequence.output_ids))
+            choices.append(_choice(index, self.content(text, calls), logprobs, _finish_reason(sequence, calls)))
+        metadata = {"weight_version": weight_version}
+        return self._reply(self.object_name, requests, choices, usage=usage(requests), metadata=metadata)
+
+    def chunk(self, requests: list[Request], choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        return self._reply(self.chunk_name, requests, choices, **fields)
+
+    def text_and_calls(self, sequence: Sequence) -> tuple[str, list[ToolCall]]:
+        """Return text and tool calls of a completion that has ended."""
+        text = completion_text(sequence, self.loaded)
+        return tool_calls.parse(text) if self.has_tools else (text, [])
+
+    def opening(self) -> dict[str, Any] | None:
+        """Return the content of a stream's first choice, before any text; None if there is none."""
+        return None
+
+    def content(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
+        """Return the content of a whole choice."""
+        return {"text": text}
+
+    def delta(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
+        """Return the content of a stream's choice; both arguments are empty in the last one."""
+        return {"text": text}
+
+    def logprobs(self, sequence: Sequence, start: int, end: int) -> dict[str, Any] | None:
+        """Return the log-probabilities of tokens ``start`` to ``end``, or None if the client does not want any."""
         if self.top_logprobs is None:
             return None
         tokens = [self._token(token) for token in sequence.output_ids[:end]]
@@ -165,11 +84,120 @@ class Text(Dialect):
             "text_offset": offsets[start:end],
         }
 
-    def _choice(self, index: int, sequence: Sequence) -> dict[str, Any]:
-        finish = sequence.finish or {}
-        return {
-            "index": index,
-            "text": self.final(sequence)[0],
-            "logprobs": self.logprobs(sequence, 0, len(sequence.output_ids)),
-            "finish_reason": finish.get("type"),
-        }
+    def _reply(
+        self, kind: str, requests: list[Request], choices: list[dict[str, Any]], **fields: Any
+    ) -> dict[str, Any]:
+        head = {"id": requests[0].rid, "object": kind, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **fields}
+
+    def _token(self, token: int) -> str:
+        return self.loaded.decode_text([token], False)
+
+
+class ChatReplies(TextReplies):
+    """The replies of /v1/chat/completions, which differ from those of /v1/completions in what a choice has."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def opening(self) -> dict[str, Any] | None:
+        """Return the role."""
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def content(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
+        """Return the message."""
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        if calls:
+            message["tool_calls"] = [call.as_openai() for call in calls]
+        return {"message": message}
+
+    def delta(self, text: str, calls: list[ToolCall]) -> dict[str, Any]:
+        """Return a piece of the message."""
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            delta["tool_calls"] = [{"index": index, **call.as_openai()} for index, call in enumerate(calls)]
+        return {"delta": delta}
+
+    def logprobs(self, sequence: Sequence, start: int, end: int) -> dict[str, Any] | None:
+        """Return an entry per token, each with the likeliest tokens at its position."""
+        if self.top_logprobs is None:
+            return None
+        entries = []
+        for place in range(start, end):
+            top = sequence.top_logprobs[place] if self.top_logprobs else []
+            entry = self._entry(sequence.output_ids[place], sequence.logprobs[place])
+            entries.append({**entry, "top_logprobs": [self._entry(token, logprob) for logprob, token in top]})
+        return {"content": entries}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._token(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class ChoiceStream:
+    """One completion of a stream, which knows how much of it has been sent."""
+
+    def __init__(self, index: int, sequence: Sequence, replies: TextReplies) -> None:
+        self.is_done = False
+        self._index = index
+        self._sequence = sequence
+        self._replies = replies
+        self._decoder = DecodeStream(skip_special_tokens=sequence.request.stopping.skip_special_tokens)
+        self._text = ""
+        self._num_decoded = 0
+        self._sent_text = 0
+        self._sent_logprobs = 0
+
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Yield the choice to send before any text, if there is one."""
+        content = self._replies.opening()
+        if content is not None:
+            yield _choice(self._index, content, None, None)
+
+    def advance(self, count: int) -> Iterator[dict[str, Any]]:
+        """Yield the choices to send now that the completion has ``count`` tokens."""
+        sequence, replies = self._sequence, self._replies
+        # Read once, because the engine's thread sets it after the last token.
+        finish = sequence.finish if count == len(sequence.output_ids) else None
+        calls: list[ToolCall] = []
+        if finish is None:
+            for token in sequence.output_ids[self._num_decoded : count]:
+                self._text += self._decoder.step(replies.loaded.tokenizer.backend_tokenizer, token) or ""
+            self._num_decoded = count
+            text = self._certain_text()
+        else:
+            self.is_done = True
+            text, calls = replies.text_and_calls(sequence)
+        if len(text) > self._sent_text:
+            piece, self._sent_text = text[self._sent_text :], len(text)
+            yield _choice(self._index, replies.delta(piece, []), self._next_logprobs(count), None)
+        if calls:
+            yield _choice(self._index, replies.delta("", calls), None, None)
+        if finish is not None:
+            reason = _finish_reason(sequence, calls)
+            yield _choice(self._index, replies.delta("", []), self._next_logprobs(count), reason)
+
+    def _next_logprobs(self, count: int) -> Any:
+        start, self._sent_logprobs = self._sent_logprobs, count
+        return self._replies.logprobs(self._sequence, start, count) if start < count else None
+
+    def _certain_text(self) -> str:
+        """Return the text without an end that could be the start of a stop string or a tool call."""
+        text = tool_calls.text_before_calls(self._text) if self._replies.has_tools else self._text
+        stops = self._sequence.request.stopping.texts
+        return text[: len(text) - max((tool_calls.overlap(text, stop) for stop in stops), default=0)]
+
+
+def usage(requests: list[Request]) -> dict[str, Any]:
+    """Return token counts over all requests; each prompt counts once."""
+    prompt = sum(len(request.prompt_ids) for request in requests)
+    completion = sum(len(sequence.output_ids) for request in requests for sequence in request.sequences)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _choice(index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _finish_reason(sequence: Sequence, calls: list[ToolCall]) -> str | None:
+    return "tool_calls" if calls else (sequence.finish or {}).get("type")

@@ -1,123 +1,67 @@
-"""What the OpenAI routes take, and how it becomes a prompt and sampling parameters.
+"""The bodies of OpenAI's routes, and the prompts that they describe.
 
-Fields that OpenAI clients send and that change nothing here (user, store, metadata, ...) are ignored; those that would
-change the answer and that the engine does not have are refused.
+Fields that OpenAI clients send and that change nothing here (user, store, metadata, ...) are ignored; fields that would
+change the answer and that the engine lacks are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
-from services.embedded_engine.http.sglang_wire import SamplingParams, read_sampling
+from services.embedded_engine.http.requests import SamplingParams
 from services.http.problems import ProblemError
 
-# What completions without max_tokens may have, as OpenAI's text completions have it.
 DEFAULT_TEXT_TOKENS = 16
+"""The longest text completion without max_tokens, as OpenAI has it."""
 MAX_LENGTH = 2**31 - 1
-
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "audio": (None,),
-    "functions": (None, []),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "response_format": (None, {"type": "text"}),
-    "regex": (None,),
-    "ebnf": (None,),
-    "min_tokens": (None, 0),
-}
+"""Chat completions without a limit end at the context length."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides its text."""
+    """The options of a stream."""
 
     include_usage: bool = False
 
 
-class OpenAIRequest(BaseModel):
-    """What chat and text completions have in common; ``top_k`` and below are SGLang's additions."""
+class OpenAIRequest(SamplingParams):
+    """The fields that chat and text completions have in common; some of SamplingParams are SGLang's additions."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore")
 
     model: str = ""
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool = True
+    sampling_seed: int | None = Field(default=None, ge=-(2**63), lt=2**64, validation_alias="seed")
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    def sampling(self, max_new_tokens: int) -> SamplingParams:
-        """How the engine is to sample.
-
-        Raises:
-            ProblemError: 400, a field is not supported or a value not allowed.
-        """
-        for name, neutral in _REFUSED.items():
-            if (self.model_extra or {}).get(name) not in neutral:
-                raise ProblemError(400, f"{name} is not supported by the embedded engine; leave it out")
-        names = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return read_sampling(
-            {
-                **given,
-                "max_new_tokens": max_new_tokens,
-                "sampling_seed": self.seed,
-                "ignore_eos": self.ignore_eos,
-                "skip_special_tokens": self.skip_special_tokens,
-            }
-        )
 
 
 class ChatRequest(OpenAIRequest):
     """Body of /v1/chat/completions."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    max_completion_tokens: int | None = Field(default=None, ge=0)
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] | None = None
+    max_new_tokens: int = Field(
+        default=MAX_LENGTH, ge=0, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    # The embedded engine cannot force a call, which would need constrained decoding.
+    tool_choice: Literal["auto", "none"] = "auto"
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of.
-
-        Raises:
-            ProblemError: 400, a call is demanded, which would need constrained decoding.
-        """
-        if self.tool_choice in ("none",):
-            return None
-        if self.tool_choice not in (None, "auto"):
-            raise ProblemError(400, "tool_choice is 'auto' or 'none' here: the embedded engine cannot force a call")
-        return self.tools or None
+        """The tools that the model is offered."""
+        return None if self.tool_choice == "none" else self.tools or None
 
     def dropped_by(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return what the request has and the model's chat template has no place for: ``tools``, ``tool_calls``."""
+        """Return the parts, ``tools`` or ``tool_calls``, for which the model's chat template has no place."""
         given = {
             "tools": self.offered_tools is not None,
             "tool_calls": any(message.get("tool_calls") for message in self.messages),
@@ -125,32 +69,26 @@ class ChatRequest(OpenAIRequest):
         template = tokenizer.get_chat_template(tools=self.offered_tools)
         return [name for name, is_given in given.items() if is_given and name not in template]
 
-    def params(self) -> SamplingParams:
-        """How the engine is to sample; without a limit up to the context length."""
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling(MAX_LENGTH if limit is None else limit)
-
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The conversation through the model's chat template, up to where the assistant answers.
+        """Return the conversation in the model's chat template, up to the beginning of the assistant's answer.
 
         Raises:
-            ProblemError: 400, there is no template or it refuses the conversation.
+            ProblemError: 400, the model has no template, or the template refuses the conversation.
         """
         if tokenizer.chat_template is None:
             raise ProblemError(400, "this model has no chat template; use /v1/completions")
         messages = [_for_template(message) for message in self.messages]
         try:
-            ids = tokenizer.apply_chat_template(
+            ids: list[int] = tokenizer.apply_chat_template(
                 messages,
                 tools=self.offered_tools,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                **(self.chat_template_kwargs or {}),
+                **self.chat_template_kwargs,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
-        assert isinstance(ids, list)
         return ids
 
 
@@ -158,14 +96,11 @@ class CompletionRequest(OpenAIRequest):
     """Body of /v1/completions: one prompt or several, each text or token ids."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_new_tokens: int = Field(default=DEFAULT_TEXT_TOKENS, ge=0, validation_alias="max_tokens")
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
-    def params(self) -> SamplingParams:
-        """How the engine is to sample."""
-        return self.sampling(DEFAULT_TEXT_TOKENS if self.max_tokens is None else self.max_tokens)
-
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Token ids of each prompt."""
+        """Return the token ids of each prompt."""
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         tokens = [one for one in given if isinstance(one, int)]
         if tokens:
@@ -175,7 +110,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: plain text content, arguments of calls as objects, no developer role."""
+    """Return a message as templates expect it: text content, arguments of calls as objects, no developer role."""
     role = message.get("role")
     if not isinstance(role, str):
         raise ProblemError(400, "every message needs a role")
@@ -193,7 +128,7 @@ def _text(content: Any) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts):
-        raise ProblemError(400, "the content of a message is text or a list of text parts; nothing else is read")
+        raise ProblemError(400, "the content of a message must be text or a list of text parts")
     return "".join(texts)
 
 

@@ -9,183 +9,126 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from tokenizers.decoders import DecodeStream
 
 from services.core.logs import get_logger
 from services.embedded_engine.compute import sequences
-from services.embedded_engine.http import sglang_wire, tool_calls
-from services.embedded_engine.http.openai_replies import Chat, Dialect, Text, usage
+from services.embedded_engine.http.openai_replies import ChatReplies, ChoiceStream, TextReplies, usage
 from services.embedded_engine.http.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
-from services.embedded_engine.http.served import Served, served_by
+from services.embedded_engine.http.requests import make_request
+from services.embedded_engine.http.state import EngineState, state_of
 from services.http.app import JsonResponse
 
 log = get_logger(__name__)
 
+Progress = asyncio.Queue[tuple[sequences.Sequence, int]]
+"""A sequence and its number of tokens, each time that there is a new token."""
+
 
 def add_routes(app: FastAPI) -> None:
-    """Adds them."""
+    """Add OpenAI's routes."""
 
     @app.get("/v1/models", tags=["openai"])
     async def models(http: Request) -> Response:
-        """The model that is served."""
-        served = served_by(http)
+        """List the served model."""
+        state = state_of(http)
         model = {
-            "id": served.model_name,
+            "id": state.settings.model_name,
             "object": "model",
-            "created": int(served.started),
+            "created": int(state.started),
             "owned_by": "embedded",
-            "root": served.model_path,
-            "max_model_len": served.loaded.model.context_length,
+            "root": state.model_path,
+            "max_model_len": state.loaded.model.context_length,
         }
         return JsonResponse({"object": "list", "data": [model]})
 
     @app.post("/v1/chat/completions", tags=["openai"])
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        """Answers a conversation; with ``tools``, calls that the model makes come as tool calls."""
-        served = served_by(http)
+        """Answer a conversation; with ``tools``, the model's calls come as tool calls."""
+        state = state_of(http)
+        top_logprobs = body.top_logprobs if body.logprobs else None
         has_tools = body.offered_tools is not None
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        dialect = Chat(body.model or served.model_name, served.loaded, top, has_tools=has_tools)
-        prompt_ids = body.prompt_ids(served.loaded.tokenizer)
-        _warn_of_dropped(served, body)
-        return await _answer(served, http, body, dialect, [prompt_ids], body.params())
+        replies = ChatReplies(body.model or state.settings.model_name, state.loaded, top_logprobs, has_tools=has_tools)
+        prompt_ids = body.prompt_ids(state.loaded.tokenizer)
+        _warn_of_dropped(state, body)
+        return await _answer(state, http, body, replies, [prompt_ids])
 
     @app.post("/v1/completions", tags=["openai"])
     async def completions(body: CompletionRequest, http: Request) -> Response:
-        """Continues a text, or several."""
-        served = served_by(http)
-        dialect = Text(body.model or served.model_name, served.loaded, body.logprobs)
-        return await _answer(served, http, body, dialect, body.prompts(served.loaded.tokenizer), body.params())
+        """Continue a text, or several."""
+        state = state_of(http)
+        replies = TextReplies(body.model or state.settings.model_name, state.loaded, body.logprobs)
+        return await _answer(state, http, body, replies, body.prompts(state.loaded.tokenizer))
 
 
-def _warn_of_dropped(served: Served, body: ChatRequest) -> None:
+def _warn_of_dropped(state: EngineState, body: ChatRequest) -> None:
     """Log once what the model's chat template drops. Such requests are answered, as SGLang answers them."""
-    for name in body.dropped_by(served.loaded.tokenizer):
-        if name not in served.warned_of:
-            served.warned_of.add(name)
+    for name in body.dropped_by(state.loaded.tokenizer):
+        if name not in state.warned_of:
+            state.warned_of.add(name)
             log.warning(
                 f"the model never sees the {name} of requests: its chat template drops them",
-                model=served.model_name,
+                model=state.settings.model_name,
                 remedy=f"give its directory a chat_template.jinja that renders {name}",
             )
 
 
 async def _answer(
-    served: Served,
-    http: Request,
-    body: OpenAIRequest,
-    dialect: Dialect,
-    prompts: list[list[int]],
-    params: sglang_wire.SamplingParams,
+    state: EngineState, http: Request, body: OpenAIRequest, replies: TextReplies, prompts: list[list[int]]
 ) -> Response:
-    queue: asyncio.Queue[tuple[sequences.Sequence, int]] = asyncio.Queue()
+    progress: Progress = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
     def on_progress(sequence: sequences.Sequence) -> None:
-        loop.call_soon_threadsafe(queue.put_nowait, (sequence, len(sequence.output_ids)))
+        loop.call_soon_threadsafe(progress.put_nowait, (sequence, len(sequence.output_ids)))
 
     requests = [
-        sglang_wire.make_request(
+        make_request(
             prompt,
-            params,
-            served.limits,
+            body,
+            state.loaded,
             rid=body.rid if len(prompts) == 1 else None,
-            top_logprobs=dialect.top_logprobs or 0,
+            top_logprobs=replies.top_logprobs or 0,
             on_progress=on_progress if body.stream else None,
         )
         for prompt in prompts
     ]
-    if body.stream:
-        # Refusals come before the stream begins, so that they have a status.
-        for request in requests:
-            served.submit(request)
-        chunks = _stream(served, dialect, requests, queue, includes_usage=body.includes_usage)
-        return StreamingResponse(chunks, media_type="text/event-stream")
-    await asyncio.gather(*(served.generate(request, http) for request in requests))
-    return JsonResponse(dialect.reply(requests, served.engine.version))
+    if not body.stream:
+        await asyncio.gather(*(state.generate(request, http) for request in requests))
+        return JsonResponse(replies.whole(requests, state.engine.version))
+    # Before the stream begins, so that a refusal has its status.
+    for request in requests:
+        state.submit(request)
+    chunks = _stream(state, replies, requests, progress, includes_usage=body.stream_options.include_usage)
+    return StreamingResponse(chunks, media_type="text/event-stream")
 
 
 async def _stream(
-    served: Served,
-    dialect: Dialect,
+    state: EngineState,
+    replies: TextReplies,
     requests: list[sequences.Request],
-    queue: asyncio.Queue[tuple[sequences.Sequence, int]],
+    progress: Progress,
     *,
     includes_usage: bool,
 ) -> AsyncIterator[bytes]:
-    """Server-sent events: the text as it is made, its end, perhaps the token counts, and [DONE]."""
+    """Yield server-sent events: the text as it is generated, its end, the token counts if wanted, and [DONE]."""
     everything = [sequence for request in requests for sequence in request.sequences]
-    speakers = {id(sequence): _Speaker(sequence, index, dialect, served) for index, sequence in enumerate(everything)}
-    identifier = requests[0].rid
-    left = len(everything)
+    streams = {sequence: ChoiceStream(index, sequence, replies) for index, sequence in enumerate(everything)}
     try:
-        for speaker in speakers.values():
-            for delta in dialect.opening():
-                yield _event(dialect.chunk(identifier, speaker.index, delta, None, None))
-        while left:
-            sequence, count = await queue.get()
-            speaker = speakers[id(sequence)]
-            if speaker.is_done:
-                continue
-            for chunk in speaker.advance(identifier, count):
-                yield _event(chunk)
-            left -= speaker.is_done
+        for stream in streams.values():
+            for choice in stream.opening():
+                yield _event(replies.chunk(requests, [choice]))
+        while not all(stream.is_done for stream in streams.values()):
+            sequence, count = await progress.get()
+            if not streams[sequence].is_done:
+                for choice in streams[sequence].advance(count):
+                    yield _event(replies.chunk(requests, [choice]))
         if includes_usage:
-            yield _event(dialect.usage_chunk(identifier, usage(requests)))
+            yield _event(replies.chunk(requests, [], usage=usage(requests)))
         yield b"data: [DONE]\n\n"
     finally:
         for request in requests:
             if not request.done.done():
-                served.abort(request, "the client left")
-
-
-class _Speaker:
-    """What of one completion has been sent, and what can be."""
-
-    def __init__(self, sequence: sequences.Sequence, index: int, dialect: Dialect, served: Served) -> None:
-        self.index = index
-        self.is_done = False
-        self._sequence = sequence
-        self._dialect = dialect
-        self._served = served
-        self._decoder = DecodeStream(skip_special_tokens=sequence.request.stopping.skip_special_tokens)
-        self._text = ""
-        self._said = 0
-        self._seen = 0
-        self._told = 0
-
-    def advance(self, identifier: str, count: int) -> list[dict[str, Any]]:
-        """The chunks to send now that the completion has ``count`` tokens."""
-        sequence, dialect = self._sequence, self._dialect
-        # Read once: the engine's thread sets it after the last token.
-        finish = sequence.finish if count == len(sequence.output_ids) else None
-        if finish is None:
-            for token in sequence.output_ids[self._seen : count]:
-                self._text += self._decoder.step(self._served.loaded.tokenizer.backend_tokenizer, token) or ""
-            self._seen = count
-            text = self._speakable()
-            calls: list[tool_calls.ToolCall] = []
-        else:
-            self.is_done = True
-            text, calls = dialect.final(sequence)
-        chunks: list[dict[str, Any]] = []
-        if len(text) > self._said:
-            delta, self._said = text[self._said :], len(text)
-            logprobs, self._told = dialect.logprobs(sequence, self._told, count), count
-            chunks.append(dialect.chunk(identifier, self.index, dialect.delta(delta), logprobs, None))
-        if calls:
-            chunks.append(dialect.chunk(identifier, self.index, dialect.call_delta(calls), None, None))
-        if finish is not None:
-            logprobs = dialect.logprobs(sequence, self._told, count) if self._told < count else None
-            reason = "tool_calls" if calls else finish["type"]
-            chunks.append(dialect.chunk(identifier, self.index, dialect.delta(None), logprobs, reason))
-        return chunks
-
-    def _speakable(self) -> str:
-        """What can be said for certain: nothing that may turn out a stop string's or a tool call's beginning."""
-        text = tool_calls.speakable(self._text) if self._dialect.has_tools else self._text
-        held = max((tool_calls.overlap(text, stop) for stop in self._sequence.request.stopping.texts), default=0)
-        return text[: len(text) - held]
+                state.abort(request, "the client left")
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -4,7 +4,7 @@
     {"name": "add", "arguments": {"a": 3, "b": 4}}
     </tool_call>
 
-What is not such a call stays text: nothing that the model wrote is lost.
+Anything else stays text, so that nothing that the model wrote is lost.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function with its arguments, JSON text of an object."""
+    """A call of a function; its arguments are the JSON text of an object."""
 
     id: str
     name: str
     arguments: str
 
     def as_openai(self) -> dict[str, Any]:
-        """As chat completions have it."""
+        """Return the call in the form of chat completions."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 def parse(text: str) -> tuple[str, list[ToolCall]]:
-    """The text without its well-formed calls, and these, in order."""
+    """Return the text without its well-formed calls, and these calls, in order."""
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -47,8 +47,8 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
     return (rest.strip() if calls else text), calls
 
 
-def speakable(text: str) -> str:
-    """The beginning of a text in the making that is certainly no part of a call."""
+def text_before_calls(text: str) -> str:
+    """Return the beginning of an unfinished text that is certainly not part of a call."""
     start = text.find(OPENING)
     if start >= 0:
         return text[:start]
@@ -56,7 +56,7 @@ def speakable(text: str) -> str:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest proper beginning of ``marker`` that ``text`` ends with."""
+    """Return the length of the longest proper prefix of ``marker`` with which ``text`` ends."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,194 +1,238 @@
-"""The routes of SGLang that pause generation and change weights.
+"""SGLang's routes that pause generation and change weights.
 
-Weights change as a whole between two steps or not at all, and the version with them.
+Weights and version change together, between two steps, as a whole or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from torch.distributed import ProcessGroup
+from pydantic import BaseModel, Field
 
 from services.core import memory
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.embedded_engine.compute.engine import NotIdleError
+from services.embedded_engine.compute.engine import NotIdleError, PauseMode
 from services.embedded_engine.compute.model import Weights
 from services.embedded_engine.compute.weights import WeightsError
-from services.embedded_engine.http import sglang_wire
-from services.embedded_engine.http.served import Served, served_by, wait_for
+from services.embedded_engine.http.state import EngineState, state_of, wait_for
 from services.http.app import JsonResponse
 from services.http.problems import ProblemError
+from services.protocol import StrictModel
 
 log = get_logger(__name__)
 
-
-def add_routes(app: FastAPI) -> None:
-    """Adds them."""
-    _add_pauses(app)
-    _add_disk_update(app)
-    _add_broadcast_update(app)
+DEFAULT_GROUP = "weight_update_group"
 
 
-def _add_pauses(app: FastAPI) -> None:
+class PauseRequest(BaseModel):
+    """Body of /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+class UpdateFromDisk(BaseModel):
+    """Body of /update_weights_from_disk."""
+
+    model_path: str
+    load_format: str | None = None
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class InitGroup(BaseModel):
+    """Body of /init_weights_update_group. ``rank_offset`` is this worker's rank, because the worker has only one."""
+
+    master_address: str
+    master_port: int = Field(ge=1, le=65_535)
+    rank_offset: int = Field(ge=1)
+    world_size: int = Field(ge=2)
+    group_name: str = DEFAULT_GROUP
+    backend: str = Field(default="gloo", pattern="^(gloo|nccl)$")
+
+
+class DestroyGroup(BaseModel):
+    """Body of /destroy_weights_update_group."""
+
+    group_name: str = DEFAULT_GROUP
+
+
+class BeginUpdate(BaseModel):
+    """Body of /begin_weight_update: an update always has all weights of the model."""
+
+    selector: Literal["all"] = "all"
+
+
+class UpdateFromDistributed(StrictModel):
+    """Body of /update_weights_from_distributed."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = DEFAULT_GROUP
+    flush_cache: bool = True
+    abort_all_requests: Literal[False] = False
+    weight_version: str | None = None
+    load_format: None = None
+
+
+def add_pause_routes(app: FastAPI) -> None:
+    """Add the routes that pause and continue generation and flush the cache."""
+
     @app.post("/pause_generation", tags=["control"])
-    async def pause_generation(body: sglang_wire.PauseRequest, http: Request) -> Response:
-        """Stops decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
-        paused = await wait_for(served_by(http).engine.pause(body.mode))
+    async def pause_generation(body: PauseRequest, http: Request) -> Response:
+        """Stop decoding: ``abort`` ends requests, ``retract`` computes them anew later, ``in_place`` keeps them."""
+        paused = await wait_for(state_of(http).engine.pause(body.mode))
         return JsonResponse({"success": True, "message": f"paused {paused} sequences"})
 
     @app.post("/continue_generation", tags=["control"])
     async def continue_generation(http: Request) -> Response:
-        """Goes on decoding."""
-        await wait_for(served_by(http).engine.resume())
+        """Continue decoding."""
+        await wait_for(state_of(http).engine.resume())
         return JsonResponse({"success": True, "message": "generation continues"})
 
     @app.post("/flush_cache", tags=["control"])
     @app.get("/flush_cache", tags=["control"], include_in_schema=False)
     async def flush_cache(http: Request) -> Response:
-        """Forgets what is kept of prompts; refused while requests run."""
+        """Drop cached prompts; refused while requests run."""
         try:
-            await wait_for(served_by(http).engine.flush())
+            await wait_for(state_of(http).engine.flush())
         except NotIdleError as error:
             raise ProblemError(400, str(error)) from error
         return JsonResponse({"success": True, "message": "cache flushed"})
 
 
-def _add_disk_update(app: FastAPI) -> None:
-    @app.post("/update_weights_from_disk", tags=["weights"])
-    async def update_weights_from_disk(body: sglang_wire.UpdateFromDisk, http: Request) -> Response:
-        """Serves a model directory's weights from the next step on, or, when they do not fit, changes nothing.
+def add_disk_route(app: FastAPI) -> None:
+    """Add the route that loads weights from a model directory."""
 
-        They are read beside the ones in use. Requests in flight end first, unless generation is paused.
+    @app.post("/update_weights_from_disk", tags=["weights"])
+    async def update_weights_from_disk(body: UpdateFromDisk, http: Request) -> Response:
+        """Serve a model directory's weights from the next step on, or change nothing if they do not fit.
+
+        They are read beside the weights in use. Requests in flight end first, unless generation is paused.
         """
-        served = served_by(http)
+        state = state_of(http)
 
         async def update() -> int:
             path = Path(body.model_path)
-            weights = await in_background(lambda: served.loaded.read_weights(path))
+            weights = await in_background(lambda: state.loaded.read_weights(path))
             if body.abort_all_requests:
-                await wait_for(served.engine.abort(lambda _: True, "the weights change"))
-            paused = await _change(served, weights, body.weight_version, flush_cache=body.flush_cache)
-            served.model_path = body.model_path
+                await wait_for(state.engine.abort(lambda _: True, "the weights change"))
+            paused = await _change(state, weights, body.weight_version, flush_cache=body.flush_cache)
+            state.model_path = body.model_path
             return paused
 
-        async with served.update_lock:
-            return await _told("weights updated from disk", update, model_path=body.model_path)
+        async with state.update_lock:
+            return await _reply_to("weights updated from disk", update, model_path=body.model_path)
 
 
-def _add_broadcast_update(app: FastAPI) -> None:
+def add_group_routes(app: FastAPI) -> None:
+    """Add the routes that join and leave a broadcast group."""
+
     @app.post("/init_weights_update_group", tags=["weights"])
-    async def init_weights_update_group(body: sglang_wire.InitGroup, http: Request) -> Response:
-        """Joins a broadcast group whose rank 0 is the trainer; answers when all its members have joined.
+    async def init_weights_update_group(body: InitGroup, http: Request) -> Response:
+        """Join a broadcast group whose rank 0 is the trainer; answered when all members have joined.
 
         A group of the same name is left first.
         """
-        served = served_by(http)
-
-        def meet() -> ProcessGroup:
-            return served.receiver.meet(
-                body.master_address,
-                body.master_port,
-                body.rank_offset,
-                body.world_size,
-                body.group_name,
-                body.backend,
-            )
+        state = state_of(http)
 
         async def join() -> None:
-            async with served.receiver_lock:
-                served.receiver.leave(body.group_name)
-            # Without the lock: members that never come would keep the next update waiting.
-            served.receiver.join(body.group_name, await in_background(meet))
+            async with state.receiver_lock:
+                state.receiver.leave(body.group_name)
+            # Without the lock, because members that never come would keep the next update waiting.
+            group = await in_background(partial(state.receiver.rendezvous, **body.model_dump()))
+            state.receiver.join(body.group_name, group)
 
-        return await _told("group joined", join, group=body.group_name)
+        return await _reply_to("group joined", join, group=body.group_name)
 
     @app.post("/destroy_weights_update_group", tags=["weights"])
-    async def destroy_weights_update_group(body: sglang_wire.DestroyGroup, http: Request) -> Response:
-        """Leaves a broadcast group."""
-        served = served_by(http)
+    async def destroy_weights_update_group(body: DestroyGroup, http: Request) -> Response:
+        """Leave a broadcast group."""
+        state = state_of(http)
 
         async def leave() -> None:
-            if not served.receiver.leave(body.group_name):
+            if not state.receiver.leave(body.group_name):
                 raise WeightsError(f"group {body.group_name!r} is not joined")
 
-        async with served.receiver_lock:
-            return await _told("group left", leave, group=body.group_name)
+        async with state.receiver_lock:
+            return await _reply_to("group left", leave, group=body.group_name)
+
+
+def add_broadcast_routes(app: FastAPI) -> None:
+    """Add the three routes of an update by broadcast."""
 
     @app.post("/begin_weight_update", tags=["weights"])
-    async def begin_weight_update(body: sglang_wire.BeginUpdate, http: Request) -> Response:
-        """Opens an update by broadcast. Requests in flight end first, unless generation is paused."""
-        served = served_by(http)
-        async with served.receiver_lock:
-            await wait_for(served.engine.drain())
-            served.receiver.begin()
-        return update_reply("update open", success=True)
+    async def begin_weight_update(body: BeginUpdate, http: Request) -> Response:
+        """Open an update by broadcast. Requests in flight end first, unless generation is paused."""
+        state = state_of(http)
+
+        async def begin() -> None:
+            await wait_for(state.engine.drain())
+            state.receiver.begin()
+
+        async with state.receiver_lock:
+            return await _reply_to("update open", begin)
 
     @app.post("/update_weights_from_distributed", tags=["weights"])
-    async def update_weights_from_distributed(body: sglang_wire.UpdateFromDistributed, http: Request) -> Response:
-        """Receives tensors in the order of ``names``; they serve once /end_weight_update closes the update."""
-        served = served_by(http)
-
-        def receive() -> None:
-            served.receiver.receive(
-                body.names,
-                body.dtypes,
-                body.shapes,
-                body.group_name,
-                version=body.weight_version,
-                flush_cache=body.flush_cache,
-            )
-
-        async with served.receiver_lock:
-            return await _told("weights received", lambda: in_background(receive), tensors=len(body.names))
+    async def update_weights_from_distributed(body: UpdateFromDistributed, http: Request) -> Response:
+        """Receive tensors in the order of ``names``; they serve once /end_weight_update closes the update."""
+        state = state_of(http)
+        receive = partial(
+            state.receiver.receive,
+            body.names,
+            body.dtypes,
+            body.shapes,
+            body.group_name,
+            version=body.weight_version,
+            flush_cache=body.flush_cache,
+        )
+        async with state.receiver_lock:
+            return await _reply_to("weights received", lambda: in_background(receive), tensors=len(body.names))
 
     @app.post("/end_weight_update", tags=["weights"])
     async def end_weight_update(http: Request) -> Response:
-        """Serves what was received since /begin_weight_update; when that is not all of the model, changes nothing.
+        """Serve the tensors received since /begin_weight_update, or change nothing if they are not the whole model.
 
         Requests in flight end first, unless generation is paused.
         """
-        served = served_by(http)
+        state = state_of(http)
 
         async def end() -> int:
-            update = served.receiver.end()
+            update = state.receiver.end()
             if not update.tensors:
                 return 0
-            weights = await in_background(lambda: served.loaded.pack(update.tensors))
-            async with served.update_lock:
-                return await _change(served, weights, update.version, flush_cache=update.flush_cache)
+            weights = await in_background(lambda: state.loaded.pack(update.tensors))
+            async with state.update_lock:
+                return await _change(state, weights, update.version, flush_cache=update.flush_cache)
 
-        async with served.receiver_lock:
-            return await _told("broadcast update closed", end)
+        async with state.receiver_lock:
+            return await _reply_to("broadcast update closed", end)
 
 
-async def _change(served: Served, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
-    """Exchanges weights and version; returns how many sequences are paused."""
-    change = served.engine.change_weights(
-        weights, served.engine.version if version is None else version, keeps_caches=not flush_cache
+async def _change(state: EngineState, weights: Weights, version: str | None, *, flush_cache: bool) -> int:
+    """Exchange weights and version; return the number of paused sequences."""
+    change = state.engine.change_weights(
+        weights, state.engine.version if version is None else version, keeps_caches=not flush_cache
     )
     paused = await wait_for(change)
-    if not served.keep_memory:
+    if not state.settings.keep_memory:
         await in_background(memory.release)
     return paused
 
 
-async def _told(what: str, work: Callable[[], Awaitable[int | None]], **context: Any) -> Response:
-    """Does ``work`` and answers as SGLang does: success, message, and how many requests are paused; 200 or 400."""
+async def _reply_to(what: str, work: Callable[[], Awaitable[int | None]], **context: Any) -> Response:
+    """Do ``work`` and reply as SGLang does, 200 or 400: success, message, and the number of paused requests."""
     try:
-        paused = await work()
+        paused = await work() or 0
     except (WeightsError, NotIdleError) as error:
         log.warning(f"not done: {what}", **context, reason=str(error))
-        return update_reply(str(error), success=False)
+        return JsonResponse({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
     log.info(what, **context)
-    return update_reply(what, success=True, paused=paused or 0)
-
-
-def update_reply(message: str, *, success: bool, paused: int = 0) -> Response:
-    """SGLang's reply to a weight update."""
-    content = {"success": success, "message": message, "num_paused_requests": paused}
-    return JsonResponse(content, 200 if success else 400)
+    return JsonResponse({"success": True, "message": what, "num_paused_requests": paused})

@@ -1,4 +1,4 @@
-// The dashboard as a whole: follows the head over a WebSocket, and connects again by itself when that breaks.
+// The dashboard. It follows the head over a WebSocket and reconnects by itself.
 
 import { forgetToken, hasToken, keepToken } from "./api.js";
 import { Chart, View } from "./chart.js";
@@ -30,7 +30,7 @@ let heard = Date.now() / 1000;
 const live = new Live({
   onMessage({ stats, history }) {
     heard = Date.now() / 1000;
-    // A head that was restarted begins its history anew; what this page has seen stays.
+    // A restarted head begins its history anew; the points that this page has received stay.
     points = [...points, ...history.filter((point) => point.time > (points.at(-1)?.time ?? 0))];
     points = points.filter((point) => point.time > stats.time - KEPT_SECONDS);
     show(byId("token-form"), false);

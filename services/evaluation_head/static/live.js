@@ -1,10 +1,10 @@
-// The connection to the head: a WebSocket that is opened again, a little later each time, when it breaks.
+// The connection to the head: a WebSocket that is reopened when it breaks, after growing pauses.
 
 const KEY = "jobgroup-token";
 const REFUSED = 4401;
 const FIRST_PAUSE = 500;
 const LONGEST_PAUSE = 8000;
-// The head says something every second: a connection that is silent for longer is dead.
+// The head sends a message every second, so a connection that is silent for long is dead.
 const SILENT_MILLISECONDS = 8000;
 
 export class Live {

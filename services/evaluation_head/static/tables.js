@@ -1,4 +1,4 @@
-// The tiles and tables. Names and details come from servers and only ever become text.
+// The tiles and tables. Names and details come from servers, so they are inserted as text only.
 
 import { h, setText } from "./dom.js";
 import { duration, number } from "./format.js";
@@ -90,7 +90,7 @@ const count = (value) => ({ className: "number", value: String(value) });
 const wide = (value) => ({ className: "wide", value });
 
 function fill(table, names, rows, none) {
-  // What is selected or read aloud stays where nothing has changed.
+  // An unchanged table is left alone, so that a selection or a screen reader keeps its place.
   const signature = JSON.stringify(rows.map(({ cells }) => cells.map((cell) => cell?.value ?? cell?.textContent ?? cell)));
   if (table.dataset.signature === signature) return;
   table.dataset.signature = signature;

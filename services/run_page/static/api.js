@@ -1,9 +1,9 @@
-// Asks the server this page came from. The token, where there is one, lives as long as the tab.
+// Requests to the server of this page. A token is kept until the tab is closed.
 
 const KEY = "jobgroup-token";
 const SECONDS = 20;
 
-/** The server asks for a token, or refuses the one we have. */
+/** The server asks for a token, or refuses ours. */
 export class TokenError extends Error {}
 
 /** The server could not be reached, or failed. */
@@ -13,7 +13,7 @@ export const hasToken = () => sessionStorage.getItem(KEY) !== null;
 export const keepToken = (token) => sessionStorage.setItem(KEY, token);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
 
-/** The reply of GET ``path`` with the query ``parameters`` (null and "" are left out). */
+/** Returns the reply of GET ``path`` with the query ``parameters`` (without those that are null or ""). */
 export async function get(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const query = new URLSearchParams(given).toString();

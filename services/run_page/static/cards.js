@@ -1,15 +1,15 @@
-// Groups of samples as cards, and their completions with reward, text and what the verifier said.
+// Groups of samples as cards: completions with reward, text and the verifier's result.
 
 import { h, marked } from "./dom.js";
 import { count, number } from "./format.js";
 
-/** The mean reward of a group; null where nothing could be scored. */
+/** Returns the mean reward of a group; null if nothing could be scored. */
 export function meanReward(group) {
   const rewards = group.completions.map((c) => c.reward).filter((reward) => reward !== null && reward !== undefined);
   return rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
 }
 
-/** A group with ``needle`` marked; ``follow`` is called with a group whose prompt is wanted at all its steps. */
+/** Returns the card of a group with ``needle`` marked; its button calls ``follow(group)`` to show the prompt over the steps. */
 export function card(group, needle, follow) {
   const mean = meanReward(group);
   const others = group.groups_of_prompt - 1;
@@ -31,7 +31,7 @@ export function card(group, needle, follow) {
   );
 }
 
-/** The prompt of a group, as it was given and as the model saw it, and its ground truth. */
+/** Returns a group's prompt, as given and as the model saw it, and its ground truth. */
 export function question(group, needle) {
   const text = (words) => h("pre", { tabindex: "0" }, marked(words, needle));
   const rendered = group.rendered_prompt ?? group.prompt;
@@ -42,7 +42,7 @@ export function question(group, needle) {
   ];
 }
 
-/** The rewards of a group as small bars. */
+/** Returns the rewards of a group as small bars. */
 export function strip(completions) {
   const rewards = completions.map((c) => c.reward ?? 0);
   const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
@@ -54,13 +54,13 @@ export function strip(completions) {
   return h("span", { class: "strip", "aria-hidden": "true" }, bars);
 }
 
-/** The completions of a group, each with its place among them. */
+/** Returns the completions of a group, each compared with the group's mean reward. */
 export function completions(group, needle) {
   const mean = group.completions.length > 1 ? meanReward(group) : null;
   return group.completions.map((record) => completion(record, mean, needle));
 }
 
-/** A completion beside the ``mean`` reward of its group (null: it is the only one). */
+/** Returns a completion and its comparison with ``mean``, the group's mean reward (null for a single completion). */
 function completion(record, mean, needle) {
   const result = record.result ?? {};
   const isScored = record.reward !== null && record.reward !== undefined;

@@ -10,12 +10,12 @@ import { bounds, nearest, smooth, spread, stack } from "./series.js";
 export const HEIGHT = 200;
 const DRAG_PIXELS = 6;
 
-/** What all plots share: the x axis, its range, smoothing, and where the cursor is. */
+/** The state that all plots share: the x axis, its range, smoothing, and the cursor's position. */
 export class View extends EventTarget {
   axis = "step";
   smoothing = 0;
   range = null;
-  /** The whole range of x of what is shown. */
+  /** The range of x of all data. */
   extent = null;
   cursor = null;
 
@@ -24,14 +24,14 @@ export class View extends EventTarget {
     this.dispatchEvent(new Event("cursor" in change && Object.keys(change).length === 1 ? "cursor" : "view"));
   }
 
-  /** A place on the x axis in words. */
+  /** Returns a position on the x axis in words. */
   place(x) {
     return this.axis === "time" ? duration(x) : `step ${count(x)}`;
   }
 }
 
 export class Chart {
-  /** ``spec``: id, title, unit, stacked, markers. ``lines`` come with ``update``. */
+  /** ``spec``: id, title, unit, stacked, markers. ``update`` gives the lines. */
   constructor(spec, view) {
     this.spec = spec;
     this.view = view;
@@ -64,7 +64,7 @@ export class Chart {
 
   showLegend() {
     const entries = new Map(this.lines.map((line) => [line.entry.key, line.entry]));
-    // Of several runs a plot may show one series of many, which its title does not say.
+    // With several runs, a plot may show only one of its series, which its title does not say.
     const isNeeded = entries.size > 1 || this.spec.isPartial;
     const signature = [isNeeded, ...[...entries.values()].map((e) => `${e.key} ${e.color} ${e.dash}`)].join("\n");
     if (signature === this.legendSignature) return;
@@ -109,7 +109,7 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.frame);
   }
 
-  /** Puts the cursor to the step nearest to a pixel. */
+  /** Moves the cursor to the step nearest to a pixel. */
   point(pixel) {
     const x = nearest(this.positions(), this.plane.valueAt(pixel));
     if (x !== null && (x !== this.view.cursor || this.selection)) this.view.set({ cursor: x });
@@ -140,7 +140,7 @@ export class Chart {
     return this.lines.filter((line) => !this.hidden.has(line.entry.key));
   }
 
-  /** The x of every step within the range that has a value, of all lines together. */
+  /** Returns the x of every step in the range at which any line has a value. */
   positions() {
     if (this.steps) return this.steps;
     const [first, last] = this.plane.range;
@@ -167,7 +167,7 @@ export class Chart {
     this.drawCursor();
   }
 
-  /** A line with what is drawn of it: ``smooth``, and ``lower`` and ``upper`` where it has a spread. */
+  /** Returns a line with the arrays to draw: ``smooth``, and ``lower`` and ``upper`` if it has a spread. */
   prepared(line) {
     if (this.spec.stacked) return line;
     const smoothed = smooth(line.ys, this.view.smoothing);
@@ -214,7 +214,7 @@ export class Chart {
     });
   }
 
-  /** What stands at the cursor, or at the newest step. */
+  /** Returns the lines' values at ``x``; null: at their newest step. */
   valuesAt(x) {
     return (this.drawn ?? [])
       .map((line) => {
@@ -225,7 +225,7 @@ export class Chart {
       .filter((entry) => entry.value !== null);
   }
 
-  /** Where in a line ``x`` is. Of several runs over time, no two have a step at the same moment: the nearest counts. */
+  /** Returns the index of ``x`` in a line. On the time axis, runs have no common moments, so the nearest step counts. */
   placeOf(line, x) {
     if (this.view.axis === "step") return line.xs.indexOf(x);
     const near = nearest(line.xs, x);
@@ -282,12 +282,12 @@ export class Chart {
   }
 }
 
-/** The title of a plot, which says quantity and unit. */
+/** Returns the caption of a plot: its title and unit. */
 export function caption({ title, unit }) {
   return h("figcaption", null, h("strong", null, title), " ", h("span", { class: "muted" }, unit));
 }
 
-/** A button that saves the plot called ``title`` as a picture. It stands last, so that keys reach the plot first. */
+/** Returns a button that saves the plot as a picture. It comes last, so that the Tab key reaches the plot first. */
 export function saveButton(title, onclick) {
   const label = `Save ${title} as a picture`;
   return h("button", { type: "button", class: "save", "aria-label": label, title: label, onclick }, "PNG");

@@ -5,7 +5,7 @@ import { duration, number } from "./format.js";
 
 const LOOKS = { healthy: "good", starting: "fair", draining: "fair", asking: "fair" };
 
-/** How a state is coloured. */
+/** Returns the style of a state. */
 export const look = (state) => LOOKS[state] ?? "bad";
 
 /** Shows ``now``, the reply of api/now. */

@@ -1,9 +1,9 @@
-// The metrics of a run, by column, as far as they have been read.
+// The metrics of a run that were read so far, by column.
 
 import { get } from "./api.js";
 
 export class RunData {
-  /** ``index`` is the run's place on the page, which gives it its colour. */
+  /** ``index`` is the run's place on the page, which decides its colour. */
   constructor(overview, index) {
     this.index = index;
     this.isShown = true;
@@ -12,7 +12,7 @@ export class RunData {
     this.take(overview);
   }
 
-  /** Takes in what the server says of the run as a whole. */
+  /** Takes the server's overview of the run. */
   take(overview) {
     this.name = overview.name;
     this.path = overview.path;
@@ -22,7 +22,7 @@ export class RunData {
     this.takeBefore(overview.summary);
   }
 
-  /** Takes in the accuracy before training, which a run that goes on and a summary tell, as the row of step 0. */
+  /** Takes the accuracy before training, from a live run's state or a summary, as the row of step 0. */
   takeBefore({ accuracy_before: accuracy, accuracy_before_stderr: error }) {
     if (accuracy === null || accuracy === undefined) return;
     this.before = { step: 0, accuracy, ...(error === null || error === undefined ? {} : { accuracy_stderr: error }) };
@@ -48,12 +48,12 @@ export class RunData {
     this.length = 0;
     this.unreadable = 0;
     this.columns = new Map();
-    /** Of each step: how many completions have each reward, as [[reward, count]]. */
+    /** For each step, the number of completions by reward, as [[reward, count]]. */
     this.rewardCounts = new Map();
     if (this.before) this.placeBefore();
   }
 
-  /** Reads what was appended since the last call; true when there was something. Calls ``progress`` between parts. */
+  /** Reads the records appended since the last call; returns whether there were any. Calls ``progress`` between parts. */
   async read(progress) {
     let changed = false;
     for (;;) {
@@ -84,12 +84,12 @@ export class RunData {
     return steps.length > 0;
   }
 
-  /** A column, or null where the run has none. */
+  /** Returns a column, or null if the run does not have it. */
   column(name) {
     return this.columns.get(name) ?? null;
   }
 
-  /** The newest value of a column that is not null. */
+  /** Returns the newest value of a column that is not null. */
   last(name) {
     const column = this.columns.get(name);
     if (!column) return null;
@@ -97,13 +97,13 @@ export class RunData {
     return null;
   }
 
-  /** The mean of the newest ``count`` values of a column. */
+  /** Returns the mean of the newest ``count`` values of a column. */
   recent(name, count) {
     const values = (this.columns.get(name) ?? []).filter((value) => value !== null).slice(-count);
     return values.length ? values.reduce((a, b) => a + b) / values.length : null;
   }
 
-  /** Where each step stands on the x axis: its number, or the seconds since the first one began. */
+  /** Returns each step's x: its number, or the seconds since the first step began. */
   xs(axis) {
     const steps = this.column("step") ?? [];
     if (axis === "step") return steps;

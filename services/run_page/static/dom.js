@@ -1,6 +1,6 @@
-// Makes elements. Text only ever becomes text nodes: completions are written by a model and may contain anything.
+// Elements of the page. Text always becomes text nodes, because a model's completions may contain markup.
 
-/** An element with properties (``class``, ``on...`` handlers, attributes) and children (nodes, text, null). */
+/** Returns an element with properties (``class``, ``on...`` handlers, attributes) and children (nodes, text, null). */
 export function h(tag, properties, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties ?? {})) {
@@ -21,17 +21,17 @@ export function show(element, isShown) {
   element.hidden = !isShown;
 }
 
-/** Sets an element's text only where it differs, so that selections and screen readers are left in peace. */
+/** Sets an element's text only if it differs, so as not to disturb selections and screen readers. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Text with every occurrence of ``needle`` marked, whatever its case. */
+/** Returns text with every occurrence of ``needle`` marked, in any case. */
 export function marked(text, needle) {
   if (!needle) return [text];
   const parts = [];
   const [haystack, wanted] = [text.toLowerCase(), needle.toLowerCase()];
-  // Lower case may be longer than what it was made of; then positions mean nothing and nothing is marked.
+  // Lower case may have another length; positions then differ, and nothing is marked.
   if (haystack.length !== text.length) return [text];
   let from = 0;
   for (let at = haystack.indexOf(wanted); at >= 0; at = haystack.indexOf(wanted, from)) {

@@ -1,4 +1,4 @@
-// One prompt over the steps at which it was sampled: a column a step, oldest first, with its completions.
+// One prompt over the steps that sampled it: a column of completions a step, the oldest first.
 
 import { get } from "./api.js";
 import { completions, meanReward, question, strip } from "./cards.js";
@@ -8,7 +8,7 @@ import { count, number } from "./format.js";
 const PAGE = 20;
 
 export class Followed {
-  /** ``fail`` is called with what a request failed with, ``close`` when all groups are wanted again. */
+  /** Calls ``fail`` with the error of a request, and ``close`` when the user goes back to all groups. */
   constructor(fail, close) {
     this.fail = fail;
     this.isOpen = false;
@@ -20,7 +20,7 @@ export class Followed {
     this.element = h("div", { id: "followed", hidden: true }, h("div", { class: "controls" }, back, this.older), this.head, this.columns);
   }
 
-  /** Shows the prompt of ``group``, which is one of ``run``, from its training or its evaluations. */
+  /** Shows the prompt of a ``group`` of ``run``, from its training or its evaluations. */
   open(run, source, group) {
     Object.assign(this, { isOpen: true, run, source, key: group.prompt_key, prompt: group, groups: [] });
     show(this.element, true);
@@ -32,12 +32,12 @@ export class Followed {
     show(this.element, false);
   }
 
-  /** Adds the steps that have come since. */
+  /** Adds the steps that came since. */
   refresh() {
     return this.read(null);
   }
 
-  /** Reads the newest groups of the prompt before ``before`` (null: of all), and shows them with those there are. */
+  /** Reads the newest groups of the prompt before ``before`` (null: from the end), and adds them to the shown ones. */
   async read(before) {
     const key = this.key;
     try {

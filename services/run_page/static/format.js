@@ -1,4 +1,4 @@
-// Numbers and times as people read them.
+// Numbers and times in a form for people.
 
 const UNITS = [
   [1e9, 1e9, "G"],
@@ -6,7 +6,7 @@ const UNITS = [
   [1e5, 1e3, "k"],
 ];
 
-/** A number with about ``digits`` significant digits: 0.0312, 12.4, 1,234, 1.2M, 3.1e-7. */
+/** Returns a number with about ``digits`` significant digits: 0.0312, 12.4, 1,234, 1.2M, 3.1e-7. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const rounded = Number(value.toPrecision(digits));
@@ -20,19 +20,19 @@ export function number(value, digits = 3) {
   return trim(value.toPrecision(digits));
 }
 
-/** A whole number with all its digits: 1,234,567. */
+/** Returns a whole number with all its digits: 1,234,567. */
 export function count(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en");
 }
 
-/** The labels of an axis: as many decimals as tell one value from the next, the same for all. */
+/** Returns the labels of an axis: all with as many decimals as neighbouring values need to differ. */
 export function tickLabels(values) {
   if (values.length < 2) return values.map((value) => number(value));
   const place = (value) => Math.floor(Math.log10(Math.abs(value)) + 1e-9);
   const top = Math.max(...values.map(Math.abs));
   const last = place(values[1] - values[0]);
   return values.map((value) => {
-    // What should be 0 may be 1e-17.
+    // Rounding may turn 0 into 1e-17.
     if (Math.abs(value) < 1e-9 * top) return "0";
     if (top >= 1e5) return number(value, Math.max(1, place(value) - last + 1));
     if (top < 1e-3) return value.toExponential(Math.max(0, place(value) - last));
@@ -45,7 +45,7 @@ function trim(text) {
   return text.includes(".") && !text.includes("e") ? text.replace(/\.?0+$/, "") : text;
 }
 
-/** Seconds as 4.2s, 45s, 3m05s, 2h07m or 3d04h. */
+/** Returns seconds as 4.2s, 45s, 3m05s, 2h07m or 3d04h. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 10) return `${seconds.toFixed(1)}s`;
@@ -60,7 +60,7 @@ function two(value) {
   return String(value).padStart(2, "0");
 }
 
-/** A time of seconds since 1970 as this browser's clock shows it. */
+/** Returns seconds since 1970 as a time of day in the browser's time zone. */
 export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");
 }

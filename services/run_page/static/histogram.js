@@ -1,4 +1,4 @@
-// The distribution of the rewards of one step: how many completions have each.
+// The distribution of one step's rewards: the number of completions by reward.
 
 import { HEIGHT, caption, saveButton } from "./chart.js";
 import { seriesColor } from "./colors.js";
@@ -12,7 +12,7 @@ const [WIDEST, NARROWEST] = [40, 2];
 const TITLE = "Rewards of one step";
 
 export class Histogram {
-  /** ``changed`` is called when another step was chosen. */
+  /** Calls ``changed`` when the user chose another step. */
   constructor(changed) {
     this.runs = [];
     this.canvas = h("canvas", { tabindex: "0", role: "img" });
@@ -30,7 +30,7 @@ export class Histogram {
     new ResizeObserver(() => this.draw()).observe(this.frame);
   }
 
-  /** Shows ``step`` of ``runs``; without one the step that was chosen, or else the newest. */
+  /** Shows ``step`` of ``runs``; without it the chosen step, or else the newest. */
   update(runs, step) {
     const newest = Math.max(...runs.map((run) => [...run.rewardCounts.keys()].at(-1) ?? 0));
     const shown = step || Number(this.chosen.value) || newest;

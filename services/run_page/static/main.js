@@ -1,4 +1,4 @@
-// The page as a whole: reads what is new every few seconds while it is looked at, and shows the part that is chosen.
+// The page as a whole: reads new data every few seconds while the page is visible, and shows the chosen tab.
 
 import { TokenError, UnreachableError, forgetToken, get, hasToken, keepToken } from "./api.js";
 import { look, showComponents } from "./components.js";
@@ -66,7 +66,7 @@ function askToken(wasRefused) {
 let timer;
 let isPolling = false;
 
-/** Reads what is new, shows it, and does so again in a while. */
+/** Reads new data, shows it, and schedules the next call. */
 async function poll() {
   if (isPolling) return;
   isPolling = true;
@@ -107,7 +107,7 @@ async function readOverview() {
 
 function plan() {
   clearTimeout(timer);
-  // A page that nobody sees asks for nothing; it catches up when it is seen again.
+  // A hidden page sends no requests; it catches up when it is visible again.
   if (!document.hidden) timer = setTimeout(poll, POLL_MILLISECONDS);
 }
 

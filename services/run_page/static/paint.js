@@ -1,4 +1,4 @@
-// What plots are drawn with: a plane of values on a canvas; axes, lines, bands, error bars and areas on it.
+// Drawing on a canvas: a plane of values with axes, lines, bands, error bars and areas.
 
 import { color } from "./colors.js";
 import { number, tickLabels } from "./format.js";
@@ -8,7 +8,7 @@ const MARGIN = { left: 52, right: 10, top: 8, bottom: 22 };
 const FONT = "11px system-ui, sans-serif";
 const CAP = 4;
 
-/** Where values are on a canvas of ``width`` by ``height``: ``range`` is that of x, ``heights`` that of y. */
+/** The mapping of values to pixels on a canvas of ``width`` by ``height``: ``range`` of x, ``heights`` of y. */
 export class Plane {
   constructor(width, height, range, heights) {
     Object.assign(this, { width, height, range, heights, ...MARGIN });
@@ -32,7 +32,7 @@ export class Plane {
   }
 }
 
-/** Makes a canvas so large, with ``scale`` pixels of the device for one of the page. */
+/** Sets the size of a canvas, with ``scale`` device pixels for a pixel of the page. */
 export function size(canvas, width, height, scale = window.devicePixelRatio || 1) {
   const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
   if (canvas.width !== wide || canvas.height !== high) {
@@ -42,7 +42,7 @@ export function size(canvas, width, height, scale = window.devicePixelRatio || 1
   canvas.getContext("2d").setTransform(scale, 0, 0, scale, 0, 0);
 }
 
-/** Both axes: x by ``name``, with ``label`` for its values if they are no numbers; which are ``whole`` numbers only. */
+/** Paints both axes. ``label`` formats x values; ``whole`` and ``wholeHeights`` restrict x and y ticks to whole numbers. */
 export function paintAxes(context, plane, { name, label, whole = false, wholeHeights = false }) {
   context.font = FONT;
   context.lineWidth = 1;
@@ -68,7 +68,7 @@ export function paintAxes(context, plane, { name, label, whole = false, wholeHei
   }
 }
 
-/** Runs ``paint`` with what it draws cut off at the plot's edges; points on an edge are drawn whole. */
+/** Runs ``paint`` with its drawing clipped at the plot's edges; points on an edge stay whole. */
 export function within(context, plane, paint) {
   context.save();
   context.beginPath();
@@ -78,7 +78,7 @@ export function within(context, plane, paint) {
   context.restore();
 }
 
-/** A line of ``series`` ({xs, color, dash}) through ``ys``, with discs where there are few points or ``markers``. */
+/** Paints ``series`` ({xs, color, dash}) as a line through ``ys``, with discs for few points or with ``markers``. */
 export function paintLine(context, plane, series, ys, { alpha = 1, width = 1.7, markers = false } = {}) {
   const points = decimate(series.xs, ys, plane.range, plane.plotWidth);
   context.globalAlpha = alpha;
@@ -96,7 +96,7 @@ export function paintLine(context, plane, series, ys, { alpha = 1, width = 1.7, 
   context.globalAlpha = 1;
 }
 
-/** The area between ``lower`` and ``upper``. */
+/** Paints the area between ``lower`` and ``upper``. */
 export function paintArea(context, plane, series, lower, upper, alpha) {
   const edges = [upper, lower].map((ys) => decimate(series.xs, ys, plane.range, plane.plotWidth));
   context.beginPath();
@@ -109,7 +109,7 @@ export function paintArea(context, plane, series, lower, upper, alpha) {
   context.globalAlpha = 1;
 }
 
-/** A bar from ``lower`` to ``upper`` at each point that has them. */
+/** Paints an error bar from ``lower`` to ``upper`` at each point that has them. */
 export function paintErrors(context, plane, series, lower, upper) {
   context.strokeStyle = series.color;
   context.lineWidth = 1;
@@ -121,7 +121,7 @@ export function paintErrors(context, plane, series, lower, upper) {
   }
 }
 
-/** Columns of ``counts`` ([[value, count]]) with their counts above, ``shift`` pixels beside their values. */
+/** Paints columns for ``counts`` ([[value, count]]) with their counts above, ``shift`` pixels beside their values. */
 export function paintColumns(context, plane, counts, { fill, width, shift }) {
   context.font = FONT;
   context.textAlign = "center";

@@ -1,4 +1,4 @@
-// Saves a plot as a PNG that can stand alone: with its title, its unit and its legend.
+// Plots as PNG files, with title, unit and legend.
 
 import { color } from "./colors.js";
 import { save } from "./download.js";
@@ -49,7 +49,7 @@ function write(context, font, variable, text, x, y) {
   context.fillText(text, x, y);
 }
 
-/** The entries of a legend in rows that fit the width. */
+/** Returns the entries of a legend in rows that fit the width. */
 function layOut(context, entries) {
   context.font = "12px system-ui, sans-serif";
   const rows = [[]];

@@ -13,7 +13,7 @@ const NOT_PLOTTED = new Set(["step", "time", "policy_version"]);
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3], [1, 2]];
 
 export class Plots {
-  /** ``choose`` is called with a step whose samples are wanted. */
+  /** Calls ``choose`` with a step to show its samples. */
   constructor(choose) {
     this.view = new View();
     this.choose = choose;
@@ -21,7 +21,7 @@ export class Plots {
     this.charts = new Map(PLOTS.map((spec) => [spec.id, new Chart(spec, this.view)]));
     this.histogram = new Histogram(() => this.histogram.update(this.shown(), this.cursorStep()));
     this.grid = h("div", { class: "grid" }, [...this.charts.values()].map((chart) => chart.element));
-    // Beside the curve that it is a cut through.
+    // Beside the curve of the mean reward.
     this.charts.get("reward").element.after(this.histogram.element);
     this.more = h("div", { class: "grid" });
     this.others = h("details", null, h("summary", null, "Further metrics"), this.more);
@@ -66,7 +66,7 @@ export class Plots {
     saveCsv(`${runs.map((run) => run.name).join("-") || "run"}-metrics.csv`, ["run", ...names], rows);
   }
 
-  /** Shows what is known of ``runs`` now. */
+  /** Shows the present data of ``runs``. */
   update(runs) {
     this.runs = runs;
     const shown = this.shown();
@@ -141,7 +141,7 @@ export class Plots {
     this.where.replaceChildren(text, step === 0 ? "" : link);
   }
 
-  /** The step of the first run that the cursor is at; null where there is none. */
+  /** Returns the first run's step at the cursor; null without one. */
   cursorStep() {
     const [run] = this.shown();
     const at = run && this.view.cursor !== null ? run.xs(this.view.axis).indexOf(this.view.cursor) : -1;

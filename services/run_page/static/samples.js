@@ -10,7 +10,7 @@ import { count } from "./format.js";
 const PAGE = 6;
 
 export class Samples {
-  /** ``fail`` is called with what a request failed with. */
+  /** Calls ``fail`` with the error of a request. */
   constructor(fail) {
     this.fail = fail;
     this.runs = [];
@@ -70,7 +70,7 @@ export class Samples {
     return `${this.run.value}-${this.source.value}-samples.${ending}`;
   }
 
-  /** The shown completions as lines of samples.jsonl. */
+  /** Returns the shown completions as lines of samples.jsonl. */
   records() {
     const groups = this.followed.isOpen ? this.followed.groups : this.groups;
     return groups.flatMap(({ number, prompt_key, groups_of_prompt, completions, ...shared }) =>
@@ -78,14 +78,14 @@ export class Samples {
     );
   }
 
-  /** Shows the prompt of ``group`` over the steps; without one, the groups again. */
+  /** Shows the prompt of ``group`` over the steps; without a group, all groups again. */
   follow(group) {
     show(this.browser, group === null);
     if (group === null) this.followed.close();
     else this.followed.open(this.run.value, this.source.value, group);
   }
 
-  /** Takes the runs there are to choose from. */
+  /** Offers ``runs`` to choose from. */
   take(runs) {
     this.runs = runs;
     const names = runs.map((run) => run.name);
@@ -103,7 +103,7 @@ export class Samples {
     this.start();
   }
 
-  /** Called when the page has become visible, and whenever the run has gone on. */
+  /** Reads again, when the page becomes visible or the run has new samples. */
   async refresh() {
     if (!this.hasStarted) return this.start();
     if (this.followed.isOpen) return this.followed.refresh();
@@ -125,7 +125,7 @@ export class Samples {
     return this.search(null);
   }
 
-  /** Shows a page of groups from ``before`` on; goes on asking while the server has not found enough. */
+  /** Shows a page of groups before ``before``; repeats the request until the server has found enough. */
   async search(before) {
     const turn = ++this.search_;
     const query = Object.fromEntries(new FormData(this.form));

@@ -1,6 +1,6 @@
-// Arithmetic on series. A series has xs (ascending) and ys of the same length, with null for what is not there.
+// Arithmetic on series. A series has xs (ascending) and ys of the same length, with null for missing values.
 
-/** Exponential moving average, corrected for its start; ``weight`` in [0, 1) is that of the past. */
+/** Returns the exponential moving average, corrected for its start; ``weight`` in [0, 1) is the weight of the past. */
 export function smooth(ys, weight) {
   if (!weight) return ys;
   let [sum, total] = [0, 0];
@@ -12,7 +12,7 @@ export function smooth(ys, weight) {
   });
 }
 
-/** Gives each line its ``lower`` and ``upper`` edge, each on top of the one before; null counts as 0 beside others. */
+/** Stacks lines: sets each line's ``lower`` and ``upper`` edge; null counts as 0 if another line has a value. */
 export function stack(lines) {
   let below = lines[0]?.xs.map((_, i) => (lines.some((line) => line.ys[i] !== null) ? 0 : null));
   for (const line of lines) {
@@ -22,15 +22,15 @@ export function stack(lines) {
   }
 }
 
-/** The edges of ``around`` above and below ``ys``, with null where either is not there. */
+/** Returns the edges at a distance of ``around`` from ``ys``, with null where either is missing. */
 export function spread(ys, around) {
   const edge = (sign) => ys.map((y, i) => (y === null || around[i] === null ? null : y + sign * around[i]));
   return { lower: edge(-1), upper: edge(1) };
 }
 
 /**
- * Lowest and highest of several arrays, widened by a share of their distance; null when there is no value. ``within`` ({xs, range}) leaves
- * out values whose x is outside the range.
+ * Returns the lowest and highest value of several arrays, widened by a share of their distance; null without values.
+ * ``within`` ({xs, range}) excludes values whose x is outside the range.
  */
 export function bounds(arrays, within, share) {
   let [low, high] = [Infinity, -Infinity];
@@ -46,15 +46,15 @@ export function bounds(arrays, within, share) {
   });
   if (low > high) return null;
   if (!share) return [low, high];
-  // What never changes stands on a scale from 0.
+  // A constant series has a scale from 0.
   if (low === high) return low < 0 ? [1.2 * low, 0] : [0, 1.2 * high || 1];
   const room = (high - low) * share;
   return [low - room, high + room];
 }
 
 /**
- * Points to draw: where there are more than pixels, the first, lowest, highest and last of each pixel's, so that no peak
- * is lost. Includes one point beyond either end of the range. Gaps are joined.
+ * Returns the points to draw. With more points than pixels, each pixel keeps its first, lowest, highest and last point, so
+ * that no peak is lost. Includes one point beyond either end of the range. Gaps are joined.
  */
 export function decimate(xs, ys, range, pixels) {
   let [start, end] = [firstAtOrAfter(xs, range[0]), firstAtOrAfter(xs, range[1])];
@@ -94,7 +94,7 @@ function firstAtOrAfter(xs, value) {
   return low;
 }
 
-/** The element of an ascending array that is nearest to ``value``; null of an empty one. */
+/** Returns the element of an ascending array that is nearest to ``value``; null if the array is empty. */
 export function nearest(sorted, value) {
   if (!sorted.length) return null;
   const at = firstAtOrAfter(sorted, value);
@@ -103,7 +103,7 @@ export function nearest(sorted, value) {
   return value - sorted[at - 1] < sorted[at] - value ? sorted[at - 1] : sorted[at];
 }
 
-/** About ``count`` round numbers between low and high. */
+/** Returns about ``count`` round numbers between low and high. */
 export function ticks(low, high, count, whole = false) {
   const raw = (high - low) / count;
   if (!(raw > 0)) return [low];

@@ -1,4 +1,4 @@
-// The outcomes of the runs, and what their components ran with: settings, versions of packages, commits; side by side.
+// The outcomes of the runs and their components' settings, package versions and commits, side by side.
 
 import { byId, h } from "./dom.js";
 
@@ -52,7 +52,7 @@ export class Settings {
   }
 }
 
-/** The parts of the table: titles, and rows with a cell a run. */
+/** Returns the parts of the table: titles, and rows with a cell a run. */
 function parts(runs) {
   const components = union(runs.map((run) => run.components));
   return [
@@ -89,7 +89,7 @@ function differ(cells) {
   return new Set(cells.map((cell) => cell.text)).size > 1;
 }
 
-/** The names in any of ``objects``, in their order. */
+/** Returns the names in any of ``objects``, in their order. */
 function union(objects) {
   return [...new Set(objects.flatMap((object) => Object.keys(object)))];
 }

@@ -1,4 +1,4 @@
-// Which plots the page shows: of which metrics each is, and its quantity and unit.
+// The page's plots: metrics, quantity and unit of each.
 
 const perSecond = (tokens, seconds) => ({
   needs: [tokens, seconds],
@@ -8,8 +8,9 @@ const billions = (name) => ({ needs: [name], make: (value) => (value === null ? 
 const stderr = (metric) => `${metric}_stderr`;
 const without = (start) => (metric) => metric.replace(start, "");
 
-// A series is [metric, label, spread]: a metric is a name, a pattern of names, or made of others; spread gives the name of
-// what is drawn around it. `compared` is what several runs show, `name` labels metrics found by a pattern.
+// A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
+// the name of the metric drawn as a band around it. Several runs show `compared` instead; `name` labels metrics found by
+// a pattern.
 export const PLOTS = [
   {
     id: "reward",
@@ -162,7 +163,7 @@ export const PLOTS = [
   { id: "memory", title: "Peak memory", unit: "GB, trainer's rank 0", series: [[billions("peak_memory_bytes"), "peak"]] },
 ];
 
-// What names of metrics say of their units, for those that no plot above is about.
+// Units of metrics without a plot above, by patterns of their names.
 const UNITS = [
   [/bytes/, "bytes"],
   [/(^|_)seconds(_|$)/, "seconds"],
@@ -171,7 +172,7 @@ const UNITS = [
   [/(rate|fraction|ratio|share)$/, "share"],
 ];
 
-/** The plot of a metric that has no place among PLOTS. */
+/** Returns the plot of a metric that PLOTS does not contain. */
 export function plotOf(name) {
   const unit = UNITS.find(([pattern]) => pattern.test(name))?.[1] ?? "as in metrics.jsonl";
   return { id: `metric-${name}`, title: name, unit, series: [[name, name]] };

@@ -1,9 +1,9 @@
-// What stands above the plots: tiles with the numbers of one run, or a table of several runs.
+// The summary above the plots: tiles with the numbers of one run, or a table of several runs.
 
 import { h } from "./dom.js";
 import { count, duration, number } from "./format.js";
 
-/** The tiles above the plots of one run. */
+/** Returns the tiles for one run. */
 export function summarise(run, now) {
   const rewards = run.column("reward_mean");
   const tiles = [
@@ -23,17 +23,17 @@ export function summarise(run, now) {
   );
 }
 
-/** From a first value, where there is one, to the newest. */
+/** Returns "first → newest", or the newest alone. */
 function change(first, last) {
   return first === null || first === undefined ? number(last) : `${number(first)} → ${number(last)}`;
 }
 
-/** Accuracy before training and the newest. */
+/** Returns the accuracy before training and the newest. */
 function accuracy(run) {
   return change(run.before?.accuracy, run.last("accuracy"));
 }
 
-/** The standard error of the newest accuracy, where it is known. */
+/** Returns the standard error of the newest accuracy, if known. */
 function accuracyError(run) {
   const error = run.last("accuracy_stderr");
   return error === null ? "" : `± ${number(error, 2)}, `;
@@ -48,7 +48,7 @@ function rate(run, tokens, seconds) {
   return amount === null || !time ? null : amount / time;
 }
 
-/** The table above the plots of several runs, with a box to show or hide each. */
+/** Returns the table for several runs, with a box to show or hide each. */
 export function compare(runs, changed) {
   const heads = ["", "run", "status", "steps", "reward", "accuracy", "training time", "model", "dataset"];
   const row = (run) => {

@@ -1,4 +1,4 @@
-"""Freed memory is kept or given back as asked for; in processes of their own, since it concerns the whole of one."""
+"""Freed memory is kept or returned as asked; each test uses a process, because the setting is the process's."""
 
 from __future__ import annotations
 

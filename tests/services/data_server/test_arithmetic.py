@@ -13,7 +13,7 @@ def make(digits: list[int], operations: str, seed: int = 0) -> tuple[list[tuple[
     sides = questions(digits=digits, operations=operations, template=TEMPLATE, seed=seed)
     parsed = []
     for side in sides:
-        found = [(re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\? .*", q.text), q.answer) for q in side]
+        found = [(re.fullmatch(r"What is (\d+) ([-+*]) (\d+)\? .*", q.question), q.answer) for q in side]
         parsed.append([(int(m[1]), m[2], int(m[3]), answer) for m, answer in found if m])
         assert len(parsed[-1]) == len(side)
     return tuple(parsed)

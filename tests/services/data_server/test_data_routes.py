@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import os
 import resource
 import sqlite3
 from contextlib import closing
@@ -13,20 +13,26 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.data_server.app import create_app
 from services.data_server.settings import DataSettings
+from tests.rows import write_rows
 from tests.waiting import wait_ready
 
 
 @pytest.fixture
 def app(tmp_path: Path) -> Any:
-    def make(rows: int = 40, **options: Any) -> Any:
+    def make(rows: int = 40, *, on_disk: bool = False, **options: Any) -> Any:
         path = tmp_path / "rows.jsonl"
         if rows:
             lines = [{"question": "x" * (i % 20) + f" {i}?", "answer": f"#### {i}"} for i in range(rows)]
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            options = {"dataset": str(path), "dataset_cache_dir": tmp_path / "cache", "instruction": "none", **options}
-        return create_app(DataSettings(**options))
+            write_rows(path, lines)
+            options = {"dataset": str(path), "instruction": "none", **options}
+        return create_app(DataSettings(shared_dir=tmp_path, run_id="r", **options), own_process=on_disk)
 
     return make
+
+
+def database(tmp_path: Path) -> Path:
+    [found] = tmp_path.glob("runs/r/data/*/data-server.sqlite")
+    return found
 
 
 async def drawn(client: Any, **params: Any) -> list[tuple[int, int]]:
@@ -79,17 +85,22 @@ async def test_cursors_can_be_read_and_set_with_prompts_to_skip(serving: Any, ap
         }
 
 
-async def test_cursors_survive_a_restart_with_a_state_directory(serving: Any, app: Any, tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    async with serving(app(data_state_dir=state)) as client:
+async def test_cursors_survive_a_restart_in_the_run_directory(serving: Any, app: Any) -> None:
+    async with serving(app(on_disk=True)) as client:
         await drawn(client, consumer="a", request_id="r1")
-    async with serving(app(data_state_dir=state)) as client:
+    async with serving(app(on_disk=True, data_seed=1)) as client:
+        assert await drawn(client, consumer="a") == [(0, p) for p in range(4)], "another order has its own cursors"
+    async with serving(app(on_disk=True)) as client:
         assert await drawn(client, consumer="a", request_id="r1") == [(0, p) for p in range(4)]
         assert await drawn(client, consumer="a") == [(0, p) for p in range(4, 8)]
-    other = app(data_state_dir=state, data_seed=1)
-    async with other.router.lifespan_context(other):
-        with pytest.raises(ConfigurationError, match=r"holds cursors of .*give another directory or remove that one"):
-            await wait_ready(other)
+
+
+async def test_a_state_that_cannot_be_written_stops_the_start(app: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("not a directory")
+    made = app(on_disk=True)
+    async with made.router.lifespan_context(made):
+        with pytest.raises(ConfigurationError, match=r"cannot keep its cursors in .*make SHARED_DIR a directory"):
+            await wait_ready(made)
 
 
 async def test_prompts_of_too_many_tokens_are_passed_over_and_counted(serving: Any, app: Any, chat_model: str) -> None:
@@ -116,9 +127,9 @@ async def test_when_every_prompt_is_too_long_the_service_does_not_start(app: Any
 
 
 async def test_few_shot_examples_are_never_asked(serving: Any, app: Any) -> None:
-    async with serving(app(prompt_style="few_shot", few_shot_count=5)) as client:
+    async with serving(app(prompt_style="few_shot")) as client:
         stats = (await client.get("/stats")).json()
-        assert stats["train_prompts"] == 33
+        assert stats["train_prompts"] == 34
 
 
 async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any) -> None:
@@ -131,14 +142,14 @@ async def test_the_held_out_prompts_come_in_order_and_end(serving: Any, app: Any
 async def test_prompts_whose_cursor_could_not_be_written_are_not_given_out_and_come_again(
     serving: Any, app: Any, tmp_path: Path
 ) -> None:
-    async with serving(app(data_state_dir=tmp_path)) as client:
+    async with serving(app(on_disk=True)) as client:
         before = (await client.get("/prompts?consumer=a&batch_size=4&request_id=first")).json()
-        with closing(sqlite3.connect(tmp_path / "data-server.sqlite", isolation_level=None)) as other:
+        with closing(sqlite3.connect(database(tmp_path), isolation_level=None)) as other:
             other.execute("BEGIN EXCLUSIVE")
             refused = await asyncio.gather(*(client.get(f"/prompts?consumer={c}&request_id=second") for c in "ab"))
             assert [reply.status_code for reply in refused] == [507, 507]
             assert "cannot write its cursors: database is locked" in refused[0].json()["detail"]
-            assert f"are free in {tmp_path}" in refused[0].json()["detail"]
+            assert f"are free in {database(tmp_path).parent}" in refused[0].json()["detail"]
         assert (await client.get("/cursor?consumer=a")).json() == before["cursor"]
         after = (await client.get("/prompts?consumer=a&batch_size=4&request_id=second")).json()
         assert [prompt["position"] for prompt in after["prompts"]] == [4, 5, 6, 7]
@@ -147,10 +158,10 @@ async def test_prompts_whose_cursor_could_not_be_written_are_not_given_out_and_c
 async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(
     serving: Any, app: Any, tmp_path: Path
 ) -> None:
-    async with serving(app(data_state_dir=tmp_path, curriculum="easy_first")) as client:
+    async with serving(app(on_disk=True, curriculum="easy_first")) as client:
         first = (await client.get("/prompts", params={"consumer": "a"})).json()["prompts"][0]
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "data-server.sqlite-wal").stat().st_size, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.stat(f"{database(tmp_path)}-wal").st_size, limits[1]))
         try:
             refused = [
                 await client.get("/prompts", params={"consumer": "a"}),
@@ -161,12 +172,12 @@ async def test_a_full_disk_is_told_by_every_route_that_writes_and_loses_nothing(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [reply.status_code for reply in refused] == [507] * 4, [reply.text for reply in refused]
-        assert all(f"are free in {tmp_path}" in reply.json()["detail"] for reply in refused)
+        assert all(f"are free in {database(tmp_path).parent}" in reply.json()["detail"] for reply in refused)
         assert await drawn(client, consumer="a") == [(0, p) for p in range(4, 8)]
 
 
 async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving: Any, app: Any, tmp_path: Path) -> None:
-    options = {"rows": 400, "curriculum": "easy_first", "data_state_dir": tmp_path / "state"}
+    options = {"rows": 400, "curriculum": "easy_first", "on_disk": True}
     async with serving(app(**options)) as client:
         prompts = (await client.get("/prompts", params={"batch_size": 380})).json()["prompts"]
         assert {p["epoch"] for p in prompts} == {0}
@@ -217,7 +228,7 @@ def test_settings_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     for name, value, part in (
         ("PROMPT_STYLE", "poem", "'chat', 'plain' or 'few_shot'"),
         ("ARITHMETIC_TEMPLATE", "What is {x}?", "allowed are the fields {a}, {op} and {b}"),
-        ("CURRICULUM", "hardest", "'off', 'balanced'"),
+        ("CURRICULUM", "hardest", "'off', 'source', 'balanced'"),
     ):
         monkeypatch.setenv(name, value)
         with pytest.raises(ConfigurationError, match=part.replace("{", r"\{")):

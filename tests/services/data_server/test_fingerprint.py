@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from services.data_server.app import load
+from services.data_server.dataset import load
 from services.data_server.settings import DataSettings
+from tests.rows import write_rows
 
 ROWS = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(40)]
-
-
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
@@ -30,33 +19,29 @@ def fingerprint(tmp_path: Path, chat_model: str) -> Any:
     """The fingerprint with some settings; by default of ROWS in a file."""
 
     def of(**settings: Any) -> dict[str, str]:
-        given = {"dataset": str(write(tmp_path / "rows.jsonl", ROWS)), "model_name": chat_model} | settings
-        data = load(DataSettings.load(dataset_cache_dir=tmp_path / "cache", **given))
-        found: dict[str, str] = data.stats()["fingerprint"]
-        data.state.close()
-        return found
+        given = {"dataset": str(write_rows(tmp_path / "rows.jsonl", ROWS)), "model_name": chat_model} | settings
+        return load(DataSettings.load(**given)).fingerprint
 
     return of
 
 
 @pytest.mark.parametrize("name", ["elsewhere/rows.jsonl", "other-name.jsonl", "rows.parquet"])
 def test_it_is_the_same_wherever_and_however_the_rows_are_stored(fingerprint: Any, tmp_path: Path, name: str) -> None:
-    assert fingerprint(dataset=str(write(tmp_path / name, ROWS))) == fingerprint()
+    assert fingerprint(dataset=str(write_rows(tmp_path / name, ROWS))) == fingerprint()
 
 
 @pytest.mark.parametrize(
     ("settings", "changed"),
     [
         ({"data_seed": 1}, {"training prompts", "held-out prompts", "order"}),
-        ({"data_shuffle": False}, {"order"}),
+        ({"curriculum": "source"}, {"order"}),
         ({"curriculum": "balanced"}, {"order"}),
         ({"dataset_held_out": 0.5}, {"training prompts", "held-out prompts"}),
         ({"system_prompt": "Be brief."}, {"form"}),
         ({"instruction": "Think."}, {"form"}),
         ({"prompt_style": "plain"}, {"form"}),
         ({"max_prompt_tokens": 100}, {"form"}),
-        ({"few_shot_count": 2}, set()),  # of a style that is not used
-        ({"prompt_style": "few_shot", "few_shot_count": 2}, {"training prompts", "form"}),
+        ({"prompt_style": "few_shot"}, {"training prompts", "form"}),
     ],
 )
 def test_it_shows_what_a_setting_changes(fingerprint: Any, settings: dict[str, Any], changed: set[str]) -> None:
@@ -70,7 +55,7 @@ def test_it_shows_one_changed_row_and_one_more(fingerprint: Any, tmp_path: Path,
     more = [*ROWS, {"question": "1+2=", "answer": "3"}]
     before = fingerprint()
     for rows in (changed, more):
-        after = fingerprint(dataset=str(write(tmp_path / "changed.jsonl", rows)))
+        after = fingerprint(dataset=str(write_rows(tmp_path / "changed.jsonl", rows)))
         assert after["training prompts"] != before["training prompts"]
 
 

@@ -11,7 +11,7 @@ from services.protocol import Cursor
 
 
 def order(size: int, **options: object) -> EpochOrder:
-    return EpochOrder(size, **{"seed": 0, "shuffle": True, **options})  # type: ignore[arg-type]
+    return EpochOrder(size, **{"seed": 0, "curriculum": Curriculum.OFF, **options})  # type: ignore[arg-type]
 
 
 def test_every_epoch_is_a_permutation_of_its_own_and_the_same_for_the_same_seed() -> None:
@@ -21,17 +21,21 @@ def test_every_epoch_is_a_permutation_of_its_own_and_the_same_for_the_same_seed(
     assert orders[0] != orders[1] != orders[2]
     assert [order(1000).of(epoch).tolist() for epoch in range(3)] == orders
     assert order(1000, seed=1).of(0).tolist() != orders[0]
-    assert order(10, shuffle=False).of(5).tolist() == list(range(10))
+    assert order(10, curriculum=Curriculum.SOURCE).of(5).tolist() == list(range(10))
 
 
 def test_a_walk_goes_on_into_the_next_epoch_or_ends_with_it() -> None:
-    found, after = walk(order(5, shuffle=False), Cursor(position=3), 4, lambda place: True)
+    found, after = walk(order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True)
     assert found == [(3, 0, 3), (4, 0, 4), (0, 1, 0), (1, 1, 1)]
     assert after == Cursor(epoch=1, position=2)
-    found, after = walk(order(5, shuffle=False), Cursor(position=3), 4, lambda place: True, ends_with_epoch=True)
+    found, after = walk(
+        order(5, curriculum=Curriculum.SOURCE), Cursor(position=3), 4, lambda place: True, ends_with_epoch=True
+    )
     assert [place for place, _, _ in found] == [3, 4]
     assert after == Cursor(epoch=1, position=0)
-    found, after = walk(order(5, shuffle=False), Cursor(position=5), 2, lambda place: True, ends_with_epoch=True)
+    found, after = walk(
+        order(5, curriculum=Curriculum.SOURCE), Cursor(position=5), 2, lambda place: True, ends_with_epoch=True
+    )
     assert found == [(0, 1, 0), (1, 1, 1)]
 
 

@@ -86,7 +86,7 @@ def test_a_tokenizer_that_cannot_be_had_is_an_error(tmp_path: Any) -> None:
 def test_a_process_of_its_own_gets_by_without_torch(chat_model: str) -> None:
     check = f"""
 import sys
-from services.data_server.app import load
+from services.data_server.dataset import load
 from services.data_server.settings import DataSettings
 data = load(DataSettings(dataset="arithmetic", model_name={chat_model!r}), own_process=True)
 sys.exit("torch" in sys.modules)

@@ -1,33 +1,23 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from services.core.errors import ConfigurationError
 from services.data_server import sources
 from services.data_server.settings import DataSettings, GroundTruthFormat
+from tests.rows import write_rows
 
 GSM8K = Path(__file__).parents[4] / "shared" / "gsm8k"
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    if path.suffix == ".parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Any:
     def load_rows(rows: list[dict[str, Any]] | str, suffix: str = ".jsonl", **options: Any) -> sources.Source:
-        dataset = rows if isinstance(rows, str) else str(write(tmp_path / f"rows{suffix}", rows))
-        return sources.load(DataSettings(dataset=dataset, dataset_cache_dir=tmp_path / "cache", **options))
+        dataset = rows if isinstance(rows, str) else str(write_rows(tmp_path / f"rows{suffix}", rows))
+        return sources.load(DataSettings(dataset=dataset, **options))
 
     return load_rows
 
@@ -38,7 +28,7 @@ def truths(rows: sources.Rows) -> list[str]:
 
 def test_gsm8k_ground_truths_stand_behind_the_last_hashes_without_separators(load: Any, tmp_path: Path) -> None:
     answers = ["It is 2.\n#### 2", "#### 1\nno\n#### 70,000", "####-3 ", "a\n#### $18.50"]
-    test = write(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
+    test = write_rows(tmp_path / "test.jsonl", [{"question": "q", "answer": "#### 5"}])
     source = load([{"question": f"q{i}", "answer": a} for i, a in enumerate(answers)], dataset_test=test)
     assert source.ground_truth_format is GroundTruthFormat.HASH
     assert truths(source.train) == ["2", "70000", "-3", "$18.50"]
@@ -83,8 +73,8 @@ def test_boxed_and_plain_ground_truths(load: Any) -> None:
 
 
 def test_columns_are_taken_by_name(load: Any) -> None:
-    rows = [{"q": f"q{i}", "a": f"{i}", "kind": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
-    source = load(rows, prompt_column="q", ground_truth_column="a", category_column="kind")
+    rows = [{"q": f"q{i}", "a": f"{i}", "category": "easy", "question": "wrong", "answer": "wrong"} for i in range(4)]
+    source = load(rows, prompt_column="q", ground_truth_column="a")
     row = source.train.take([0])[0]
     assert (row.question, row.ground_truth, row.category) == (f"q{row.number}", str(row.number), "easy")
 
@@ -117,9 +107,9 @@ def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text('{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
-    write(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}])
-    write(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
-    write(Path("strange.jsonl"), [{"x": "a"}])
+    write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}])
+    write_rows(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
+    write_rows(Path("strange.jsonl"), [{"x": "a"}])
     with pytest.raises(ConfigurationError, match=message) as error:
         load(dataset, **options)
     assert "\n" not in str(error.value)

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from services.embedded_engine.compute.batch import Limits
 from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import Loaded, load
 from services.embedded_engine.compute.sequences import Request
-from services.embedded_engine.http import sglang_wire
-from services.rollout_server.settings import RolloutSettings
+from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.settings import EngineSettings
 from tests.tolerance import type_in_force
 from tests.waiting import IDLE_SECONDS
 
@@ -31,27 +30,24 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def settings_for(model: Path, **fields: Any) -> RolloutSettings:
-    return RolloutSettings.load(model_name=str(model), **fields)
+def settings_for(model: Path, **fields: Any) -> EngineSettings:
+    return EngineSettings.load(model_name=str(model), **fields)
 
 
 class RunningEngine:
     """An engine with its model, and short ways to ask it."""
 
-    def __init__(self, loaded: Loaded, limits: Limits) -> None:
+    def __init__(self, loaded: Loaded, max_queued: int) -> None:
         self.loaded = loaded
         self.failures: list[Exception] = []
-        self.engine = Engine(loaded.model, loaded.cache, limits, "0", loaded.decode_text, self.failures.append)
-        self.limits = sglang_wire.PromptLimits(
-            loaded.model.architecture.vocab_size, loaded.model.context_length, loaded.end_ids
-        )
+        self.engine = Engine(loaded, self.failures.append, max_queued=max_queued, prefill_tokens=64)
         self.engine.start()
 
     def request(self, prompt: list[int] | None = None, **fields: Any) -> Request:
         """A request that is not submitted; fields are sampling parameters or make_request's own."""
         own = {key: fields.pop(key) for key in ("rid", "logprob_start", "top_logprobs", "on_progress") if key in fields}
-        params = sglang_wire.read_sampling({"max_new_tokens": 8, "ignore_eos": True, **fields})
-        return sglang_wire.make_request(PROMPT if prompt is None else prompt, params, self.limits, **own)
+        params = SamplingParams.model_validate({"max_new_tokens": 8, "ignore_eos": True, **fields})
+        return make_request(PROMPT if prompt is None else prompt, params, self.loaded, **own)
 
     def submit(self, prompt: list[int] | None = None, **fields: Any) -> Future[Request]:
         request = self.request(prompt, **fields)
@@ -70,12 +66,12 @@ def compute_type() -> str:
 
 @pytest.fixture
 def make_engine(tiny_model: Path, compute_type: str) -> Iterator[Callable[..., RunningEngine]]:
-    """Makes running engines with the tiny model; ``limits`` and settings by keyword."""
+    """Makes running engines with the tiny model; settings by keyword."""
     running: list[RunningEngine] = []
 
-    def make(model: Path = tiny_model, *, max_waiting: int = 100, **fields: Any) -> RunningEngine:
+    def make(model: Path = tiny_model, *, max_queued: int = 100, **fields: Any) -> RunningEngine:
         loaded = load(settings_for(model, engine_dtype=compute_type, **fields))
-        running.append(RunningEngine(loaded, Limits(loaded.max_running, max_waiting, prefill_tokens=64)))
+        running.append(RunningEngine(loaded, max_queued))
         return running[-1]
 
     yield make

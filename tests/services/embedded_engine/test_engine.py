@@ -139,7 +139,7 @@ def test_prompt_logprobs_come_with_a_completion(engine: RunningEngine) -> None:
 
 
 def test_more_waiting_requests_than_allowed_are_refused_at_once(make_engine: MakeEngine) -> None:
-    small = make_engine(max_waiting=3, engine_max_running_requests=1)
+    small = make_engine(max_queued=3, engine_max_running_requests=1)
     gate, first = held(small)
     waiting = [small.submit() for _ in range(3)]
     with pytest.raises(QueueFullError):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from services.embedded_engine.compute.engine import Engine
+from services.embedded_engine.http import app
 from services.embedded_engine.http.app import create_app
 from tests.services.embedded_engine.conftest import PROMPT, settings_for
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -63,8 +66,11 @@ async def test_a_text_prompt_is_the_same_as_its_ids(serving: Serving, tiny_model
         assert by_text.json()["text"] == by_ids.json()["text"] != ""
 
 
-async def test_a_full_queue_is_answered_429_with_when_to_try_again(serving: Serving, tiny_model: Path) -> None:
-    settings = settings_for(tiny_model, engine_max_queued_requests=2, engine_max_running_requests=1)
+async def test_a_full_queue_is_answered_429_with_when_to_try_again(
+    serving: Serving, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "Engine", partial(Engine, max_queued=2))
+    settings = settings_for(tiny_model, engine_max_running_requests=1)
     async with serving(create_app(settings)) as client:
         await client.post("/pause_generation", json={"mode": "in_place"})
         waiting = [asyncio.create_task(client.post("/generate", json=body())) for _ in range(2)]

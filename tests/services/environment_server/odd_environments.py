@@ -10,11 +10,11 @@ from services.environment_server.environments import Conversation, Transition
 from tests.waiting import IDLE_SECONDS
 
 RELEASE = threading.Event()
-"""Set by a test to let hanging environments go."""
+"""Set by a test to end hanging steps."""
 
 
 class Plain(gymnasium.Env):
-    """Observes how many steps were taken; never ends by itself."""
+    """An environment that observes the number of steps taken and never ends by itself."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (1,), np.float64)
     action_space = spaces.Discrete(4)
@@ -30,7 +30,7 @@ class Plain(gymnasium.Env):
 
 
 class Broken(Plain):
-    """Action 0 goes well, 1 raises, 2 gives NaN as a state, 3 NaN as a reward."""
+    """An environment in which action 1 raises, 2 gives a NaN state, 3 a NaN reward, and 0 succeeds."""
 
     def step(self, action):
         state, reward, *rest = super().step(action)
@@ -40,7 +40,7 @@ class Broken(Plain):
 
 
 class Sleepy(Plain):
-    """Action 1 hangs."""
+    """An environment in which action 1 hangs."""
 
     def step(self, action):
         if action == 1:
@@ -49,20 +49,20 @@ class Sleepy(Plain):
 
 
 class Unborn(Plain):
-    """Cannot be reset."""
+    """An environment that cannot be reset."""
 
     def reset(self, *, seed=None, options=None):
         raise RuntimeError("no world today")
 
 
 class Unshaped(Plain):
-    """Has observations without a fixed size."""
+    """An environment whose observations have no fixed size."""
 
     observation_space = spaces.Sequence(spaces.Discrete(3))
 
 
 class Composed(Plain):
-    """Observes a dictionary and takes several indices."""
+    """An environment that observes a dictionary and takes several indices."""
 
     observation_space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,), np.float32)})
     action_space = spaces.MultiDiscrete([2, 3])
@@ -75,7 +75,7 @@ class Composed(Plain):
 
 
 class Echo(Conversation):
-    """Says what was said, and ends."""
+    """A conversation that repeats the action and ends."""
 
     async def reset(self, seed):
         return [{"role": "user", "content": f"seed {seed}"}]

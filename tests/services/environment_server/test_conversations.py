@@ -1,4 +1,4 @@
-"""The text environments: a guessing game, and questions with a calculator scored as in training."""
+"""The text environments: a guessing game, and questions with a calculator, scored as in training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_game_without_the_right_guess_is_truncated(serving: Any, app: An
         assert (last["status"], last["episode_return"]) == ("truncated", 0.0)
 
 
-async def test_a_conversation_of_ones_own_is_named_by_its_class(serving: Any, app: Any) -> None:
+async def test_a_conversation_is_named_by_its_class(serving: Any, app: Any) -> None:
     name = "tests.services.environment_server.odd_environments:Echo"
     async with serving(app(environment=name)) as client:
         reply = (await client.post("/reset", json={"seed": 7})).json()
@@ -121,6 +121,6 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
         ("\x00", "no expression"),
     ],
 )
-def test_the_calculator_refuses_what_is_no_bounded_arithmetic(expression: str, says: str) -> None:
+def test_the_calculator_refuses_anything_but_bounded_arithmetic(expression: str, says: str) -> None:
     with pytest.raises(CalculationError, match=says):
         calculate(expression)

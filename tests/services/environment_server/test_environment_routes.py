@@ -1,4 +1,4 @@
-"""What an environment server answers: episodes over HTTP, repeated, wrong, hanging and lost."""
+"""The environment server's routes: episodes over HTTP, with steps that repeat, do not fit, hang or fail."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from services.core.errors import ConfigurationError
+from services.environment_server import episodes
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.waiting import IDLE_SECONDS, stats_show
@@ -48,18 +49,18 @@ async def test_an_episode_over_http_is_the_one_that_gymnasium_plays(serving: Any
 
 async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
-        episodes = await begin(client, episodes=64, seed=100)
-        assert [episode["seed"] for episode in episodes] == list(range(100, 164))
-        assert len({episode["episode"] for episode in episodes}) == 64
-        results = await take(client, *((e["episode"], 0, 1) for e in reversed(episodes)))
-        assert [r["episode"] for r in results] == [e["episode"] for e in reversed(episodes)]
+        begun = await begin(client, episodes=64, seed=100)
+        assert [episode["seed"] for episode in begun] == list(range(100, 164))
+        assert len({episode["episode"] for episode in begun}) == 64
+        results = await take(client, *((e["episode"], 0, 1) for e in reversed(begun)))
+        assert [r["episode"] for r in results] == [e["episode"] for e in reversed(begun)]
         assert (await client.get("/stats")).json()["active"] == 64
-        closed = await client.post("/close", json={"episodes": [e["episode"] for e in episodes[:10]] + ["who"]})
+        closed = await client.post("/close", json={"episodes": [e["episode"] for e in begun[:10]] + ["who"]})
         assert closed.json() == {"closed": 10, "unknown": 1}
         assert (await client.get("/stats")).json()["active"] == 54
 
 
-async def test_a_reset_says_what_states_and_actions_are(serving: Any, app: Any) -> None:
+async def test_a_reset_describes_states_and_actions(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
         info = (await client.post("/reset", json={"environment": "Pendulum-v1"})).json()["environment"]
         assert info["state"] == {"kind": "numbers", "shape": [3]}
@@ -141,7 +142,7 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
         assert (stats["active"], stats["episodes"]["lost"]) == (2, 1)
 
 
-async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: Any, app: Any) -> None:
+async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
@@ -157,8 +158,7 @@ async def test_a_hanging_step_costs_its_episode_and_holds_up_no_other(serving: A
 async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.05)) as client:
-        episodes = [e["episode"] for e in await begin(client, episodes=9)]
-        await take(client, *((episode, 0, 1) for episode in episodes))
+        await take(client, *((e["episode"], 0, 1) for e in await begin(client, episodes=9)))
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/reset", json={})
         assert refused.status_code == 503
@@ -176,7 +176,7 @@ async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving:
         ("../../etc/passwd", "etc/passwd"),
     ],
 )
-async def test_an_environment_that_cannot_be_had_is_refused_with_the_reason(
+async def test_an_unavailable_environment_is_refused_with_the_reason(
     serving: Any, app: Any, name: str, says: str
 ) -> None:
     async with serving(app(environment=f"{ODD}Plain-v0")) as client:
@@ -187,14 +187,15 @@ async def test_an_environment_that_cannot_be_had_is_refused_with_the_reason(
         assert "CartPole-v1" in (await client.get("/environments")).json()["environments"]
 
 
-async def test_a_server_whose_own_environment_cannot_be_had_does_not_start(serving: Any, app: Any) -> None:
+async def test_a_server_whose_own_environment_is_unavailable_does_not_start(serving: Any, app: Any) -> None:
     with pytest.raises(ConfigurationError, match="ENVIRONMENT is 'NoSuchGame-v0'"):
         async with serving(app(environment="NoSuchGame-v0")):
             pass
 
 
-async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any) -> None:
-    async with serving(app(environment_max_episodes=4)) as client:
+async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "MAX_EPISODES", 4)
+    async with serving(app()) as client:
         await begin(client, episodes=3)
         full = await client.post("/reset", json={"episodes": 2})
         assert full.status_code == 429
@@ -203,8 +204,9 @@ async def test_a_full_server_says_when_to_come_back(serving: Any, app: Any) -> N
         await begin(client, episodes=1)
 
 
-async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any) -> None:
-    async with serving(app(environment_idle_seconds=0.05)) as client:
+async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "IDLE_SECONDS", 0.05)
+    async with serving(app()) as client:
         episode = (await begin(client))[0]["episode"]
         await stats_show(client, lambda stats: stats["active"] == 0)
         result = (await take(client, (episode, 0, 1)))[0]
@@ -235,7 +237,7 @@ async def test_nan_is_no_action(serving: Any, app: Any) -> None:
         assert response.status_code == 400
 
 
-async def test_health_tells_the_head_who_this_is_but_not_its_key(serving: Any, app: Any) -> None:
+async def test_health_identifies_the_server_without_its_key(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
         first = (await client.get("/health")).json()
         assert (first["name"], first["environment"], first["pushing"]) == ("test-server", "CartPole-v1", False)

@@ -1,4 +1,4 @@
-"""Playing against a head: reports arrive once, restarts of the head are waited out."""
+"""The player: each episode is reported once, and a restart of the head loses none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import IDLE_SECONDS, eventually, stats_show, wait_until
 
 
 class Head:
-    """A head of the test's own: answers 0, writes down what it is told, and fails when told to."""
+    """A fake head that answers 0, records requests, and fails when ``failing`` is set."""
 
     def __init__(self) -> None:
         self.requests: list[EvaluateRequest] = []
@@ -64,7 +64,7 @@ async def test_a_head_that_is_away_costs_no_episode(
     serving: Any, app: Any, head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(player, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(player, "REFUSED_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(player, "PAUSE_SECONDS", 0.05)
     with served(head.app) as url:
         options = {"environment": f"{ODD}Plain-v0", "environment_max_steps": 50, "eval_head_endpoint": url}
         async with serving(app(**options, environment_push_episodes=2, environment_push_total=2)) as client:
@@ -78,7 +78,7 @@ async def test_a_head_that_is_away_costs_no_episode(
     assert (push["lost"], push["trouble"]) == (0, None)
 
 
-async def test_an_action_that_does_not_fit_gives_the_episode_up(serving: Any, app: Any, head: Head) -> None:
+async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: Any, head: Head) -> None:
     head.action = 99
     with served(head.app) as url:
         options = {"environment": "CartPole-v1", "eval_head_endpoint": url, "environment_push_total": 2}

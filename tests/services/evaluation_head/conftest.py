@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from services.evaluation_head import discovery, driver, language_policy, policy, registry
+from services.evaluation_head import head as head_module
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
 from tests.services.evaluation_head import policies
@@ -26,11 +28,26 @@ def lean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+CONSTANTS = {
+    "RELOAD_SECONDS": head_module,
+    "MAX_WAITING": policy,
+    "SILENT_SECONDS": registry,
+    "IDLE_SECONDS": registry,
+    "PROBE_INTERVAL_SECONDS": driver,
+    "MAX_STEPS": driver,
+    "INTERVAL_SECONDS": discovery,
+    "TIMEOUT_SECONDS": discovery,
+    "ANSWER_SECONDS": language_policy,
+}
+
+
 @pytest.fixture
-def head(times: Path) -> Any:
-    """``head(head_batch_size=..., ...)``: an evaluation head with those settings."""
+def head(times: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``head(head_batch_size=..., RELOAD_SECONDS=...)``: an evaluation head with those settings and constants."""
 
     def make(sources: Any = None, **options: Any) -> Any:
+        for name in CONSTANTS.keys() & options.keys():
+            monkeypatch.setattr(CONSTANTS[name], name, options.pop(name))
         settings = HeadSettings(**{"head_policies": f"times={times}", "head_timeout_ms": 1.0, **options})
         return create_app(settings, sources)
 

@@ -1,6 +1,6 @@
-"""Takes the picture of docs/evaluation_head.md: ``python -m tests.services.evaluation_head.dashboard_screenshot FILE``.
+"""Take the picture of docs/evaluation_head.md: ``python -m tests.services.evaluation_head.dashboard_screenshot FILE``.
 
-The head plays on two servers, a third pushes by itself, a fourth address has nobody.
+The head plays on two servers, a third server pushes, and nothing listens at a fourth address.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ WINDOW = {"width": 1280, "height": 1480}
 
 
 def main(target: Path) -> None:
-    """Plays for a while, then writes the picture."""
+    """Play for a while, then write the picture."""
     with contextlib.ExitStack() as stack:
-        # The page shows where policies lie: below a directory of no particular name.
+        # The page shows paths of policies, which must not be those of this machine.
         stack.enter_context(contextlib.chdir(stack.enter_context(tempfile.TemporaryDirectory())))
         directory = Path("policies")
         publish_wobbles(directory / "cartpole", version=3)

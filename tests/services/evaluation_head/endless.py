@@ -6,7 +6,7 @@ from gymnasium import spaces
 
 
 class Endless(gymnasium.Env):
-    """Observes nothing new, for ever."""
+    """An environment whose observation never changes."""
 
     observation_space = spaces.Box(-1, 1, (1,), np.float32)
     action_space = spaces.Discrete(1)

@@ -1,4 +1,4 @@
-"""A stand-in for SkyPilot's SDK: the functions that discovery uses, the same names, the same errors."""
+"""A fake of SkyPilot's SDK with the functions and errors that discovery uses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class APIVersionMismatchError(RuntimeError):
 
 
 class FakeSkyPilot:
-    """Clusters by name: (status, {port: address} or an error); services by name: replicas."""
+    """A fake SDK: clusters by name as (status, {port: address} or an error), and replicas by service."""
 
     def __init__(self) -> None:
         self.clusters: dict[str, tuple[ClusterStatus, dict[int, str] | Exception]] = {}

@@ -1,4 +1,4 @@
-"""Small policies whose actions tell which version chose them."""
+"""Small policies whose actions reveal the version that chose them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEFT_RIGHT = ActionSpec(kind=ActionKind.INDEX, count=2)
 
 
 class Times(torch.nn.Module):
-    """Gives the state times a factor; a state that begins with -1 gives NaN."""
+    """A policy that multiplies the state by a factor. A state that begins with -1 gives NaN."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Times(torch.nn.Module):
 
 
 class Lean(torch.nn.Module):
-    """Pushes the cart to where the pole leans."""
+    """A policy that pushes the cart to the side where the pole leans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Lean(torch.nn.Module):
 
 
 class Wobbles(torch.nn.Module):
-    """Pushes to where the pole leans, whatever its speed: it falls, sooner or later by the seed."""
+    """A policy that ignores the pole's speed, so that the pole falls after a time that depends on the seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Wobbles(torch.nn.Module):
 
 
 def publish_times(directory: Path, version: int) -> Path:
-    """A version that multiplies by its own number."""
+    """Publish a version that multiplies by its own number."""
     return publish_policy(Times(float(version)), directory, version, PAIR, NUMBERS)
 
 

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head.discovery import given_servers
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
@@ -54,7 +55,7 @@ def open_page(chrome: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def play(head: Any, tmp_path: Path) -> Iterator[Callable[..., tuple[str, str]]]:
-    """``play()``: the URLs of a head and of an environment server that it plays on."""
+    """``play()``: start a head and an environment server that it plays on, and return their URLs."""
     publish_wobbles(tmp_path)
     with contextlib.ExitStack() as stack:
 
@@ -88,20 +89,18 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
     for plot in ("rates", "batch", "active", "returns"):
         expect(page.locator(f"#plot-{plot} canvas.top")).to_have_attribute("aria-label", re.compile(r"\d"))
     expect(page).to_have_title(re.compile(r"states/s"))
-    # The state has a badge in its cell; the cell itself is as the others.
+    # The state is a badge inside its cell; the cell itself has no style of its own.
     expect(row.locator("td span.pill.good")).to_have_text("connected")
     expect(page.locator("td.pill")).to_have_count(0)
     assert not is_wider_than_window(page)
 
 
 @needs_browser
-def test_the_discover_button_looks_again(open_page: Any, head: Any) -> None:
+def test_the_discover_button_finds_new_servers(open_page: Any, head: Any) -> None:
     addresses: list[str] = []
-    from services.evaluation_head.discovery import Addresses
-
     with (
         served(create_environment_app(EnvironmentSettings())) as environment,
-        served(head([Addresses(addresses)], discovery_seconds=3600)) as url,
+        served(head({"addresses": lambda: given_servers(addresses)}, INTERVAL_SECONDS=3600)) as url,
     ):
         page = open_page(url)
         expect(page.locator("#discovered")).to_contain_text("None found.")
@@ -113,7 +112,7 @@ def test_the_discover_button_looks_again(open_page: Any, head: Any) -> None:
 
 
 @needs_browser
-def test_it_connects_again_by_itself(open_page: Any, head: Any) -> None:
+def test_the_dashboard_reconnects_by_itself(open_page: Any, head: Any) -> None:
     with served(head()) as url:
         page = open_page(url, expected_problems="ERR_CONNECTION|WebSocket")
         expect(page.locator("#state")).to_have_text("live")
@@ -145,7 +144,7 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_and_trusts_no_text(open_page: Any, head: Any, scheme: str) -> None:
+def test_the_dashboard_fits_a_phone_and_shows_text_as_text(open_page: Any, head: Any, scheme: str) -> None:
     with served_ready(head()) as url:
         report = {"server": "a-server-with-a-rather-long-name/1", "environment": "x" * 100, "state": [0, 0]}
         assert httpx.post(f"{url}/evaluate", json=report, timeout=IDLE_SECONDS, trust_env=False).status_code == 200

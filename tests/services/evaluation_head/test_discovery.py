@@ -1,4 +1,4 @@
-"""Discovery: addresses, and SkyPilot's clusters and services through a fake SDK; what vanishes and what fails."""
+"""Discovery of given addresses, and of SkyPilot's clusters and services through a fake SDK."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.evaluation_head.discovery import Addresses
-from services.evaluation_head.skypilot import Clusters, Services
+from services.evaluation_head.discovery import given_servers
+from services.evaluation_head.skypilot import find_clusters, find_replicas
 from tests.services.evaluation_head.fake_skypilot import (
     ApiServerAuthenticationError,
     ApiServerConnectionError,
@@ -42,8 +42,11 @@ def sky() -> FakeSkyPilot:
 
 
 @pytest.fixture
-def sources(sky: FakeSkyPilot) -> list[Any]:
-    return [Clusters("game-server", 8081, sky), Services("game-server", sky)]
+def sources(sky: FakeSkyPilot) -> dict[str, Any]:
+    return {
+        "clusters": lambda: find_clusters("game-server", 8081, sky),
+        "services": lambda: find_replicas("game-server", sky),
+    }
 
 
 async def discover(client: Any) -> dict[str, Any]:
@@ -66,10 +69,10 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(serving: Any, hea
         assert (await client.get("/discovered")).json()["servers"] == list(found.values())
 
 
-async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
+async def test_vanished_servers_are_dropped_and_new_ones_connected(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
-    async with serving(head(sources, discovery_seconds=0.05)) as client:
+    async with serving(head(sources, INTERVAL_SECONDS=0.05)) as client:
 
         async def shows(name: str, is_there: bool) -> bool:
             servers = (await client.get("/stats")).json()["servers"]
@@ -90,7 +93,7 @@ async def test_what_vanishes_is_dropped_and_what_comes_is_taken_up(
         (ValueError("odd"), "ValueError: odd"),
     ],
 )
-async def test_a_source_that_fails_keeps_what_it_gave_and_says_why(
+async def test_a_failing_source_keeps_its_servers_and_says_why(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception, says: str
 ) -> None:
     async with serving(head(sources)) as client:
@@ -108,7 +111,7 @@ async def test_a_source_that_fails_keeps_what_it_gave_and_says_why(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("No live services."), ClusterNotUpError("no controller")])
-async def test_that_there_are_no_services_is_no_error(
+async def test_having_no_services_is_no_error(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any, error: Exception
 ) -> None:
     sky.serve_error = error
@@ -126,19 +129,19 @@ async def test_services_that_cannot_be_asked_for_are_an_error(
         assert "cannot be reached" in (await discover(client))["errors"]["services"]
 
 
-async def test_an_api_server_that_hangs_holds_up_nothing(
+async def test_a_hanging_api_server_does_not_block_the_head(
     serving: Any, head: Any, sky: FakeSkyPilot, sources: Any
 ) -> None:
     sky.answers.clear()
-    async with serving(head(sources, discovery_timeout_seconds=0.05)) as client:
+    async with serving(head(sources, TIMEOUT_SECONDS=0.05)) as client:
         reply = await discover(client)
-        assert "DISCOVERY_TIMEOUT_SECONDS" in reply["errors"]["clusters"]
+        assert "no answer within 0.05 s" in reply["errors"]["clusters"]
         async with asyncio.timeout(IDLE_SECONDS / 2):
             assert (await client.post("/evaluate", json={"state": [1, 1]})).status_code == 200
         sky.answers.set()
 
 
-async def test_those_who_ask_at_once_share_one_look(serving: Any, head: Any, sky: FakeSkyPilot, sources: Any) -> None:
+async def test_concurrent_requests_share_one_look(serving: Any, head: Any, sky: FakeSkyPilot, sources: Any) -> None:
     async with serving(head(sources)) as client:
         await discover(client)
         sky.passes, sky.seconds = 0, 0.02
@@ -146,7 +149,7 @@ async def test_those_who_ask_at_once_share_one_look(serving: Any, head: Any, sky
         assert sky.passes == 1
 
 
-async def test_without_skypilot_the_reason_is_told(serving: Any, head: Any) -> None:
+async def test_a_missing_skypilot_is_reported(serving: Any, head: Any) -> None:
     async with serving(head(skypilot_api_server_endpoint="http://127.0.0.1:9")) as client:
         reply = await discover(client)
         assert (reply["enabled"], reply["prefix"]) == (True, "game-server")
@@ -163,8 +166,11 @@ async def test_addresses_need_no_skypilot(serving: Any, head: Any) -> None:
         assert (await discover(client))["enabled"] is False
 
 
-def test_a_name_found_twice_counts_once() -> None:
-    assert len(Addresses(["http://a:1"]).find()) == 1
+async def test_a_name_found_twice_counts_once(serving: Any, head: Any) -> None:
+    once, again = (lambda: given_servers(["http://a:1"]), lambda: given_servers(["http://a:1/", "http://b:1"]))
+    async with serving(head({"one": once, "other": again})) as client:
+        found = (await discover(client))["servers"]
+    assert [server["url"] for server in found] == ["http://a:1", "http://b:1"]
 
 
 @pytest.mark.parametrize("text", ["not an address at all://", "http://", "a:b:c"])
@@ -173,7 +179,7 @@ def test_addresses_are_checked(head: Any, text: str) -> None:
         head(game_server_addresses=text)
 
 
-def test_the_real_sdk_has_what_is_used_of_it() -> None:
+def test_the_real_sdk_has_the_functions_and_fields_in_use() -> None:
     sdk = skypilot_facts()["sdk"]
     parameters = sdk["parameters"]
     assert "all_users" in parameters["status"]

@@ -1,4 +1,4 @@
-"""What docs/evaluation_head.md says can be done: its commands run here, and SkyPilot has its options."""
+"""The commands of docs/evaluation_head.md: they run here, and SkyPilot has the options in use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES = "runs/policies/cartpole"
 
 
 def words_of(start: str) -> list[str]:
-    """The arguments of the one command of the page that begins so."""
+    """Return the arguments of the page's only command that begins with ``start``."""
     [command] = [line for line in HERE if line.startswith(f".venv/bin/python -m {start}")]
     return shlex.split(command)[3:]
 
@@ -45,7 +45,7 @@ def policy(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-async def test_its_three_commands_make_a_head_that_plays(start_service: Any, policy: Path) -> None:
+async def test_the_three_commands_make_a_head_that_plays(start_service: Any, policy: Path) -> None:
     environments, head = words_of("services.environment_server"), words_of("services.evaluation_head")
     assert (environments, head[:2]) == (["--port", "8081"], ["--port", "8080"])
     server = start_service("services.environment_server")
@@ -62,7 +62,7 @@ async def test_its_three_commands_make_a_head_that_plays(start_service: Any, pol
     assert stats["returns"]["mean"] == 500
 
 
-def test_its_benchmark_has_those_options() -> None:
+def test_the_benchmark_has_the_named_options() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.policy", "--help"],
         cwd=ROOT,
@@ -75,23 +75,22 @@ def test_its_benchmark_has_those_options() -> None:
     assert all(option in done.stdout for option in options)
 
 
-def test_its_python_publishes_a_policy(tmp_path: Path) -> None:
+def test_the_python_example_publishes_a_policy(tmp_path: Path) -> None:
     [text] = [text for language, _, text in FENCES if language == "python"]
     exec(compile(text, "evaluation_head.md", "exec"), {"module": Lean(), "directory": tmp_path})
     loaded = checkpoint.load(checkpoint.find(tmp_path), torch.device("cpu"))
     assert loaded.source.version == 2
 
 
-def test_skypilot_has_the_options_of_its_commands() -> None:
+def test_skypilot_has_the_options_of_the_commands() -> None:
     commands = [line for line in ON_A_CLUSTER if line.startswith("sky ")]
     assert len(commands) > 8
     for command in commands:
         check_command(command)
 
 
-def test_the_variables_it_names_are_settings() -> None:
+def test_the_named_variables_are_settings() -> None:
     named = set(re.findall(r"\b((?:HEAD|ENVIRONMENT|GAME|DISCOVERY|EVAL)_[A-Z_]+[A-Z])\b", PAGE))
     known = {name.upper() for settings in (HeadSettings, EnvironmentSettings) for name in settings.model_fields}
     assert len(named) > 10
-    # A plural: several servers' names.
-    assert {name.removesuffix("S") if name not in known else name for name in named} <= known
+    assert named <= known

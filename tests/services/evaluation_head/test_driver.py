@@ -1,4 +1,4 @@
-"""The head plays on real environment servers, which restart, lie, hang, or push by themselves."""
+"""The driver on real environment servers, which restart, break the protocol, hang, or push."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def stats_of(url: str) -> dict[str, Any]:
 
 
 def gymnasium_returns(seeds: range) -> list[float]:
-    """What the leaning policy earns when it plays here."""
+    """Return the returns of the leaning policy when gymnasium runs in this process."""
     returns = []
     for seed in seeds:
         environment = gymnasium.make("CartPole-v1")
@@ -64,7 +64,7 @@ def gymnasium_returns(seeds: range) -> list[float]:
     return returns
 
 
-async def test_episodes_on_a_discovered_server_earn_what_they_earn_without_one(
+async def test_returns_on_a_discovered_server_equal_those_of_gymnasium(
     serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
     options = {"head_policies": f"lean={lean}", "head_drive_total": 6, "head_drive_episodes": 4}
@@ -82,7 +82,7 @@ async def test_several_servers_share_batches(serving: Any, head: Any, environmen
     options = {"head_policies": f"lean={lean}", "head_drive_episodes": 4}
     async with serving(head(game_server_addresses=urls, head_timeout_ms=30, **options)) as client:
         stats = await stats_show(client, lambda stats: "8" in stats["policies"][0]["batch_sizes"])
-        # Both say at /health that they are called "env"; what they are accounted for under is where they were found.
+        # Both call themselves "env" at /health; the head lists them by their addresses.
         assert {server["name"] for server in stats["servers"]} == set(urls.replace("http://", "").split())
 
 
@@ -93,7 +93,7 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
-    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "head_probe_seconds": 0.1}
+    settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "PROBE_INTERVAL_SECONDS": 0.1}
     app = head(**settings)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -126,7 +126,7 @@ async def test_one_server_at_two_addresses_is_played_on_once(
 ) -> None:
     url = environment_server()
     both = f"{url} {url.replace('127.0.0.1', 'localhost')}"
-    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.1}
+    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.1}
     async with serving(head(game_server_addresses=both, **options)) as client:
         stats = await stats_show(
             client,
@@ -138,13 +138,13 @@ async def test_one_server_at_two_addresses_is_played_on_once(
         assert sorted(server["active"] for server in stats["servers"]) == [0, 8]
 
 
-async def test_a_server_that_dies_costs_its_episodes_and_is_taken_up_again(
+async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
     serving: Any, head: Any, start_service: Any, lean: Path
 ) -> None:
     first = start_service("services.environment_server", LOG_LEVEL="warning")
-    options = {"head_policies": f"lean={lean}", "head_probe_seconds": 0.2}
+    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.2}
     async with serving(head(game_server_addresses=first.url, **options)) as client:
-        # Well before their end, which all eight come to at the same step, the 500th.
+        # Well before the end of the eight episodes, which all end at step 500.
         await stats_show(client, lambda stats: 80 <= stats["states"] % 4000 <= 2000)
         first.kill()
         second = start_service("services.environment_server", LOG_LEVEL="warning", port=first.port)
@@ -155,7 +155,7 @@ async def test_a_server_that_dies_costs_its_episodes_and_is_taken_up_again(
         assert (await stats_of(second.url))["episodes"]["begun"] >= 8
 
 
-async def test_a_server_without_a_fitting_policy_says_so(
+async def test_a_server_without_a_fitting_policy_is_reported(
     serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
     url = environment_server(environment="Pendulum-v1")
@@ -171,15 +171,15 @@ async def test_an_episode_that_never_ends_is_given_up(
     state, action = StateSpec(kind=StateKind.NUMBERS, shape=[1]), ActionSpec(kind=ActionKind.INDEX, count=1)
     publish_policy(Times(0.0), tmp_path, 1, state, action)
     url = environment_server(environment="tests.services.evaluation_head.endless:Endless-v0")
-    options = {"head_policies": f"p={tmp_path}", "head_max_episode_steps": 20, "head_drive_total": 3}
+    options = {"head_policies": f"p={tmp_path}", "MAX_STEPS": 20, "head_drive_total": 3}
     async with serving(head(game_server_addresses=url, **options)) as client:
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 3)
-        assert "HEAD_MAX_EPISODE_STEPS" in row(stats)["detail"]
+        assert "did not end within 20 steps" in row(stats)["detail"]
         assert (stats["episodes"]["finished"], stats["episodes"]["active"]) == (0, 0)
 
 
 def liar(**lies: Any) -> FastAPI:
-    """An environment server that answers what it should not."""
+    """Return an environment server that breaks the protocol."""
     app = FastAPI()
     health = {"status": "healthy", "service": "environment-server", "name": "env", "instance": "i" * 16}
     health |= {"environment": "CartPole-v1", "pushing": False, "max_episodes": 8}
@@ -224,12 +224,12 @@ def liar(**lies: Any) -> FastAPI:
         ({"step": {"status": "refused", "detail": "no"}}, "an episode was given up: no"),
     ],
 )
-async def test_a_server_that_lies_is_told_off_and_counts_for_nothing(
+async def test_a_server_that_breaks_the_protocol_is_reported_and_not_counted(
     serving: Any, head: Any, environment_server: Any, lean: Path, lies: Any, says: str
 ) -> None:
     honest = environment_server()
     with served(liar(**lies)) as url:
-        options = {"head_policies": f"lean={lean}", "head_probe_seconds": 60}
+        options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 60}
         async with serving(head(game_server_addresses=f"{url} {honest}", **options)) as client:
             name = url.removeprefix("http://")
 
@@ -244,10 +244,10 @@ async def test_a_server_that_lies_is_told_off_and_counts_for_nothing(
             await stats_show(client, lambda stats: row(stats, honest_name)["states"] > before)
 
 
-async def test_the_head_and_a_broken_environment_go_on(
+async def test_broken_episodes_are_lost_and_replaced(
     serving: Any, head: Any, environment_server: Any, tmp_path: Path
 ) -> None:
-    """Some episodes break on the server; they are lost, and others are begun in their place."""
+    """Episodes that break on the server are lost, and others are begun in their place."""
 
     class Breaks(torch.nn.Module):
         def forward(self, states: torch.Tensor) -> torch.Tensor:

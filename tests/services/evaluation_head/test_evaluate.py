@@ -1,4 +1,4 @@
-"""POST /evaluate: actions in order, bad input refused, accounts kept, overload told."""
+"""POST /evaluate: the order of actions, refused input, counts of servers and episodes, overload, new versions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, he
         ([[0] * 200_000], "state 0 has shape [200000]"),
     ],
 )
-async def test_states_of_a_wrong_form_are_refused_with_which_and_why(
+async def test_states_of_a_wrong_form_are_refused_with_index_and_reason(
     serving: Any, head: Any, states: Any, says: str
 ) -> None:
     async with serving(head()) as client:
@@ -146,19 +146,19 @@ async def test_a_policy_that_gives_nan_fails_those_states_only(serving: Any, hea
         assert (await client.get("/stats")).json()["policies"][0]["batch_sizes"] == {"2": 1}
 
 
-async def test_overload_is_refused_with_when_to_come_back(serving: Any, head: Any) -> None:
-    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, head_max_waiting=10)) as client:
+async def test_overload_is_refused_with_retry_after(serving: Any, head: Any) -> None:
+    async with serving(head(head_batch_size=4096, head_timeout_ms=1500, MAX_WAITING=10)) as client:
         waiting = asyncio.create_task(ask(client, states=[[0, 0]] * 8))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8)
         refused = await client.post("/evaluate", json={"states": [[0, 0]] * 3})
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
-        assert "HEAD_MAX_WAITING" in refused.json()["detail"]
+        assert "8 states wait already, allowed are 10" in refused.json()["detail"]
         await waiting
         assert (await client.get("/stats")).json()["overloaded"] == 1
 
 
-async def test_episodes_are_accounted_for_once(serving: Any, head: Any) -> None:
+async def test_episodes_are_counted_once(serving: Any, head: Any) -> None:
     async with serving(head()) as client:
         about = {"server": "s1", "instance_key": KEY, "environment": "Game-v0"}
         for step in (0, 1, 1):
@@ -169,7 +169,7 @@ async def test_episodes_are_accounted_for_once(serving: Any, head: Any) -> None:
         report = {"episode": "a", "steps": 2, "episode_return": 5.0, "seed": 1}
         for _ in range(3):
             assert (await ask(client, finished=[report], **about))["actions"] == []
-        # A late repetition does not revive it.
+        # A late repetition does not begin the episode again.
         await ask(client, state=[0, 0], episodes=[{"episode": "a", "step": 1}], **about)
         stats = (await client.get("/stats")).json()
         assert stats["episodes"] == {"active": 1, "finished": 1, "lost": 0, "reported_again": 2}
@@ -178,15 +178,15 @@ async def test_episodes_are_accounted_for_once(serving: Any, head: Any) -> None:
         assert server["returns"] == {"count": 1, "mean": 5.0, "deviation": None}
 
 
-async def test_an_episode_that_is_heard_of_no_more_is_lost(serving: Any, head: Any) -> None:
-    async with serving(head(head_episode_idle_seconds=0.2)) as client:
+async def test_an_idle_episode_counts_as_lost(serving: Any, head: Any) -> None:
+    async with serving(head(IDLE_SECONDS=0.2)) as client:
         await ask(client, state=[0, 0], episodes=[{"episode": "a"}], server="s")
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 1)
         assert stats["episodes"]["active"] == 0
 
 
-async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> None:
-    async with serving(head(head_silent_seconds=1.5)) as client:
+async def test_a_name_belongs_to_the_server_with_its_key(serving: Any, head: Any) -> None:
+    async with serving(head(SILENT_SECONDS=1.5)) as client:
         await ask(client, state=[0, 0], server="s", instance_key=KEY, episodes=[{"episode": "a"}])
         liar = await ask(client, 409, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert "ENVIRONMENT_SERVER_NAME" in liar["detail"]
@@ -194,14 +194,14 @@ async def test_a_name_belongs_to_who_has_its_key(serving: Any, head: Any) -> Non
         await ask(client, 409, finished=[{"episode": "a", "steps": 1, "episode_return": 1e9}], server="s")
         stats = (await client.get("/stats")).json()
         assert (stats["episodes"]["finished"], stats["servers"][0]["requests"]) == (0, 1)
-        # Restarted, the server has a new key; the name is its again when the old one is silent.
+        # A restarted server has a new key; it gets its name back when the old one is silent.
         await stats_show(client, lambda stats: stats["servers"][0]["state"] == "silent")
         await ask(client, state=[0, 0], server="s", instance_key=OTHER_KEY)
         assert (await client.get("/stats")).json()["episodes"]["lost"] == 1
 
 
-async def test_a_slow_client_holds_up_nobody(head: Any) -> None:
-    """One client sends half a request, another never reads its large reply: batches go on for the third."""
+async def test_a_slow_client_delays_nobody_else(head: Any) -> None:
+    """Batches go on while one client sends half a request and another never reads its large reply."""
     with served(head(head_batch_size=64, head_timeout_ms=20)) as url:
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
         await eventually(lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200)
@@ -223,7 +223,7 @@ async def test_a_slow_client_holds_up_nobody(head: Any) -> None:
         deaf.close()
 
 
-async def test_a_client_that_leaves_takes_no_place(serving: Any, head: Any) -> None:
+async def test_states_of_a_client_that_left_are_not_computed(serving: Any, head: Any) -> None:
     async with serving(head(head_batch_size=100, head_timeout_ms=300)) as client:
         leaver = asyncio.create_task(ask(client, states=[[0, 0]] * 5))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 5)
@@ -253,9 +253,9 @@ def test_policies_are_named(head: Any, text: str) -> None:
         head(head_policies=text)
 
 
-async def test_a_new_version_is_taken_up_between_batches(serving: Any, head: Any, tmp_path: Path) -> None:
+async def test_a_new_version_is_used_from_the_next_batch_on(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:
         assert (await ask(client, state=[1, 1]))["policy_versions"] == [1]
         policies.publish_times(tmp_path, 2)
         await stats_show(client, lambda stats: stats["policies"][0]["version"] == 2)
@@ -263,9 +263,9 @@ async def test_a_new_version_is_taken_up_between_batches(serving: Any, head: Any
         assert (reply["policy_versions"], reply["action"]) == ([2], [2.0, 2.0])
 
 
-async def test_a_version_that_cannot_be_used_leaves_the_old_one(serving: Any, head: Any, tmp_path: Path) -> None:
+async def test_an_unusable_version_leaves_the_old_one_in_use(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.05)) as client:
         (tmp_path / "v000002").mkdir()
         (tmp_path / "v000002" / "policy.pt2").write_bytes(b"broken")
         await stats_show(client, lambda stats: "cannot be read" in (stats["policies"][0]["trouble"] or ""))
@@ -277,11 +277,9 @@ async def test_a_version_that_cannot_be_used_leaves_the_old_one(serving: Any, he
         assert stats["policies"][0]["trouble"] is None
 
 
-async def test_every_action_is_of_one_whole_version_while_versions_change(
-    serving: Any, head: Any, tmp_path: Path
-) -> None:
+async def test_every_action_comes_from_the_version_it_is_labelled_with(serving: Any, head: Any, tmp_path: Path) -> None:
     policies.publish_times(tmp_path, 1)
-    async with serving(head(head_policies=f"p={tmp_path}", head_reload_seconds=0.02, head_batch_size=4)) as client:
+    async with serving(head(head_policies=f"p={tmp_path}", RELOAD_SECONDS=0.02, head_batch_size=4)) as client:
         seen: set[int] = set()
         for version in (2, 3):
             policies.publish_times(tmp_path, version)

@@ -1,4 +1,4 @@
-"""A language model as a policy: conversations in, what it says out, through the rollout servers' OpenAI routes."""
+"""A language model as a policy, through the rollout servers' OpenAI routes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Guesser:
 
 
 def bisect(messages: list[dict[str, str]]) -> int:
-    """The next guess after what was said."""
+    """Return the next guess after the replies so far."""
     low, high = 1, 100
     for guess, answer in zip(messages[1::2], messages[2::2], strict=True):
         if answer["content"] == "Higher.":
@@ -73,11 +73,9 @@ def user(text: str) -> list[dict[str, str]]:
 LOWER = [*user("guess"), {"role": "assistant", "content": "50"}, *user("Lower.")]
 
 
-async def test_conversations_are_answered_in_order_by_the_version_that_said_it(
-    serving: Any, head: Any, guesser: Any
-) -> None:
+async def test_conversations_are_answered_in_order_with_their_version(serving: Any, head: Any, guesser: Any) -> None:
     model, url = guesser
-    async with serving(head(head_policies=f"llm={url}", head_reload_seconds=0.05)) as client:
+    async with serving(head(head_policies=f"llm={url}", RELOAD_SECONDS=0.05)) as client:
         reply = (await client.post("/evaluate", json={"states": [user("guess"), LOWER]})).json()
         assert (reply["actions"], reply["policy_versions"]) == (["50", "25"], [4, 4])
         model.version = 5
@@ -86,7 +84,7 @@ async def test_conversations_are_answered_in_order_by_the_version_that_said_it(
         assert (reply["action"], reply["policy_versions"]) == ("25", [5])
 
 
-async def test_it_plays_a_text_environment(serving: Any, head: Any, guesser: Any) -> None:
+async def test_a_language_model_plays_a_text_environment(serving: Any, head: Any, guesser: Any) -> None:
     _, url = guesser
     with served(create_environment_app(EnvironmentSettings(environment="guessing"))) as environment:
         options = {"head_policies": f"llm={url}", "head_drive_total": 12, "game_server_addresses": environment}
@@ -107,7 +105,9 @@ async def test_it_plays_a_text_environment(serving: Any, head: Any, guesser: Any
         ([{"role": "user", "content": "x" * 1_000_001}], "1000001 characters; allowed are 1000000"),
     ],
 )
-async def test_what_is_no_conversation_is_refused(serving: Any, head: Any, guesser: Any, state: Any, says: str) -> None:
+async def test_states_other_than_conversations_are_refused(
+    serving: Any, head: Any, guesser: Any, state: Any, says: str
+) -> None:
     _, url = guesser
     async with serving(head(head_policies=f"llm={url}")) as client:
         response = await client.post("/evaluate", json={"states": [user("guess"), state]})
@@ -116,10 +116,10 @@ async def test_what_is_no_conversation_is_refused(serving: Any, head: Any, guess
         assert says in response.json()["detail"]
 
 
-async def test_no_more_than_the_allowed_conversations_are_under_way(serving: Any, head: Any, guesser: Any) -> None:
+async def test_concurrent_conversations_are_bounded(serving: Any, head: Any, guesser: Any) -> None:
     model, url = guesser
     model.holds = True
-    options = {"head_policies": f"llm={url}", "head_llm_concurrency": 3, "head_max_waiting": 8}
+    options = {"head_policies": f"llm={url}", "head_llm_concurrency": 3, "MAX_WAITING": 8}
     async with serving(head(**options)) as client:
         waiting = asyncio.create_task(client.post("/evaluate", json={"states": [user("guess")] * 8}))
         await stats_show(client, lambda stats: stats["policies"][0]["waiting"] == 8 and model.at_once == 3)
@@ -131,7 +131,7 @@ async def test_no_more_than_the_allowed_conversations_are_under_way(serving: Any
     assert model.most_at_once == 3
 
 
-async def test_a_server_that_refuses_fails_the_request_and_no_later_one(serving: Any, head: Any, guesser: Any) -> None:
+async def test_a_refused_conversation_does_not_affect_later_ones(serving: Any, head: Any, guesser: Any) -> None:
     model, url = guesser
     async with serving(head(head_policies=f"llm={url}")) as client:
         model.status = 400
@@ -142,19 +142,17 @@ async def test_a_server_that_refuses_fails_the_request_and_no_later_one(serving:
         assert (await client.post("/evaluate", json={"state": user("guess")})).json()["action"] == "50"
 
 
-async def test_a_server_that_is_away_fails_the_request_within_its_time(serving: Any, head: Any) -> None:
+async def test_an_unreachable_rollout_server_fails_the_request_in_time(serving: Any, head: Any) -> None:
     with served(FastAPI()) as gone:
         pass
-    async with serving(head(head_policies=f"llm={gone}", head_llm_seconds=0.5)) as client:
+    async with serving(head(head_policies=f"llm={gone}", ANSWER_SECONDS=0.5)) as client:
         response = await client.post("/evaluate", json={"state": user("guess")})
         assert response.status_code == 500
         assert gone in response.json()["detail"]
         assert "does not tell its weights" in (await client.get("/stats")).json()["policies"][0]["trouble"]
 
 
-async def test_the_embedded_engine_says_through_the_head_what_it_says_by_itself(
-    serving: Any, head: Any, tiny_model: Path
-) -> None:
+async def test_the_embedded_engine_answers_the_same_through_the_head(serving: Any, head: Any, tiny_model: Path) -> None:
     questions = ["3+4=", "2+2=", "9+1="]
     with served_ready(create_engine_app(RolloutSettings(model_name=str(tiny_model), engine_dtype="float32"))) as url:
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=IDLE_SECONDS) as engine:

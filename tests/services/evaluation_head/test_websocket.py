@@ -15,7 +15,7 @@ from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
 
 
-async def test_the_websocket_tells_statistics_by_the_second(head: Any) -> None:
+async def test_the_websocket_sends_statistics_every_second(head: Any) -> None:
     with served_ready(head()) as url:
         async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
             messages = [orjson.loads(await socket.recv()) for _ in range(3)]
@@ -40,11 +40,11 @@ async def test_the_websocket_wants_the_token(head: Any, first: str) -> None:
         assert httpx.get(f"{url}/dashboard", timeout=IDLE_SECONDS, trust_env=False).status_code == 200  # noqa: ASYNC210
 
 
-async def test_a_watcher_that_does_not_read_holds_up_nobody(head: Any) -> None:
+async def test_a_watcher_that_does_not_read_delays_nobody_else(head: Any) -> None:
     with served(head()) as url:
         deaf = [await websockets.connect(url.replace("http", "ws") + "/ws", max_queue=1) for _ in range(10)]
         async with websockets.connect(url.replace("http", "ws") + "/ws") as socket:
             for _ in range(3):
                 await socket.recv()
         for one in deaf:
-            one.transport.abort()  # it would wait for the end of what it does not read
+            one.transport.abort()  # closing would wait for messages that nobody reads

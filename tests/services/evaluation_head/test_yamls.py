@@ -1,4 +1,4 @@
-"""The YAMLs of evaluation/ are what SkyPilot takes, and name settings that exist."""
+"""The YAMLs of evaluation/: SkyPilot accepts them, and they name settings that exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATHS = {name: ROOT / f"evaluation/{name}.yaml" for name in NAMES}
 
 @pytest.fixture(scope="module")
 def tasks() -> dict[str, Any]:
-    """SkyPilot's own reading of the files, by their names."""
+    """Each file as SkyPilot reads it, by name."""
     files = skypilot_facts()["files"]
     return {name: next(iter(files[f"evaluation/{name}.yaml"]["tasks"].values())) for name in NAMES}
 
@@ -40,7 +40,7 @@ def test_environment_servers_are_on_spot_machines_on_the_port_that_the_head_asks
     assert tasks[name]["ports"] == [str(ENVIRONMENT_PORT)] == [tasks["head"]["envs"]["GAME_SERVER_PORT"]]
 
 
-def test_as_a_managed_job_an_environment_server_comes_back(tasks: Any) -> None:
+def test_a_managed_environment_server_is_restarted(tasks: Any) -> None:
     assert tasks["environment_server"]["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
     assert tasks["environment_server"]["recovery"]["max_restarts_on_errors"] >= 1
 
@@ -60,7 +60,7 @@ def test_no_port_is_open_without_a_token(tasks: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_it_sets_are_settings_and_its_command_is_the_service(name: str) -> None:
+def test_each_yaml_sets_existing_settings_and_starts_its_service(name: str) -> None:
     document = yaml.safe_load(PATHS[name].read_text())
     settings, module = (
         (HeadSettings, "evaluation_head") if name == "head" else (EnvironmentSettings, "environment_server")
@@ -78,7 +78,7 @@ def test_what_it_sets_are_settings_and_its_command_is_the_service(name: str) -> 
 def test_the_service_is_the_server_with_a_service_section() -> None:
     server, service = (yaml.safe_load(PATHS[name].read_text()) for name in NAMES[1:])
     del service["service"]
-    # These are of managed jobs, and of a server that plays by itself.
+    # Only managed jobs and pushing servers use these.
     del server["resources"]["job_recovery"], server["envs"]["EVAL_HEAD_ENDPOINT"]
     assert server == service
 

@@ -19,6 +19,7 @@ from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.http.json_body import MAX_DEPTH, json_depth
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
+from services.http.server import listen
 from services.protocol import ComponentRecord, RewardItem, RewardResult
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, eventually, wait_ready, wait_until
 
@@ -312,3 +313,9 @@ def test_a_lost_dependency_exits_with_33(start_service: Any, slow_service: str) 
     httpx.get(f"{service.url}/lose", timeout=IDLE_SECONDS, trust_env=False)
     assert service.process.wait(LIMIT_SECONDS) == 33
     assert "error: the engine is gone" in service.log
+
+
+@pytest.mark.parametrize("port", [-1, 70_000])
+def test_an_impossible_port_is_named(port: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"):
+        listen("127.0.0.1", port)

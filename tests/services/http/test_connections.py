@@ -1,4 +1,4 @@
-"""How long a client may take over the head of a request, and what is told to one that speaks something else."""
+"""Connections close when the head of a request takes too long, and refuse other protocols than HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def connect() -> AsyncIterator[Connect]:
 
 
 async def answer(connection: Connection, request: bytes) -> bytes:
-    """The head of the answer to ``request``."""
+    """Return the head of the reply to ``request``."""
     reader, writer = connection
     writer.write(request)
     async with asyncio.timeout(IDLE_SECONDS):
@@ -67,13 +67,13 @@ async def answer(connection: Connection, request: bytes) -> bytes:
 
 
 async def closed(connection: Connection) -> None:
-    """Returns when the service has closed the connection."""
+    """Wait until the service has closed the connection."""
     async with asyncio.timeout(IDLE_SECONDS):
         with contextlib.suppress(ConnectionResetError):
             await connection[0].read()
 
 
-async def test_a_client_that_does_not_finish_a_head_is_left_and_one_that_idles_between_requests_is_not(
+async def test_a_connection_closes_if_the_head_takes_too_long_and_stays_open_between_requests(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
@@ -92,7 +92,7 @@ async def test_a_client_that_does_not_finish_a_head_is_left_and_one_that_idles_b
             await asyncio.sleep(SHORT / 10)
 
     await asyncio.gather(*map(closed, (silent, half, trickling)), trickle())
-    # Longer than the bound has passed for these two.
+    # Both have been open for longer than the limit.
     assert (await answer(sends_a_body, b"[1, 2]")).startswith(b"HTTP/1.1 200")
     monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
     assert b"HTTP/1.1 200" in await answer(idle, HEAD + b"\r\n")
@@ -101,7 +101,7 @@ async def test_a_client_that_does_not_finish_a_head_is_left_and_one_that_idles_b
     await closed(idle)
 
 
-async def test_http_2_is_refused_without_a_word_in_the_log_and_what_is_no_http_with_one(
+async def test_http_2_is_refused_without_a_warning_and_other_protocols_with_one(
     connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -111,7 +111,7 @@ async def test_http_2_is_refused_without_a_word_in_the_log_and_what_is_no_http_w
         assert "Invalid HTTP" in caplog.text
 
 
-def test_every_service_is_served_so() -> None:
+def test_every_service_uses_this_server() -> None:
     root = Path(__file__).parents[3]
     modules = [path for folder in ("services", "trainer") for path in (root / folder).rglob("*.py")]
     assert [path.name for path in modules if "uvicorn.Config(" in path.read_text()] == ["connections.py"]

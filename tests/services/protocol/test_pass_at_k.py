@@ -1,4 +1,4 @@
-"""What counts as right, and how far an accuracy may be off."""
+"""Right answers, pass@k and standard errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_standard_error_of_an_accuracy_is_binomial(right, n):
     assert standard_error([1.0] * right + [0.0] * (n - right)) == pytest.approx(math.sqrt(p * (1 - p) / n))
 
 
-def test_the_standard_error_of_avg_at_k_is_how_far_it_moves_with_other_prompts():
+def test_the_standard_error_of_avg_at_k_is_its_spread_over_other_prompts():
     draw = random.Random(0)
 
     def scores():

@@ -9,10 +9,9 @@ import orjson
 import pytest
 
 from services.protocol import Group, LeaseRequest, SampleGroupsRequest
-from services.replay_buffer.archive import Archive
-from services.replay_buffer.fresh import FreshDesk
+from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
-from services.replay_buffer.state import State
+from services.replay_buffer.snapshots import Snapshots
 from services.replay_buffer.store import Store
 
 
@@ -30,26 +29,39 @@ class Clock:
 class Parts:
     """A buffer, without HTTP."""
 
-    state: State
     store: Store
-    fresh: FreshDesk
-    archive: Archive
+    queue: FreshQueue
+    snapshots: Snapshots
 
     def sample(self, count: int, **options: Any) -> list[str]:
         reply = orjson.loads(self.store.sample(SampleGroupsRequest(batch_size=count, **options)))
         return [drawn["group"]["group_id"] for drawn in reply["groups"]]
 
     def lease(self, count: int, **options: Any) -> tuple[str | None, list[str]]:
-        reply = self.fresh.lease(LeaseRequest(max_groups=count, **options), take_fewer=True)
+        reply = self.queue.lease(LeaseRequest(max_groups=count, **options), take_fewer=True)
         assert reply is not None
         read = orjson.loads(reply)
         return read["lease_id"], [group["group_id"] for group in read["groups"]]
 
     def waiting(self) -> list[str]:
-        return [group.id for group in self.state.queue.first(10_000, 0)[0]]
+        rows = self.store.database.execute(
+            "SELECT group_id FROM known JOIN members USING (sequence) "
+            "WHERE snapshot = 0 AND place = 'queue' AND lease IS NULL ORDER BY sequence"
+        )
+        return [group_id for (group_id,) in rows]
 
     def stored(self) -> dict[str, float]:
-        return {entry.id: self.state.groups.priority(entry) for entry in self.state.groups}
+        """Priorities by group id, in order of arrival, as the database has them."""
+        rows = self.store.database.execute(
+            "SELECT group_id, priority FROM known JOIN members USING (sequence) "
+            "WHERE snapshot = 0 AND place = 'store' ORDER BY position"
+        )
+        return dict(rows.fetchall())
+
+    def contents(self) -> int:
+        """The number of records whose contents are on disk."""
+        count: int = self.store.database.execute("SELECT count(*) FROM contents").fetchone()[0]
+        return count
 
 
 OpenBuffer = Callable[..., Parts]
@@ -63,18 +75,18 @@ def clock() -> Clock:
 @pytest.fixture
 def buffer(tmp_path: Path, clock: Clock) -> Iterator[OpenBuffer]:
     """``buffer(replay_capacity=10)``: opens the buffer in the test's directory, closing the one opened before."""
-    opened: list[State] = []
+    opened: list[Store] = []
 
     def open_buffer(directory: Path = tmp_path, **options: Any) -> Parts:
         while opened:
-            opened.pop().close()
-        state = State(ReplaySettings(replay_dir=directory / "replay", **options), clock=clock)
-        opened.append(state)
-        return Parts(state, Store(state), FreshDesk(state), Archive(state))
+            opened.pop().database.close()
+        store = Store(ReplaySettings(replay_dir=directory / "replay", **options), clock=clock)
+        opened.append(store)
+        return Parts(store, FreshQueue(store), Snapshots(store))
 
     yield open_buffer
     while opened:
-        opened.pop().close()
+        opened.pop().database.close()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from services.http.problems import ProblemError
 from services.protocol import AcknowledgeRequest
-from services.replay_buffer.snapshots import Lineage
 
 
 def picture(parts: Any) -> tuple[Any, ...]:
@@ -18,32 +17,28 @@ def picture(parts: Any) -> tuple[Any, ...]:
         parts.waiting(),
         [parts.sample(5, seed=seed) for seed in range(3)],
         parts.sample(5, strategy="recency"),
-        parts.state.newest_version,
+        parts.store.newest_version,
         [parts.store.get(name) for name in [*parts.stored(), *parts.waiting()]],
     )
-
-
-def contents(parts: Any) -> int:
-    return parts.state.storage.read(lambda txn: sum(txn.contents(s) is not None for s, _ in txn.metas()))
 
 
 def test_a_restored_buffer_is_exactly_what_it_was(buffer: Any, group: Any) -> None:
     parts = buffer(replay_capacity=10)
     parts.store.add([group(f"g{i}", version=i) for i in range(8)], [float(i + 1) for i in range(8)])
-    parts.fresh.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
+    parts.queue.enqueue([group(f"q{i}", version=9) for i in range(4)], None)
     before = picture(parts)
     parts.lease(1)
     # A lease that is open when the snapshot is made returns to the queue.
-    parts.archive.save("a")
+    parts.snapshots.save("a")
     lease_id, _ = parts.lease(3)
-    parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id))
+    parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id))
     parts.store.add([group(f"h{i}", version=20) for i in range(9)], None)
     parts.store.update_priorities({"h1": 77.0})
     assert "g5" not in parts.stored()
     for reopened in (False, True):
         if reopened:
             parts = buffer(replay_capacity=10)
-        assert parts.archive.restore("a").groups == 12
+        assert parts.snapshots.restore("a").groups == 12
         assert picture(parts) == before
     assert picture(buffer(replay_capacity=10)) == before
 
@@ -58,31 +53,31 @@ def test_a_run_that_goes_on_from_a_snapshot_is_the_run_that_went_on_without(buff
             drawn = parts.sample(4, seed=step, exponent=0.7)
             seen += [drawn, parts.sample(4), parts.sample(2, strategy="uniform")]
             parts.store.update_priorities({name: 0.5 + len(name) for name in drawn})
-            parts.fresh.enqueue([group(f"f{step}", version=step + 10)], None)
+            parts.queue.enqueue([group(f"f{step}", version=step + 10)], None)
             lease_id, names = parts.lease(2)
             seen.append(names)
-            parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=step % 2 == 0))
+            parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=step % 2 == 0))
         return [*seen, picture(parts)]
 
     options = {"replay_capacity": 12, "replay_evict_staleness": 8}
     parts = buffer(**options)
     parts.store.add([group(f"g{i}", version=i) for i in range(12)], [float(i + 1) for i in range(12)])
     parts.sample(5)
-    parts.archive.save("checkpoint")
+    parts.snapshots.save("checkpoint")
     undisturbed = go_on(parts)
-    parts.archive.restore("checkpoint")
+    parts.snapshots.restore("checkpoint")
     assert go_on(parts) == undisturbed
     parts = buffer(**options)
-    parts.archive.restore("checkpoint")
+    parts.snapshots.restore("checkpoint")
     assert go_on(parts) == undisturbed
 
 
 def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_not(buffer: Any, group: Any) -> None:
     parts = buffer(replay_capacity=2)
     parts.store.add([group("gone"), group("a"), group("b")], None)
-    parts.archive.save("s")
+    parts.snapshots.save("s")
     parts.store.add([group("c")], None)
-    parts.archive.restore("s")
+    parts.snapshots.restore("s")
     reply = parts.store.add([group("c"), group("gone"), group("a")], None)
     assert (reply.added, reply.duplicates) == (1, 2)
 
@@ -90,21 +85,21 @@ def test_after_a_restore_groups_added_since_can_be_added_again_and_earlier_ones_
 def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, group: Any) -> None:
     parts = buffer(replay_capacity=4)
     parts.store.add([group("root")], None)
-    parts.archive.save("root")
+    parts.snapshots.save("root")
     parts.store.add([group("same", prompt="first way"), group("x")], None)
-    parts.archive.save("first")
+    parts.snapshots.save("first")
     first = picture(parts)
-    parts.archive.restore("root")
+    parts.snapshots.restore("root")
     parts.store.add([group("same", prompt="second way"), group("y")], None)
-    parts.archive.save("second")
+    parts.snapshots.save("second")
     second = picture(parts)
     assert b"second way" in parts.store.get("same")
-    parts.archive.restore("first")
+    parts.snapshots.restore("first")
     assert picture(parts) == first
     assert b"first way" in parts.store.get("same")
     assert parts.store.add([group("x")], None).duplicates == 1
     assert parts.store.add([group("y")], None).added == 1
-    parts.archive.restore("second")
+    parts.snapshots.restore("second")
     assert picture(parts) == second
     assert parts.store.add([group("y")], None).duplicates == 1
 
@@ -112,52 +107,41 @@ def test_two_snapshots_that_went_different_ways_both_come_back(buffer: Any, grou
 def test_what_only_a_dropped_snapshot_needed_leaves_the_disk(buffer: Any, group: Any) -> None:
     parts = buffer(replay_capacity=3)
     parts.store.add([group(f"a{i}") for i in range(3)], None)
-    parts.archive.save("a")
-    parts.archive.save("also a")
+    parts.snapshots.save("a")
+    parts.snapshots.save("also a")
     parts.store.add([group(f"b{i}") for i in range(3)], None)
-    assert contents(parts) == 6
-    assert parts.archive.drop("a").groups == 3
-    assert contents(parts) == 6
-    parts.archive.drop("also a")
-    assert contents(parts) == 3
-    assert parts.archive.drop("a").groups == 0
+    assert parts.contents() == 6
+    assert parts.snapshots.drop("a").groups == 3
+    assert parts.contents() == 6
+    parts.snapshots.drop("also a")
+    assert parts.contents() == 3
+    assert parts.snapshots.drop("a").groups == 0
     # Saving under a label again lets go of the former snapshot.
-    parts.archive.save("b")
+    parts.snapshots.save("b")
     parts.store.add([group(f"c{i}") for i in range(3)], None)
-    parts.archive.save("b")
-    assert contents(parts) == 3
-    parts.archive.restore("b")
+    parts.snapshots.save("b")
+    assert parts.contents() == 3
+    parts.snapshots.restore("b")
     assert list(parts.stored()) == ["c0", "c1", "c2"]
 
 
 def test_leases_end_with_a_restore(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.archive.save("empty")
-    parts.fresh.enqueue([group("a")], None)
+    parts.snapshots.save("empty")
+    parts.queue.enqueue([group("a")], None)
     lease_id, _ = parts.lease(1)
-    parts.archive.restore("empty")
-    assert parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id)).acknowledged == 0
+    parts.snapshots.restore("empty")
+    assert parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id)).acknowledged == 0
     assert parts.stored() == {}
-    assert parts.fresh.enqueue([group("a")], None).added == 1
+    assert parts.queue.enqueue([group("a")], None).added == 1
 
 
 def test_an_unknown_label_is_refused_and_the_known_ones_told(buffer: Any) -> None:
     parts = buffer()
-    parts.archive.save("step-10")
+    parts.snapshots.save("step-10")
     with pytest.raises(ProblemError, match="no snapshot 'step-11'; there are: step-10") as refusal:
-        parts.archive.restore("step-11")
+        parts.snapshots.restore("step-11")
     assert refusal.value.status_code == 404
-
-
-def test_lineages_say_which_sequences_led_here() -> None:
-    trunk = Lineage().until(0, 10)
-    branch = trunk.until(25, 30)
-    assert [s in branch for s in (0, 9, 10, 24, 25, 29, 30)] == [True, True, False, False, True, True, False]
-    assert trunk.until(10, 12) == Lineage(((0, 12),))
-    assert branch.divergence(trunk) == branch.divergence(trunk.until(12, 14)) == 10
-    assert branch.divergence(trunk.until(25, 27)) == 27
-    assert branch.divergence(branch) == 30
-    assert Lineage().divergence(branch) == 0
 
 
 operations = st.lists(
@@ -189,26 +173,26 @@ def test_any_history_leaves_snapshots_exact_and_nothing_behind(
             case "add":
                 parts.store.add([group(f"g{argument}", version=argument)], None)
             case "enqueue":
-                parts.fresh.enqueue([group(f"g{argument}", version=argument)], None)
+                parts.queue.enqueue([group(f"g{argument}", version=argument)], None)
             case "take":
                 lease_id, names = parts.lease(2)
                 if names:
-                    parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=argument))
+                    parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=argument))
             case "priority":
                 parts.store.update_priorities({f"g{argument}": argument + 0.5})
             case "save":
-                parts.archive.save(argument)
+                parts.snapshots.save(argument)
                 pictures[argument] = picture(parts)
             case "restore" if argument in pictures:
-                parts.archive.restore(argument)
+                parts.snapshots.restore(argument)
                 assert picture(parts) == pictures[argument]
             case "drop":
-                parts.archive.drop(argument)
+                parts.snapshots.drop(argument)
                 pictures.pop(argument, None)
             case "reopen":
                 before = picture(parts)
                 parts = buffer(directory, **options)
                 assert picture(parts) == before
     for label in list(pictures):
-        parts.archive.drop(label)
-    assert contents(parts) == len(parts.stored()) + len(parts.state.queue)
+        parts.snapshots.drop(label)
+    assert parts.contents() == len(parts.stored()) + sum(parts.queue.counts())

@@ -1,25 +1,26 @@
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import resource
+import sqlite3
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import orjson
 import pytest
 
 from services.core import files
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
 from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
-from services.replay_buffer import state as state_module
-from services.replay_buffer import storage
+from services.replay_buffer import database, store
+from services.replay_buffer.database import Database
+from services.replay_buffer.settings import ReplaySettings
 
 
 def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> None:
@@ -34,7 +35,7 @@ def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> Non
     parts.store.add([group("d")], None)
     assert parts.stored().keys() == {"d"}
     assert parts.store.add([group("a")], None).duplicates == 1
-    assert parts.fresh.enqueue([group("d"), group("e")], None).added == 1
+    assert parts.queue.enqueue([group("d"), group("e")], None).added == 1
     assert parts.store.add([group("e")], None).duplicates == 1
 
 
@@ -48,7 +49,7 @@ def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
     assert parts.stored() == stored
     assert parts.stored()["g3"] == 33.0
     assert parts.sample(8, seed=4) == drawn
-    assert parts.state.newest_version == 19
+    assert parts.store.newest_version == 19
 
 
 def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:
@@ -88,9 +89,8 @@ def test_beyond_the_capacity_the_oldest_leave_with_their_contents(buffer: Any, g
     parts.store.add([group(f"i{i}") for i in range(9)], None)
     assert list(parts.stored()) == [f"i{i}" for i in range(4, 9)]
     assert parts.store.get("g0") is None
-    assert parts.state.counts["evicted_capacity"] == 11
-    kept = parts.state.storage.read(lambda txn: sum(txn.contents(s) is not None for s, _ in txn.metas()))
-    assert kept == 5
+    assert parts.store.counts["evicted_capacity"] == 11
+    assert parts.contents() == 5
 
 
 def test_groups_too_stale_leave_when_the_policy_moves_on(buffer: Any, group: Any) -> None:
@@ -103,7 +103,7 @@ def test_groups_too_stale_leave_when_the_policy_moves_on(buffer: Any, group: Any
     parts.store.add([group("late", version=4)], None)
     parts.store.add([group("too late", version=1)], None)
     assert set(parts.stored()) == {"g2", "g3", "new", "late"}
-    assert parts.state.newest_version == 5
+    assert parts.store.newest_version == 5
 
 
 def test_groups_too_old_by_the_clock_leave(buffer: Any, group: Any, clock: Any) -> None:
@@ -113,18 +113,24 @@ def test_groups_too_old_by_the_clock_leave(buffer: Any, group: Any, clock: Any) 
     parts.store.add([group("b")], None)
     clock.now += 40
     assert parts.sample(9) == ["b"]
-    assert parts.state.counts["evicted_age"] == 1
+    assert parts.store.counts["evicted_age"] == 1
 
 
-def test_experiences_without_tokens_live_beside_the_groups(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_experience_capacity=4)
+def test_experiences_without_tokens_live_beside_the_groups(
+    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "EXPERIENCE_CAPACITY", 4)
+    parts = buffer()
     parts.store.add([group("a")], None)
     flat = [FlatExperience(prompt=f"p{i}", response="r", reward=i, step=i) for i in range(6)]  # type: ignore[call-arg]
     assert parts.store.add_experiences(flat).size == 4
-    drawn = orjson.loads(parts.store.sample_experiences(SampleExperiencesRequest(batch_size=9)))["experiences"]
-    assert sorted(e["step"] for e in drawn) == [2, 3, 4, 5]
-    assert parts.sample(9) == ["a"]
-    assert buffer(replay_experience_capacity=4).state.experiences.get("experience-2") is None
+    for reopened in (False, True):
+        if reopened:
+            parts = buffer()
+        drawn = orjson.loads(parts.store.sample_experiences(SampleExperiencesRequest(batch_size=9)))["experiences"]
+        assert sorted(e["step"] for e in drawn) == [2, 3, 4, 5]
+        assert parts.sample(9) == ["a"]
+    assert parts.contents() == 5
 
 
 def test_a_priority_of_its_own_wins_over_the_reward(buffer: Any) -> None:
@@ -142,22 +148,21 @@ def test_a_write_that_fails_changes_nothing(buffer: Any, group: Any, monkeypatch
     parts = buffer()
     parts.store.add([group("a")], None)
 
-    def fail(self: Any, *_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise OSError("the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Transaction, "put_contents", fail)
+        patch.setattr(Database, "executemany", fail)
         with pytest.raises(OSError, match="the disk is gone"):
-            parts.store.add([group("b"), group("c")], None)
-    assert list(parts.stored()) == ["a"]
+            parts.store.add([group("b", version=9), group("c")], [5.0, 5.0])
+    assert (list(parts.stored()), parts.sample(9), parts.store.newest_version) == (["a"], ["a"], 1)
+    assert parts.contents() == 1
     assert parts.store.add([group("b")], None).added == 1
+    assert parts.stored() == {"a": 1.0, "b": 1.0}
     assert list(buffer().stored()) == ["a", "b"]
 
 
-def test_the_file_grows_as_needed_up_to_what_is_allowed(
-    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(storage, "_FIRST_MAP_BYTES", 2**18)
+def test_the_file_grows_as_needed_up_to_what_is_allowed(buffer: Any, group: Any) -> None:
     parts = buffer(replay_max_gb=4 / 1024)
     added = 0
 
@@ -166,51 +171,66 @@ def test_the_file_grows_as_needed_up_to_what_is_allowed(
         for added in range(100):
             parts.store.add([group(f"g{added}", tokens=10_000)], None)
 
+    before = parts.store.database.used_bytes
     with pytest.raises(ProblemError, match="all that REPLAY_MAX_GB allows") as refusal:
         fill()
     assert refusal.value.status_code == 507
-    assert 2**18 < parts.state.storage.used_bytes <= 4 * 2**20
+    assert before < parts.store.database.used_bytes <= 4 * 2**20
     assert len(parts.stored()) == added > 10
     assert parts.sample(1)
+    # With a lower limit than what the groups take already, changes that need no more room go on.
+    parts = buffer(replay_max_gb=1 / 1024)
+    assert parts.store.update_priorities({"g1": 3.0}).updated == 1
+    parts = buffer(replay_max_gb=1 / 1024, replay_capacity=5)
+    assert parts.store.add([group("small")], None).size == 5
 
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextManager[None]]:
-    """``with full_disk(state, how)``: the file of the buffer takes no more, as ``how`` says, until the block ends."""
+    """``with full_disk(store, how)``: the buffer's files take no more, as ``how`` says, until the block ends."""
 
     @contextmanager
-    def filled(state: Any, how: str) -> Iterator[None]:
-        path = state.settings.directory / "data.mdb"
-        if how in ("a part is written", "no larger file"):
-            # The first ends a write in the middle, as a full disk does; the second lets none begin.
-            limit = path.stat().st_size + (10_000 if how == "a part is written" else 0)
-            monkeypatch.setattr(files, "FULL_BELOW_BYTES", 2**63)
-            before = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-            try:
+    def filled(store: Any, how: str) -> Iterator[None]:
+        store.database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if how == "nothing is written":
+            with no_space_left(store.settings.directory / "replay-buffer.sqlite-wal"):
                 yield
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, before)
             return
-        # LMDB writes its first pages through a file that it opened for them alone.
-        ours = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open_as(number, path)]
-        first_pages = [number for number in ours if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DSYNC]
-        taken = ours if how == "nothing is written" else first_pages
-        assert taken
-        kept = {number: os.dup(number) for number in taken}
-        full = os.open("/dev/full", os.O_RDWR)
-        for number in taken:
-            os.dup2(full, number)
-        try:
+        # The first ends a write in the middle, as a full disk does; the second lets none begin.
+        limit = 10_000 if how == "a part is written" else 0
+        monkeypatch.setattr(files, "FULL_BELOW_BYTES", 2**63)
+        with files_no_larger_than(limit):
             yield
-        finally:
-            os.close(full)
-            for number, copy in kept.items():
-                if _is_open_as(number, Path("/dev/full")):
-                    os.dup2(copy, number)
-                os.close(copy)
 
     return filled
+
+
+@contextmanager
+def files_no_larger_than(limit: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextmanager
+def no_space_left(path: Path) -> Iterator[None]:
+    """Let writes to an open file fail with ENOSPC."""
+    opened = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open_as(number, path)]
+    assert opened
+    kept = {number: os.dup(number) for number in opened}
+    full = os.open("/dev/full", os.O_RDWR)
+    for number in opened:
+        os.dup2(full, number)
+    try:
+        yield
+    finally:
+        os.close(full)
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)
 
 
 def _is_open_as(number: int, path: Path) -> bool:
@@ -221,15 +241,13 @@ def _is_open_as(number: int, path: Path) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the open files in /proc")
-@pytest.mark.parametrize(
-    "how", ["nothing is written", "a part is written", "no larger file", "all but the first pages"]
-)
+@pytest.mark.parametrize("how", ["nothing is written", "a part is written", "no larger file"])
 def test_a_full_disk_is_told_and_loses_nothing(buffer: Any, group: Any, full_disk: Any, how: str) -> None:
     parts = buffer()
     parts.store.add([group("a")], None)
-    parts.fresh.enqueue([group("b")], None)
-    directory = parts.state.settings.directory
-    with full_disk(parts.state, how):
+    parts.queue.enqueue([group("b")], None)
+    directory = parts.store.settings.directory
+    with full_disk(parts.store, how):
         with pytest.raises(ProblemError) as refusal:
             parts.store.add([group("c", tokens=100_000)], None)
         assert refusal.value.status_code == 507
@@ -241,30 +259,68 @@ def test_a_full_disk_is_told_and_loses_nothing(buffer: Any, group: Any, full_dis
     assert (list(parts.stored()), parts.waiting()) == (["a", "c"], ["b"])
 
 
+def test_what_fits_in_the_log_but_not_in_the_file_is_kept_in_the_log(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.database.execute("PRAGMA wal_autocheckpoint = 1")
+    parts.store.database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with files_no_larger_than(parts.store.database.used_bytes):
+        assert parts.store.add([group("a", tokens=5000)], None).added == 1
+        assert parts.sample(1) == ["a"]
+    file = parts.store.settings.directory / "replay-buffer.sqlite"
+    assert file.stat().st_size < parts.store.database.used_bytes
+    assert parts.store.add([group("b")], None).added == 1
+    assert file.stat().st_size == parts.store.database.used_bytes
+    assert list(buffer().stored()) == ["a", "b"]
+
+
 def test_a_broken_disk_is_not_called_full(
     buffer: Any, group: Any, full_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = buffer()
-    with full_disk(parts.state, "a part is written"):
+    with full_disk(parts.store, "a part is written"):
         monkeypatch.setattr(files, "FULL_BELOW_BYTES", 0)
-        with pytest.raises(lmdb.Error, match="Input/output error"):
+        with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
             parts.store.add([group("a", tokens=100_000)], None)
+    assert parts.store.add([group("a", tokens=100_000)], None).added == 1
 
 
 def test_ids_of_the_long_gone_are_forgotten_beyond_a_bound(
     buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_module, "KNOWN_GONE", 10)
+    monkeypatch.setattr(store, "KNOWN_GONE", 10)
     parts = buffer(replay_capacity=1)
+    parts.queue.enqueue([group("waiting")], None)
     for i in range(40):
         parts.store.add([group(f"g{i}")], None)
-    assert parts.store.add([group("g38")], None).duplicates == 1
+    assert parts.store.add([group("g38"), group("waiting")], None).duplicates == 2
     assert parts.store.add([group("g1")], None).added == 1
-    assert parts.state.gone <= 11
+    assert parts.store.database.execute("SELECT count(*) FROM known").fetchone()[0] <= 13
 
 
 def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
     parts = buffer()
     with pytest.raises(DependencyLostError, match="another process uses"):
-        storage.Storage(parts.state.settings.directory, fsync=True, max_bytes=2**30)
+        store.Store(parts.store.settings)
+
+
+def test_a_process_that_is_just_ending_is_waited_for(buffer: Any, group: Any) -> None:
+    parts = buffer()
+    parts.store.add([group("a")], None)
+    threading.Timer(0.3, parts.store.database.close).start()
+    successor = store.Store(parts.store.settings)
+    assert len(successor.groups) == 1
+    successor.database.close()
+
+
+def test_a_directory_of_a_former_format_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"groups")
+    with pytest.raises(ConfigurationError, match=r"former format .* remove the directory"):
+        store.Store(ReplaySettings(replay_dir=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "replay-buffer.sqlite").write_bytes(b"no database" * 1000)
+    with pytest.raises(ConfigurationError, match=r"REPLAY_DIR .* cannot be used: file is not a database"):
+        store.Store(ReplaySettings(replay_dir=tmp_path))

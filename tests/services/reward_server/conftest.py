@@ -9,7 +9,7 @@ import pytest
 
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import Scorer
-from services.reward_server.settings import BUILT_IN, RewardSettings
+from services.reward_server.settings import RewardSettings
 
 PLUGIN = '''
 import ctypes, os, signal, time
@@ -74,11 +74,9 @@ def scoring(plugin: str) -> Scoring:
     """``async with scoring(reward_fn=...) as scorer``: a scorer with its worker processes."""
 
     @asynccontextmanager
-    async def score(*, watch_memory: bool | None = None, **options: Any) -> AsyncIterator[Scorer]:
+    async def score(*, watch_memory: bool = False, **options: Any) -> AsyncIterator[Scorer]:
         settings = RewardSettings(**{"reward_workers": 1, **options})
-        names = [f.name for f in settings.functions]
-        in_workers = [name for name in names if name in ("math", "format") or name not in BUILT_IN]
-        pool = WorkerPool(in_workers, settings, watch_memory=watch_memory)
+        pool = WorkerPool(settings, watch_memory=watch_memory)
         await pool.start()
         try:
             yield Scorer(settings, pool)

@@ -9,24 +9,18 @@ from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
+from tests.models import save_byte_tokenizer
 from tests.waiting import wait_ready
 
 
 def _save(directory: Path, *, labels: int) -> str:
     """A random reward model of a few thousand parameters with a tokenizer of one token a byte."""
     import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    vocabulary = {token: i for i, token in enumerate(["</s>", *sorted(ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=save_byte_tokenizer(directory, ["</s>"], eos_token="</s>"),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -65,18 +59,17 @@ async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_pat
 
 
 async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from services.reward_server.functions import UnscorableError
     from services.reward_server.reward_model import RewardModel
 
     model = RewardModel(_save(tmp_path, labels=1), batch_size=2, max_tokens=64)
-    model.start()
 
     def fail(batch: list[list[int]]) -> list[float]:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(model, "_forward", fail)
-    with pytest.raises(UnscorableError, match="the reward model failed: out of memory"):
-        await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
-    monkeypatch.undo()
-    assert isinstance(await model.score(RewardItem(prompt="a", response="b", ground_truth="")), float)
-    await model.stop()
+    async with model.serving():
+        failed = await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
+        assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
+        assert failed.reason == "the reward model failed: out of memory"
+        monkeypatch.undo()
+        assert isinstance((await model.score(RewardItem(prompt="a", response="b", ground_truth=""))).value, float)

@@ -35,11 +35,6 @@ def test_rewards_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward_fn": "overlong"}, "needs REWARD_OVERLONG_MAX_TOKENS"),
-        (
-            {"reward_fn": "overlong", "reward_overlong_max_tokens": 5, "reward_overlong_buffer_tokens": 6},
-            "not larger",
-        ),
         ({"reward_fn": "reward_model"}, "REWARD_MODEL and the reward `reward_model`"),
         ({"reward_model": "x"}, "REWARD_MODEL and the reward `reward_model`"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from local_runner import spec
 from services.core.errors import ConfigurationError
 from services.protocol import RewardItem, RewardStatus
+from services.reward_server import pool
 
 DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")
 
@@ -78,23 +79,20 @@ async def test_where_the_system_does_not_limit_memory_the_server_watches_it(scor
 
 
 async def test_several_rewards_are_weighted_and_each_is_told_by_name(scoring: Any, plugin: str) -> None:
-    functions = f"math=2,format=0.5,exact_match,overlong=1,{plugin}:half=-1,{plugin}:length=0.1"
-    options = {"reward_overlong_max_tokens": 20, "reward_overlong_buffer_tokens": 10}
-    async with scoring(reward_fn=functions, **options) as scorer:
+    functions = f"math=2,format=0.5,exact_match,{plugin}:half=-1,{plugin}:length=0.1"
+    async with scoring(reward_fn=functions) as scorer:
         marked, plain = await scorer.score([item("#### 5", completion_tokens=15), item("5", completion_tokens=2)])
         assert marked.components == {
             "math": 1.0,
             "format": 1.0,
             "exact_match": 0.0,
-            "overlong": -0.5,
             f"{plugin}:half": 0.5,
             f"{plugin}:length": 15.0,
         }
-        assert marked.reward == pytest.approx(2 + 0.5 - 0.5 - 0.5 + 1.5)
+        assert marked.reward == pytest.approx(2 + 0.5 - 0.5 + 1.5)
         assert marked.extracted == "5"
         assert plain.components["format"] == 0.0
         assert plain.components["exact_match"] == 1.0
-        assert plain.components["overlong"] == 0.0
 
 
 async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(scoring: Any, plugin: str) -> None:
@@ -103,17 +101,6 @@ async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(
         assert (result.reward, result.status) == (None, RewardStatus.ERROR)
         assert result.components == {"math": 1.0, f"{plugin}:moody": None}
         assert (result.reason or "").startswith(f"{plugin}:moody: ValueError")
-
-
-async def test_overlong_without_a_length_is_unscorable(scoring: Any) -> None:
-    options = {"reward_overlong_max_tokens": 20, "reward_overlong_buffer_tokens": 10}
-    async with scoring(reward_fn="overlong", **options) as scorer:
-        assert (await scorer.score([item("x")]))[
-            0
-        ].reason == "overlong: overlong needs completion_tokens beside the response"
-        lengths = [0, 10, 12, 20, 50]
-        results = await scorer.score([item("x", completion_tokens=n) for n in lengths])
-        assert [result.reward for result in results] == pytest.approx([0, 0, -0.2, -1, -1])
 
 
 @pytest.mark.parametrize(
@@ -127,13 +114,16 @@ async def test_the_demo_rewards_the_number_alone(scoring: Any, response: str, re
         assert result.extracted == (response.strip() or None)
 
 
-async def test_too_many_waiting_answers_come_back_overloaded(scoring: Any, plugin: str) -> None:
-    limits = {"reward_timeout_seconds": 3, "reward_queue_seconds": 1.5, "reward_max_pending": 2}
+async def test_too_many_waiting_answers_come_back_overloaded(
+    scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "MAX_PENDING", 2)
+    limits = {"reward_timeout_seconds": 3, "reward_queue_seconds": 1.5}
     async with scoring(reward_fn=f"{plugin}:moody", **limits) as scorer:
         results = await scorer.score([item("sleep")] + [item("fine")] * 4)
         assert [result.status for result in results] == [RewardStatus.TIMEOUT] + [RewardStatus.OVERLOADED] * 4
         reasons = {result.reason for result in results if result.status is RewardStatus.OVERLOADED}
-        assert any("REWARD_MAX_PENDING" in str(reason) for reason in reasons)
+        assert any("answers wait for a worker already" in str(reason) for reason in reasons)
         assert any("REWARD_QUEUE_SECONDS" in str(reason) for reason in reasons)
         assert (await scorer.score([item("fine")]))[0].reward == 1.0
 

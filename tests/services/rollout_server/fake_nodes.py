@@ -33,7 +33,7 @@ def fake_nodes(directory: Path, count: int = 1, **environment: str) -> FakeNodes
     model = directory / "model"
     model.mkdir()
     (model / "weights.txt").write_text("0")
-    defaults = {"SGLANG_PYTHON": str(interpreter), "ROUTER_HEALTH_INTERVAL_SECONDS": "1"}
+    defaults = {"SGLANG_PYTHON": str(interpreter), "ROUTER_EXTRA_FLAGS": "--health-check-interval-secs 1"}
     return FakeNodes(directory, model, count, "sglang", defaults | environment)
 
 

@@ -22,9 +22,9 @@ TOKEN = "a-token"
 
 @dataclass
 class Router:
-    """What stands in for the router, behind the door."""
+    """What stands in for the router, behind the proxy."""
 
-    door: str = ""
+    proxy: str = ""
     heard: list[str] = field(default_factory=list)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,30 +60,30 @@ async def router(start_service: Any) -> AsyncIterator[Router]:
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    router.door = await open_door(start_service, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    router.proxy = await open_proxy(start_service, f"http://127.0.0.1:{listener.getsockname()[1]}")
     yield router
     server.should_exit = True
     await serving
 
 
-async def open_door(start_service: Any, router_url: str) -> str:
-    """Starts a door in front of a router and returns its URL."""
+async def open_proxy(start_service: Any, router_url: str) -> str:
+    """Starts a proxy in front of a router and returns its URL."""
     command = ["services.rollout_server.auth_proxy", "--router", router_url]
-    door = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
+    proxy = start_service(*command, healthy=False, JOBGROUP_TOKEN=TOKEN)
     async with asyncio.timeout(IDLE_SECONDS):
         while True:
             try:
-                _, writer = await asyncio.open_connection("127.0.0.1", door.port)
+                _, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
             except OSError:
                 await asyncio.sleep(0.05)
             else:
                 writer.close()
-                return str(door.url)
+                return str(proxy.url)
 
 
 def client(router: Router, token: str | None = TOKEN) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {token}".strip()} if token is not None else None
-    return httpx.AsyncClient(base_url=router.door, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
+    return httpx.AsyncClient(base_url=router.proxy, headers=headers, timeout=IDLE_SECONDS, trust_env=False)
 
 
 @pytest.mark.parametrize("token", [None, "", "another"])
@@ -111,10 +111,10 @@ async def test_what_has_the_token_is_passed_on_whole(router: Router) -> None:
 
 
 async def test_a_path_that_cannot_be_passed_on_is_refused(router: Router) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.door.rpartition(":")[2]))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(router.proxy.rpartition(":")[2]))
     async with asyncio.timeout(IDLE_SECONDS):
         writer.write(
-            b"GET /%s HTTP/1.1\r\nHost: door\r\nAuthorization: Bearer %s\r\n\r\n" % (b"a" * 70_000, TOKEN.encode())
+            b"GET /%s HTTP/1.1\r\nHost: proxy\r\nAuthorization: Bearer %s\r\n\r\n" % (b"a" * 70_000, TOKEN.encode())
         )
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")
     writer.close()
@@ -140,7 +140,7 @@ async def test_the_router_hears_that_a_client_left(router: Router) -> None:
 
 
 async def test_a_router_that_is_not_there_may_be_asked_again(start_service: Any) -> None:
-    async with client(Router(await open_door(start_service, "http://127.0.0.1:1"))) as friend:
+    async with client(Router(await open_proxy(start_service, "http://127.0.0.1:1"))) as friend:
         reply = await friend.get("/workers")
     assert reply.status_code == 503
     assert reply.headers["Retry-After"] == "1"

@@ -15,7 +15,7 @@ import pytest
 from services.clients.rollout_admin import WorkerAdmin
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.rollout_server import supervisor
-from services.rollout_server.engines import Command
+from services.rollout_server.commands import Command
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
@@ -254,7 +254,17 @@ async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_tim
     # An engine that hangs at its start takes longer to end than the window.
     monkeypatch.setattr(supervisor, "RESTART_WINDOW_SECONDS", 0.0)
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.0)
-    child = supervisor.Supervised(Command("engine", sys.executable, "this", []), max_restarts=2)
+
+    async def never_healthy() -> bool:
+        return False
+
+    child = supervisor.SupervisedProcess(
+        Command("engine", sys.executable, "this", []),
+        never_healthy,
+        max_restarts=2,
+        start_seconds=IDLE_SECONDS,
+        hang_seconds=IDLE_SECONDS,
+    )
     with pytest.raises(ConfigurationError, match="never answered in 3 starts and exited with 0"):
         await child.run()
 
@@ -269,7 +279,7 @@ def test_a_node_without_a_router_ends(lost: FakeNodes) -> None:
 def test_sigterm_ends_a_node_and_all_its_children(lost: FakeNodes) -> None:
     lost.start_all()
     processes = lost.all_processes()
-    assert len(processes) == 6  # launchers, engines, router and door
+    assert len(processes) == 6  # launchers, engines, router and proxy
     assert lost.stop() == [0, 0]
     assert not [process for process in processes if process.is_running()]
 

@@ -28,13 +28,14 @@ from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing import make_publisher
+from trainer.publishing import broadcast, make_publisher
+from trainer.publishing import workers as workers_module
 from trainer.service_thread import ServiceThread
 
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
 PARAMS = SamplingParams(max_new_tokens=24)
 GROUP_SIZE = 2
-SOME_BUCKETS = 0.25  # MiB; the tiny model has 1.6
+SOME_BUCKETS = 1 << 18  # bytes; the tiny model has 1.6 MiB
 
 
 @pytest.fixture(scope="session", params=ENGINES)
@@ -63,14 +64,13 @@ class Trainer:
 
     def use(self, transport: str, **fields: Any) -> None:
         """Sets up the publisher; ``fields`` are settings."""
-        defaults = {"publish_type": "float32", "publish_bucket_mib": SOME_BUCKETS, "publish_deadline_seconds": 60}
         settings = TrainerSettings.load(
             model_name=str(self.nodes.model),
             shared_dir=self.nodes.directory,
             run_id="test",
             jobgroup_token=TOKEN,
             publish_transport=transport,
-            **(defaults | fields),
+            **({"publish_type": "float32"} | fields),
         )
         self._policy = load_policy(settings, self._ranks)
         self._publisher = make_publisher(settings, self._policy, self._ranks, self._thread)
@@ -93,6 +93,12 @@ class Trainer:
             self._publisher.close()
 
 
+def wait_at_most(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the longest wait for a worker."""
+    for module in (broadcast, workers_module):
+        monkeypatch.setattr(module, "PUBLISH_SECONDS", seconds)
+
+
 @pytest.fixture
 def trainer(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     two.wait_registered([0, 1])
@@ -100,6 +106,8 @@ def trainer(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     addresses = two.endpoints | {f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": f"127.0.0.1:{port}"}
     monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "test")
+    monkeypatch.setattr(broadcast, "BUCKET_BYTES", SOME_BUCKETS)
+    wait_at_most(60, monkeypatch)
     with join_ranks() as ranks, ServiceThread() as thread:
         made = Trainer(two, thread, ranks)
         try:
@@ -213,15 +221,21 @@ def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, train
     assert workers == 2
 
 
-def test_a_run_with_too_few_workers_ends_with_the_reason(two: Nodes, trainer: Trainer) -> None:
-    trainer.use("disk", min_workers=3, publish_deadline_seconds=1)
+def test_a_run_with_too_few_workers_ends_with_the_reason(
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_at_most(1, monkeypatch)
+    trainer.use("disk", min_workers=3)
     with pytest.raises(DependencyLostError, match=r"2 rollout workers are registered .* MIN_WORKERS is 3"):
         trainer.publish()
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_left_out_of_the_broadcast_and_catches_up(two: Nodes, trainer: Trainer) -> None:
-    trainer.use("broadcast", publish_deadline_seconds=5)
+def test_a_worker_that_hangs_is_left_out_of_the_broadcast_and_catches_up(
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_at_most(5, monkeypatch)
+    trainer.use("broadcast")
     engine = two.nodes[1].engine
     stopped = [engine, *engine.children(recursive=True)]
     for process in stopped:

@@ -1,4 +1,4 @@
-"""The keeper of a worker against an engine and a router that answer as each test says."""
+"""The registration of a worker against an engine and a router that answer as each test says."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.rollout_server.registration import WorkerKeeper
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
+from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import Supervised
+from services.rollout_server.supervisor import SupervisedProcess
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import FakeService, fake_service
 from tests.waiting import IDLE_SECONDS
@@ -22,15 +23,15 @@ HOLD_SECONDS = 600.0
 
 
 class RunningEngine:
-    """What the keeper sees of an engine that was started once and runs."""
+    """An engine that was started once, answered, and runs."""
 
-    starts = 1
-    is_running = True
-    was_healthy = False
-
-    async def wait_for_start(self, after: int) -> None:
-        if after >= self.starts:
+    async def wait_until_healthy(self, after: int) -> int:
+        if after:
             await asyncio.Event().wait()
+        return 1
+
+    def is_running(self, start: int) -> bool:
+        return start == 1
 
     def kill(self) -> None:
         raise AssertionError("the engine was killed")
@@ -92,22 +93,25 @@ def settings(directory: Path) -> RolloutSettings:
 
 
 @asynccontextmanager
-async def kept(node: Node, directory: Path) -> AsyncIterator[None]:
-    """The keeper runs within it."""
-    engine = cast(Supervised, RunningEngine())
-    keeper = WorkerKeeper(settings(directory), node.worker.endpoint.url, node.router.endpoint, lambda: engine)
-    running = asyncio.create_task(keeper.run())
-    try:
-        yield
-    finally:
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
+async def registered(node: Node, directory: Path) -> AsyncIterator[None]:
+    """The registration runs within it."""
+    async with (
+        RouterAdmin(node.router.endpoint) as router,
+        WorkerAdmin(node.worker.endpoint.url, timeout=IDLE_SECONDS) as worker,
+    ):
+        engine = cast(SupervisedProcess, RunningEngine())
+        running = asyncio.create_task(WorkerRegistration(settings(directory), worker, router, engine).run())
+        try:
+            yield
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
 
 
 async def test_a_version_stays_while_a_worker_loads_it(node: Node, tmp_path: Path) -> None:
     node.publish(1)
-    async with kept(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
+    async with registered(node, tmp_path), asyncio.timeout(IDLE_SECONDS):
         while node.version != "3" or not node.registered:  # noqa: ASYNC110  # in another thread
             await asyncio.sleep(0.01)
     assert node.loaded == ["1", "3"], "it loaded the version that it found, and then the newest"

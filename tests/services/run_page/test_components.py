@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.run_page import components
-from services.run_page.components import ComponentWatch
+from services.run_page.components import ComponentMonitor
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS
 
@@ -70,7 +70,7 @@ def job_group(monkeypatch):
         mapping = {key: url.removeprefix("http://") for key, url in endpoints.items()}
         monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(mapping))
         monkeypatch.setattr(components, "POLL_SECONDS", 0.05)
-        monkeypatch.setattr(components, "QUESTION_SECONDS", 0.5)
+        monkeypatch.setattr(components, "REQUEST_SECONDS", 0.5)
         yield end_reward.close
     hanging.close()
 
@@ -87,7 +87,7 @@ async def seen(watch, *, figure="", **wanted):
 
 
 async def test_each_component_shows_as_it_is(job_group):
-    watch = ComponentWatch(token=None)
+    watch = ComponentMonitor(token=None)
     watching = asyncio.create_task(watch.run())
     wanted = {"data-server": "starting", "reward-server": "healthy", "replay-buffer": "silent", "router": "healthy"}
     now = await seen(watch, **wanted)
@@ -108,13 +108,13 @@ async def test_each_component_shows_as_it_is(job_group):
 
 async def test_a_page_that_nobody_looks_at_asks_nobody(job_group, monkeypatch):
     monkeypatch.setattr(components, "AWAKE_SECONDS", 0.3)
-    watch = ComponentWatch(token=None)
+    watch = ComponentMonitor(token=None)
     watching = asyncio.create_task(watch.run())
     await asyncio.sleep(0.3)
-    assert {component["state"] for component in watch._shown()} == {"asking"}
+    assert {component["state"] for component in watch.last_seen()} == {"asking"}
     await seen(watch, **{"reward-server": "healthy"})
     await asyncio.sleep(1.5)
-    answered = next(c for c in watch._shown() if c["name"] == "reward-server")
+    answered = next(c for c in watch.last_seen() if c["name"] == "reward-server")
     assert answered["seconds_since_answer"] > 0.5
     watching.cancel()
 
@@ -133,7 +133,7 @@ async def test_another_program_on_the_port_is_unhealthy_not_an_error(monkeypatch
         names = ("data-server-0:8000", "reward-server-0:8002", "replay-buffer-0:8003", "rollout-server-0:30000")
         mapping = dict.fromkeys(names, url.removeprefix("http://"))
         monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(mapping))
-        watch = ComponentWatch(token=None)
+        watch = ComponentMonitor(token=None)
         watching = asyncio.create_task(watch.run())
         now = await seen(watch, **{"data-server": "unhealthy", "router": "unhealthy"})
         assert "something else than expected" in now["data-server"]["detail"]

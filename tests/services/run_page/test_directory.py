@@ -23,7 +23,7 @@ def read_all(run, start):
             restarts += 1
             steps = []
         steps += steps_of(read)
-        start = read.end
+        start = Position(read.file, read.offset)
         if not read.more:
             return steps, restarts, start
 
@@ -43,7 +43,9 @@ def test_a_long_run_comes_in_parts(tmp_path):
     first = run.metrics(Position())
     assert first.more
     assert len(steps_of(first)) == RECORDS_A_REPLY
-    assert read_all(run, first.end)[0] == list(range(RECORDS_A_REPLY + 1, 2 * RECORDS_A_REPLY + 1))
+    assert read_all(run, Position(first.file, first.offset))[0] == list(
+        range(RECORDS_A_REPLY + 1, 2 * RECORDS_A_REPLY + 1)
+    )
 
 
 def test_a_line_that_is_being_written_waits(tmp_path):

@@ -159,7 +159,7 @@ def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
 
 
 def is_drawn(page, canvas):
-    """Whether the series' colour is on the canvas."""
+    """Return whether the series' colour is on the canvas."""
     return page.locator(canvas).first.evaluate(
         """canvas => {
             const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

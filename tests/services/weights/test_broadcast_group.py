@@ -51,7 +51,7 @@ def test_a_broadcast_that_ends_in_time_keeps_its_group(given_up: list[Any]) -> N
 
 def test_a_broadcast_that_does_not_end_costs_its_group(given_up: list[Any]) -> None:
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"within 0\.05 s; its group is given up"):
+    with pytest.raises(RuntimeError, match=r"within 0\.05 s; its group is aborted"):
         wait(polls=1_000_000_000, timeout=0.05)
     assert time.monotonic() - started < IDLE_SECONDS
     assert given_up == ["group"]

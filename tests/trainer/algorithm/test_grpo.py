@@ -30,7 +30,7 @@ rewards_of_a_group = st.lists(
 
 
 def advantages_by_formula(rewards: list[float], method: AdvantageMethod, eps: float) -> list[float]:
-    """One group's advantages, with the standard library's exact statistics."""
+    """Return one group's advantages, computed with the standard library's exact statistics."""
     scored = [r for r in rewards if not math.isnan(r)]
     if len(set(scored)) < 2:
         return [0.0] * len(rewards)
@@ -346,7 +346,7 @@ def test_a_broken_token_cannot_overflow_the_step() -> None:
 
 
 def aggregated(losses: Tensor, batch: Ragged, method: Aggregation) -> Tensor:
-    """Of a step that is this batch alone."""
+    """Aggregate losses of a step that consists of this batch alone."""
     return grpo.aggregate(
         losses,
         batch.sequence_ids,

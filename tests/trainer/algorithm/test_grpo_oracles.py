@@ -177,7 +177,7 @@ def test_importance_weights_are_verls(seed: int) -> None:
 
 
 def trl_loss(trl: Any, batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
-    """TRL's loss of the batch; ``theta`` [S, L] stands for what its model would have computed."""
+    """Return TRL's loss of the batch; ``theta`` [S, L] stands for the log-probabilities of its model."""
     settings: dict[str, Any] = {
         "loss_type": "dapo",
         "importance_sampling_level": "token",

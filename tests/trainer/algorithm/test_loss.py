@@ -41,7 +41,7 @@ def logprobs_near(batch: MicroBatch, seed: int, spread: float = 0.5) -> Tensor:
 
 
 def loss_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> tuple[float, Tensor]:
-    """The loss and its gradient with respect to theta's log-probabilities."""
+    """Return the loss and its gradient with respect to theta's log-probabilities."""
     theta = theta.clone().requires_grad_()
     entropies = inputs.pop("entropies", torch.zeros_like(theta))
     loss, _ = policy_loss(TrainerSettings.load(**settings), batch, theta, entropies, STEP, **inputs)
@@ -51,7 +51,7 @@ def loss_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs
 
 
 def by_hand(batch: MicroBatch, *inputs: Tensor, token_loss: Callable[..., float]) -> float:
-    """The sum of ``token_loss`` of each token's numbers: inputs, behaviour, advantage and group weight."""
+    """Return the sum over tokens of ``token_loss`` of inputs, behaviour, advantage and group weight."""
     columns = [*inputs, batch.behaviour_logprobs, batch.advantages, batch.weights]
     return math.fsum(token_loss(*token) for token in zip(*(c.tolist() for c in columns), strict=True))
 

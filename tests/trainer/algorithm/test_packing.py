@@ -16,7 +16,7 @@ fast = settings(max_examples=100, deadline=None, derandomize=True)
 
 @st.composite
 def groups_of_many_shapes(draw: st.DrawFn, most: int = 8) -> list[TrainingGroup]:
-    """Every token of a batch is a number of its own, and so is every completion's advantage."""
+    """Draw groups in which every token, and every completion's advantage, is a different number."""
     token = iter(range(1, 1_000_000))
     groups = []
     for g in range(draw(st.integers(0, most))):
@@ -136,7 +136,7 @@ def test_nothing_to_train_on_is_no_micro_batch() -> None:
 
 
 def in_order(batch: MicroBatch) -> list[list[int]]:
-    """The completion tokens by completion."""
+    """Return the completion tokens of each completion."""
     return [batch.targets[batch.sequence_ids == s].tolist() for s in range(batch.n_sequences)]
 
 

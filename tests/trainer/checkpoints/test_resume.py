@@ -1,5 +1,5 @@
-"""What a run is gone on with: the same model, tokenizer and data wherever they lie, and no run of another job that has
-succeeded."""
+"""A run goes on only with the same model, tokenizer and data, wherever they lie, and not after another job has
+succeeded with it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def start(ranks: Ranks, directory: Path, model: Path, data: DataStats) -> tuple[RunState, CheckpointStore, Any]:
-    """What a trainer does before its first step: the state to go on from, the checkpoints, the learner."""
+    """Do as a trainer before its first step: return the state to go on from, the checkpoints and the learner."""
     learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
     checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, ranks)
     return resume(learner.settings, ranks, learner.policy, data, learner, checkpoints), checkpoints, learner
@@ -144,7 +144,7 @@ def test_a_checkpoint_without_a_fingerprint_is_gone_on_with_and_gets_one(
     assert state.step == 3
     assert state.fingerprint is not None
     assert state.fingerprint.data == DATA
-    assert any("nothing says which model and data" in entry["event"] for entry in logged)
+    assert any("model and data cannot be checked" in entry["event"] for entry in logged)
 
 
 def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Path) -> None:
@@ -233,7 +233,7 @@ def test_another_job_that_goes_on_with_a_run_says_so(
             state = resume(settings, alone, learner.policy, stats(), learner, checkpoints)
         state.step += 1
         checkpoints.save(learner.policy, learner.optimizer, state, wait=True)
-        return state, [entry for entry in logged if "begun by another job" in entry["event"]]
+        return state, [entry for entry in logged if "another job" in entry["event"]]
 
     assert resume_as(OLD)[1] == []
     assert resume_as(OLD)[1] == [], "a recovery"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from services.core.errors import ConfigurationError
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, save_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.model import policy as policies
 from trainer.model.attention import SHARED_PROMPT_ATTENTION, shared_prompt_attention
+from trainer.model.logprobs import token_logprobs
 from trainer.model.policy import Policy
 from trainer.model.supported import check_config, check_model
 
@@ -27,11 +30,17 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return save_model(tmp_path_factory.mktemp("model"), FAMILIES[request.param])
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets logits exist for seven tokens at a time, so that a micro-batch has several chunks."""
+    monkeypatch.setattr(policies, "token_logprobs", partial(token_logprobs, chunk_tokens=7))
+
+
 def packed_policy(directory: Path, temperature: float = 1.0) -> Policy:
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation=SHARED_PROMPT_ATTENTION
     )
-    return Policy(model, temperature, logit_chunk_tokens=7)
+    return Policy(model, temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -106,7 +115,7 @@ def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "s_aux"),
         ("phi", {}, "bias"),
         ("mamba", {}, "linear_attention"),
-        ("bloom", {}, "attention of its own"),
+        ("bloom", {}, "computes attention in code"),
     ],
 )
 def test_a_model_that_would_be_computed_wrongly_is_refused(
@@ -137,4 +146,4 @@ def load_as_the_trainer_does(config: PretrainedConfig) -> None:
     check_config(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=SHARED_PROMPT_ATTENTION)
     check_model(model)
-    Policy(model, 1.0, 8)(pack(random_groups(0, n_groups=1)))
+    Policy(model, 1.0)(pack(random_groups(0, n_groups=1)))

@@ -43,7 +43,7 @@ def settings_of(model: Path, **options: Any) -> TrainerSettings:
 
 
 def near(groups: Sequence[TrainingGroup], learner: Any, spread: float = 0.3) -> list[TrainingGroup]:
-    """The groups as if a policy close to the learner's had sampled them, so that some ratios are clipped, not all."""
+    """Return the groups as if a policy close to the learner's had sampled them: some ratios are clipped, not all."""
     noise = torch.Generator().manual_seed(0)
     result = []
     for group in groups:
@@ -227,7 +227,7 @@ def without_advantage(group: TrainingGroup) -> TrainingGroup:
 
 
 def count_passes(learner: Any) -> list[int]:
-    """A list which grows by one with every forward pass of the policy."""
+    """Return a list that grows by one with every forward pass of the policy."""
     passes: list[int] = []
     learner.policy.register_forward_pre_hook(lambda *_: passes.append(1))
     return passes

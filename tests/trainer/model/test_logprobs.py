@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_whole_logits(chunk: int, of: str) -> None:
 
 @pytest.mark.parametrize("chunk", [5, 1000])
 def test_a_second_backward_pass_gives_the_same_gradients(chunk: int) -> None:
-    """What the forward pass left is used up by the first."""
+    """The first backward pass uses up the logits that the forward pass left."""
     hidden, weight, targets = random_inputs()
     logprobs, entropies = token_logprobs(hidden, weight, targets, 0.8, chunk)
     loss = logprobs.sum() + entropies.square().sum()

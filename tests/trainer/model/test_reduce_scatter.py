@@ -36,5 +36,5 @@ def test_every_rank_gets_its_part_of_all(operation: str) -> None:
 def test_what_it_does_not_do_is_refused(operation: dist.ReduceOp, async_op: bool) -> None:
     with join_ranks() as ranks:
         values = torch.ones(PART)
-        with pytest.raises(ValueError, match="SUM and AVG are done"):
+        with pytest.raises(ValueError, match="only SUM and AVG"):
             PairwiseReduceScatter()(values, values, ranks.mesh.get_group(), operation, async_op)

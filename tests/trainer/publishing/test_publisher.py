@@ -1,4 +1,4 @@
-"""What becomes of a policy version that the shared volume does not take, or loses, with workers as fakes."""
+"""A policy version that the shared volume does not take, or loses; workers are fakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.config import TrainerSettings, Transport
 from trainer.model import policy as policies
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.publishing import Publisher, broadcast, make_publisher
+from trainer.publishing import Publisher, disk, make_publisher
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import ServiceThread
@@ -41,7 +41,6 @@ def make(directory: Path, alone: tuple[Ranks, ServiceThread], transport: Transpo
         run_id="r",
         compute_type="float32",
         publish_transport=transport,
-        publish_deadline_seconds=60,
     )
     return make_publisher(settings, load_policy(settings, alone[0]), *alone)
 
@@ -132,11 +131,28 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     publisher = make(tmp_path, alone, transport)
-    for module in (policies, broadcast):
-        monkeypatch.setattr(module, "save_torch_state_dict", fail)
+    monkeypatch.setattr(policies, "save_torch_state_dict", fail)
     if transport is Transport.BROADCAST:
         publisher.write(0)  # beside the training, so that the next version meets the error
     with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):
         publisher.write(1)
     publisher.close()
     assert list(publisher.store.policy_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])
+def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, while_writing: list[int]
+) -> None:
+    """But one is always there to be read, even if only one is kept."""
+    monkeypatch.setattr(disk, "VERSIONS_KEPT", kept)
+    store = PolicyStore(tmp_path / "policy")
+    seen: list[int] = []
+
+    def save(_: Path) -> None:
+        seen[:] = [policy.version for policy in store.published()]
+
+    for version in [*range(max(while_writing) + 1), 9]:
+        disk.write_version(store, version, save)
+    assert seen == while_writing
+    assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]

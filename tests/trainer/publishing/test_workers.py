@@ -1,4 +1,4 @@
-"""How long a worker may take over a new version, against workers that answer as each test says."""
+"""The deadline of a worker that takes over a new version, with workers that answer as each test says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
-from trainer.publishing.workers import update_workers, worker_control
+from trainer.publishing import workers
+from trainer.publishing.workers import update_workers, worker_admin
 
 SECONDS_TO_LOAD = 0.8
 
@@ -24,7 +25,7 @@ def load_slowly(_request: dict[str, Any]) -> dict[str, Any]:
     return {"success": True}
 
 
-async def load(worker: WorkerAdmin, _index: int) -> None:
+async def load(worker: WorkerAdmin) -> None:
     await worker.update_from_disk("v000001", 1)
 
 
@@ -37,11 +38,11 @@ def worker() -> Iterator[FakeService]:
 
 @pytest.fixture
 def router(worker: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
-    workers = [{"id": "w", "url": worker.endpoint.url, "is_healthy": True}]
-    with fake_service({"GET /workers": lambda _: {"workers": workers}}) as made:
+    registered = [{"id": "w", "url": worker.endpoint.url, "is_healthy": True}]
+    with fake_service({"GET /workers": lambda _: {"workers": registered}}) as made:
 
         def remove(_request: dict[str, Any]) -> dict[str, Any]:
-            workers.clear()
+            registered.clear()
             return {}
 
         made.routes["DELETE /workers/w"] = remove
@@ -51,19 +52,20 @@ def router(worker: FakeService, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
 
 
 async def test_a_worker_may_take_all_of_the_publishing_deadline(worker: FakeService, router: FakeService) -> None:
-    settings = TrainerSettings.load(publish_deadline_seconds=60)
-    assert await update_workers(settings, [worker.endpoint.url], 1, load) == 1
+    assert await update_workers(TrainerSettings.load(), [worker.endpoint.url], 1, load) == 1
     assert not router.asked("DELETE /workers/w")
 
 
-async def test_a_worker_that_takes_longer_leaves_the_routing(worker: FakeService, router: FakeService) -> None:
-    settings = TrainerSettings.load(publish_deadline_seconds=SECONDS_TO_LOAD / 4)
+async def test_a_worker_that_takes_longer_leaves_the_routing(
+    worker: FakeService, router: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PUBLISH_SECONDS", SECONDS_TO_LOAD / 4)
     with pytest.raises(DependencyLostError, match="0 rollout workers serve policy version 1"):
-        await update_workers(settings, [worker.endpoint.url], 1, load)
+        await update_workers(TrainerSettings.load(), [worker.endpoint.url], 1, load)
     assert router.asked("DELETE /workers/w")
 
 
 async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(worker: FakeService) -> None:
     # More than any request to a worker takes otherwise.
-    async with worker_control(TrainerSettings.load(publish_deadline_seconds=3600), worker.endpoint.url) as control:
-        assert control.timeout == 3600
+    async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
+        assert control.timeout == workers.PUBLISH_SECONDS

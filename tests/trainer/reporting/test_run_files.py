@@ -1,4 +1,4 @@
-"""The files of a run that ends before its first step, and how many versions lie on the volume while one is written."""
+"""The files of a run directory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from services.http import provenance
 from services.protocol import Experience, FinishReason, Group, RewardResult, VersionSpan
 from services.reward_server.settings import RewardSettings
 from services.rollout_server.settings import RolloutSettings
-from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings
-from trainer.publishing.disk import begin_version, commit_version
 from trainer.reporting.run_files import RunFiles
 
 
@@ -27,8 +25,9 @@ def test_a_run_that_fails_before_its_first_step_has_a_summary(tmp_path: Path) ->
     assert not (directory / "reward.png").exists()
 
 
-def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path) -> None:
-    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", logged_groups=1)
+def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.reporting.run_files.LOGGED_GROUPS", 1)
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
     files = RunFiles(settings, 0, lambda ids: "".join({7: "<user>", 8: "3+4=", 9: "<assistant>"}[i] for i in ids))
     completions = [
         Experience(
@@ -53,26 +52,11 @@ def test_samples_have_the_prompt_as_the_model_saw_it(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])
-def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
-    tmp_path: Path, kept: int, while_writing: list[int]
-) -> None:
-    """But one is always there to be read, even if only one is kept."""
-    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", published_versions_kept=kept)
-    store = PolicyStore(settings.policy_dir)
-    for version in range(max(while_writing) + 1):
-        begin_version(store, version, settings)
-        commit_version(store, version, settings)
-    begin_version(store, 9, settings)
-    assert [policy.version for policy in store.published()] == while_writing
-    commit_version(store, 9, settings)
-    assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
-
-
 def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher of the rollout nodes leaves its record on the volume; it may come after the trainer's start."""
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
-    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r", wandb_api_key="hush")
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
     services = {Task.REWARD_SERVER: provenance.describe(RewardSettings(reward_fn="format", jobgroup_token="hush"))}
     config = tmp_path / "runs" / "r" / "config.json"
     monkeypatch.setattr("trainer.reporting.run_files._start_wandb", lambda _: None)

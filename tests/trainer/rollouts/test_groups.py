@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from services.protocol import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from trainer.algorithm.advantages import has_signal, training_group
+from trainer.algorithm.grpo import ADVANTAGE_EPS
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import group_metrics, reward_counts
 from trainer.rollouts.groups import initial_priority
 from trainer.rollouts.seeds import derive_seed
 
-SETTINGS = TrainerSettings.load(max_new_tokens=10, advantage_eps=0.0)
+SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
 
 def experience(reward: float | None, length: int = 2, **changes: Any) -> Experience:
@@ -48,9 +49,8 @@ def advantages(made: Group, settings: TrainerSettings = SETTINGS) -> list[float]
 
 
 def test_advantages_come_from_the_group_alone() -> None:
-    assert advantages(group(*map(experience, [1.0, 0.0, 0.0, 1.0]))) == pytest.approx(
-        [math.sqrt(3) / 2, -math.sqrt(3) / 2, -math.sqrt(3) / 2, math.sqrt(3) / 2]
-    )
+    one = 0.5 / (1 / math.sqrt(3) + ADVANTAGE_EPS)
+    assert advantages(group(*map(experience, [1.0, 0.0, 0.0, 1.0]))) == pytest.approx([one, -one, -one, one])
 
 
 def test_what_could_not_be_scored_is_left_out_and_moves_nobody() -> None:

@@ -340,7 +340,7 @@ def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Ser
     services.data.routes["GET /stats"] = lambda _: stats(collectors=1, collector_0=1, collector_1=1)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [3])
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    assert services.steps(mode="async", fresh_wait_seconds=3600).next() == [1, 2, 3]
+    assert services.steps(mode="async").next() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_a_short_batch_waits_as_long_as_a_collector_is_at_work(services: Service
     services.data.routes["GET /stats"] = lambda _: stats(**stand)
     services.replay.routes["POST /queue/lease"] = leases([1, 2], [], [], [3, 4])
     services.replay.routes["POST /queue/acknowledge"] = acknowledged
-    assert len(services.steps(mode="async", fresh_wait_seconds=3600).next()) == 4
+    assert len(services.steps(mode="async").next()) == 4
     assert all(request["wait_seconds"] > 0 for request in services.replay.asked("POST /queue/lease"))
 
 

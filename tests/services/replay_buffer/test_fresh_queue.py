@@ -6,16 +6,17 @@ import pytest
 
 from services.http.problems import ProblemError
 from services.protocol import AcknowledgeRequest, LeaseRequest
+from services.replay_buffer import fresh_queue
 
 
 def acknowledge(parts: Any, lease_id: str, keep: bool = True) -> tuple[int, int]:
-    reply = parts.fresh.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=keep))
+    reply = parts.queue.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=keep))
     return reply.acknowledged, reply.lost
 
 
 def test_first_in_first_out_and_each_once(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}") for i in range(5)], None)
+    parts.queue.enqueue([group(f"g{i}") for i in range(5)], None)
     first, names = parts.lease(2)
     assert names == ["g0", "g1"]
     second, names = parts.lease(2)
@@ -31,19 +32,19 @@ def test_first_in_first_out_and_each_once(buffer: Any, group: Any) -> None:
 
 def test_a_lease_that_runs_out_returns_its_groups_to_their_places(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}") for i in range(4)], None)
+    parts.queue.enqueue([group(f"g{i}") for i in range(4)], None)
     parts.lease(1, lease_seconds=10)
     parts.lease(1, lease_seconds=100)
     clock.now += 11
     assert parts.lease(1, lease_seconds=200)[1] == ["g0"]
     clock.now += 90
     assert parts.lease(9)[1] == ["g1", "g2", "g3"]
-    assert parts.state.counts["leases_expired"] == 2
+    assert parts.store.counts["leases_expired"] == 2
 
 
 def test_a_late_acknowledgement_counts_for_what_nobody_else_has_taken(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}") for i in range(3)], None)
+    parts.queue.enqueue([group(f"g{i}") for i in range(3)], None)
     slow, _ = parts.lease(3, lease_seconds=10)
     clock.now += 11
     other, names = parts.lease(1)
@@ -51,23 +52,23 @@ def test_a_late_acknowledgement_counts_for_what_nobody_else_has_taken(buffer: An
     assert acknowledge(parts, slow) == (2, 1)
     assert acknowledge(parts, other) == (1, 0)
     assert sorted(parts.stored()) == ["g0", "g1", "g2"]
-    assert len(parts.state.queue) == 0
+    assert parts.queue.counts() == (0, 0)
 
 
 def test_too_old_groups_are_dropped_and_counted(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}", version=i) for i in range(6)], None)
-    reply = parts.fresh.lease(LeaseRequest(max_groups=2, min_policy_version=3), take_fewer=True)
+    parts.queue.enqueue([group(f"g{i}", version=i) for i in range(6)], None)
+    reply = parts.queue.lease(LeaseRequest(max_groups=2, min_policy_version=3), take_fewer=True)
     assert b'"dropped_stale":3' in reply
     assert parts.waiting() == ["g5"]
-    assert parts.state.counts["dropped_stale"] == 3
+    assert parts.store.counts["dropped_stale"] == 3
     # Dropped is dropped: the same group does not come in again.
-    assert parts.fresh.enqueue([group("g1")], None).duplicates == 1
+    assert parts.queue.enqueue([group("g1")], None).duplicates == 1
 
 
 def test_a_request_repeated_gets_the_lease_it_was_given(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}") for i in range(4)], None)
+    parts.queue.enqueue([group(f"g{i}") for i in range(4)], None)
     first = parts.lease(2, request_id="r")
     assert parts.lease(2, request_id="r") == first
     assert parts.lease(2, request_id="r", consumer="other")[1] == ["g2", "g3"]
@@ -76,21 +77,21 @@ def test_a_request_repeated_gets_the_lease_it_was_given(buffer: Any, group: Any)
 
 def test_fewer_than_asked_for_at_least_are_not_taken(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group("a"), group("b")], None)
-    assert parts.fresh.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False) is None
+    parts.queue.enqueue([group("a"), group("b")], None)
+    assert parts.queue.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False) is None
     assert parts.waiting() == ["a", "b"]
-    parts.fresh.enqueue([group("c")], None)
-    reply = parts.fresh.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False)
+    parts.queue.enqueue([group("c")], None)
+    reply = parts.queue.lease(LeaseRequest(max_groups=5, min_groups=3), take_fewer=False)
     assert reply is not None
 
 
 def test_leases_survive_a_restart_so_that_nothing_is_handed_out_twice(buffer: Any, group: Any, clock: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}", version=i) for i in range(4)], [float(i) for i in range(4)])
+    parts.queue.enqueue([group(f"g{i}", version=i) for i in range(4)], [float(i) for i in range(4)])
     lease_id, _ = parts.lease(2, lease_seconds=50)
     parts = buffer()
     assert parts.waiting() == ["g2", "g3"]
-    assert (parts.state.queue.leased, parts.state.queue.waiting) == (2, 2)
+    assert parts.queue.counts() == (2, 2)
     assert acknowledge(parts, lease_id) == (2, 0)
     assert parts.stored() == {"g0": 0.0, "g1": 1.0}
     lease_id, _ = parts.lease(1, lease_seconds=50)
@@ -99,21 +100,24 @@ def test_leases_survive_a_restart_so_that_nothing_is_handed_out_twice(buffer: An
     assert parts.lease(9)[1] == ["g2", "g3"]
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_queue_capacity=3)
-    parts.fresh.enqueue([group("a"), group("b")], None)
-    with pytest.raises(ProblemError, match="REPLAY_QUEUE_CAPACITY is 3") as refusal:
-        parts.fresh.enqueue([group("c"), group("d")], None)
+def test_a_full_queue_refuses_and_says_when_to_come_again(
+    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fresh_queue, "QUEUE_CAPACITY", 3)
+    parts = buffer()
+    parts.queue.enqueue([group("a"), group("b")], None)
+    with pytest.raises(ProblemError, match="2 more exceed the queue's capacity of 3") as refusal:
+        parts.queue.enqueue([group("c"), group("d")], None)
     assert (refusal.value.status_code, refusal.value.headers) == (429, {"Retry-After": "1"})
     assert parts.waiting() == ["a", "b"]
     lease_id, _ = parts.lease(2)
     acknowledge(parts, lease_id)
-    assert parts.fresh.enqueue([group("c"), group("d")], None).added == 2
+    assert parts.queue.enqueue([group("c"), group("d")], None).added == 2
 
 
 def test_many_consumers_share_the_queue_without_overlap(buffer: Any, group: Any) -> None:
     parts = buffer()
-    parts.fresh.enqueue([group(f"g{i}") for i in range(50)], None)
+    parts.queue.enqueue([group(f"g{i}") for i in range(50)], None)
     seen: list[str] = []
     while (lease := parts.lease(3, consumer=f"c{len(seen)}"))[0] is not None:
         seen += lease[1]

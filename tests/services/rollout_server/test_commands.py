@@ -1,4 +1,4 @@
-"""Which engine a node runs, and the command lines of engine, router and door."""
+"""The engine that a node runs, the command lines of engine and router, and the addresses of a node."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
-from services.rollout_server.__main__ import Launcher
+from services.rollout_server.addresses import choose_addresses
 from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.engines import Binds, Command, choose_engine, engine_command, router_command
+from services.rollout_server.commands import Command, choose_engine, engine_command, router_command
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
@@ -75,9 +75,6 @@ def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch
         engine_deterministic=True,
         engine_max_running_requests=128,
         engine_max_total_tokens=100_000,
-        sglang_mem_fraction=0.8,
-        sglang_attention_backend="fa3",
-        sglang_tool_call_parser="qwen25",
     )
     expected = {
         "--model-path": "a-model",
@@ -89,9 +86,7 @@ def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch
         "--context-length": "4096",
         "--max-running-requests": "128",
         "--max-total-tokens": "100000",
-        "--mem-fraction-static": "0.8",
-        "--attention-backend": "fa3",
-        "--tool-call-parser": "qwen25",
+        "--max-queued-requests": "4096",
     }
     assert {flag: value_of(command, flag) for flag in expected} == expected
     assert {"--enable-metrics", "--enable-deterministic-inference", API_KEY_FROM_TOKEN} <= set(command.arguments)
@@ -101,7 +96,7 @@ def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_not_set_is_left_to_sglang() -> None:
     given = set(sglang().arguments)
-    left = {"--dtype", "--context-length", "--mem-fraction-static", "--attention-backend", "--max-total-tokens"}
+    left = {"--dtype", "--context-length", "--max-running-requests", "--max-total-tokens"}
     assert not given & (left | {"--enable-deterministic-inference"})
 
 
@@ -111,15 +106,17 @@ def test_extra_flags_win_and_are_split_as_a_shell_does() -> None:
     assert command.arguments[-2:] == ["--chat-template", "a b.jinja"]
 
 
-def test_extra_flags_with_an_open_quotation_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="SGLANG_EXTRA_FLAGS"):
-        settings(sglang_extra_flags="--chat-template 'a")
+@pytest.mark.parametrize("name", ["sglang_extra_flags", "router_extra_flags"])
+def test_extra_flags_with_an_open_quotation_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=name.upper()):
+        settings(**{name: "--chat-template 'a"})
 
 
 def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() -> None:
-    command = router_command(settings(), BIND, Endpoint("0.0.0.0", 29000))
+    command = router_command(settings(), choose_addresses(has_token=False))
     expected = {
         "--policy": "cache_aware",
+        "--balance-abs-threshold": "1",
         "--health-check-interval-secs": "2",
         "--health-failure-threshold": "3",
         "--request-timeout-secs": "1800",
@@ -131,38 +128,46 @@ def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() 
     assert "--worker-urls" not in command.arguments
 
 
-def test_with_a_token_the_router_hears_its_own_node_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_flags_of_the_router_win() -> None:
+    given = settings(router_extra_flags="--policy round_robin --retry-max-retries 1")
+    command = router_command(given, choose_addresses(has_token=False))
+    assert (value_of(command, "--policy"), value_of(command, "--retry-max-retries")) == ("round_robin", "1")
+
+
+def test_with_a_token_the_router_listens_to_its_own_node_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPILOT_NODE_RANK", "0")
-    plain = Binds.of(settings())
-    assert (plain.router.host, plain.metrics.host, plain.door) == ("0.0.0.0", "0.0.0.0", None)
-    guarded = Binds.of(settings(jobgroup_token="a-secret"))
-    assert guarded.door == plain.router
-    assert (guarded.router.host, guarded.metrics.host) == ("127.0.0.1", "127.0.0.1")
+    plain = choose_addresses(has_token=False)
+    assert (plain.router.host, plain.router_metrics.host, plain.auth_proxy) == ("0.0.0.0", "0.0.0.0", None)
+    guarded = choose_addresses(has_token=True)
+    assert guarded.auth_proxy == plain.router
+    assert (guarded.router.host, guarded.router_metrics.host) == ("127.0.0.1", "127.0.0.1")
 
 
-def test_outside_skypilot_a_node_hears_its_own_machine_alone() -> None:
-    binds = Binds.of(settings())
-    assert {bind.host for bind in (binds.engine, binds.router, binds.metrics)} == {"127.0.0.1"}
-    given = Binds.of(settings(), host="0.0.0.0")
-    assert {bind.host for bind in (given.engine, given.router, given.metrics)} == {"0.0.0.0"}
+def test_outside_skypilot_a_node_listens_to_its_own_machine_only() -> None:
+    default = choose_addresses(has_token=False)
+    assert {address.host for address in (default.engine, default.router, default.router_metrics)} == {"127.0.0.1"}
+    given = choose_addresses(has_token=False, host="0.0.0.0")
+    assert {address.host for address in (given.engine, given.router, given.router_metrics)} == {"0.0.0.0"}
 
 
+@pytest.mark.parametrize("has_token", [False, True])
 @pytest.mark.parametrize(
-    ("host", "rank", "token", "router", "worker"),
+    ("host", "rank", "router", "worker"),
     [
-        ("127.0.0.9", "0", None, "http://127.0.0.9:31000", "http://127.0.0.9:30001"),
-        ("127.0.0.9", "0", "a-secret", "http://127.0.0.9:31000", "http://127.0.0.9:30001"),
-        ("::1", "0", None, "http://[::1]:31000", "http://[::1]:30001"),
-        ("0.0.0.0", "0", None, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
-        (None, "0", None, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
-        ("10.0.0.5", "1", None, "http://rollout-server-0.group:31000", "http://10.0.0.5:30001"),
+        ("127.0.0.9", 0, "http://127.0.0.9:31000", "http://127.0.0.9:30001"),
+        ("::1", 0, "http://[::1]:31000", "http://[::1]:30001"),
+        ("0.0.0.0", 0, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
+        (None, 0, "http://rollout-server-0.group:31000", "http://rollout-server-0.group:30001"),
+        ("10.0.0.5", 1, "http://rollout-server-0.group:31000", "http://10.0.0.5:30001"),
     ],
 )
 def test_a_node_looks_for_its_router_and_engine_where_they_listen(
-    monkeypatch: pytest.MonkeyPatch, host: str | None, rank: str, token: str | None, router: str, worker: str
+    monkeypatch: pytest.MonkeyPatch, host: str | None, rank: int, has_token: bool, router: str, worker: str
 ) -> None:
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
-    monkeypatch.setenv("SKYPILOT_NODE_RANK", rank)
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    launcher = Launcher(settings(jobgroup_token=token), engine_command, host=host, port=31000)
-    assert (launcher.router_endpoint.url, launcher.keeper.url) == (router, worker)
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", str(rank))
+    monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
+    addresses = choose_addresses(has_token=has_token, host=host, port=31000)
+    assert (addresses.public_router.url, addresses.workers[rank].url) == (router, worker)
+    other = 1 - rank
+    assert addresses.workers[other].url == f"http://rollout-server-{other}.group:30001"

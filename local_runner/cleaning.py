@@ -1,0 +1,127 @@
+"""The removal of runs, with the table that lists them; a run that is or may be under way is never removed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from local_runner import directory
+from local_runner.commands import module
+from local_runner.directory import RUNS, Usage
+from local_runner.view import counted, duration, gigabytes
+from services.core.errors import ConfigurationError
+
+AGE_UNITS = {"h": 3600, "d": 86_400, "w": 604_800}
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run with its disk usage."""
+
+    path: Path
+    usage: Usage
+    under_way: str | None
+    """The reason why the run is or may be under way; None when it is over."""
+
+    @classmethod
+    def of(cls, path: Path) -> Listed:
+        """Measure the run at ``path``."""
+        usage = directory.usage(path)
+        return cls(path, usage, directory.under_way(path, usage.written))
+
+
+def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
+    """Return the ``runs``, the newest first, that are not among the newest ``keep`` and are older than the given age.
+
+    Raises:
+        ConfigurationError: ``older_than`` is no age.
+    """
+    limit = time.time() - _age(older_than) if older_than else float("inf")
+    return [run for run in map(Listed.of, runs[keep or 0 :]) if run.usage.written < limit]
+
+
+def show(console: Console, below: Path) -> None:
+    """Print a table of the runs in ``below``, their total size, and the command that removes some."""
+    runs = [Listed.of(path) for path in directory.all_runs(below)]
+    if not runs:
+        console.print(f"there is no run below {below}/")
+        return
+    _table(console, runs)
+    console.print(f"{counted(len(runs), 'run')}, {_size(runs)}", highlight=False)
+    command = " ".join([*module("scripts.clean"), *(["--runs", str(below)] if below != RUNS else [])])
+    console.print(f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d", highlight=False, soft_wrap=True)
+
+
+def remove(console: Console, chosen: list[Listed], *, named: bool, confirm: Callable[[str], bool] | None) -> None:
+    """Remove runs, except those that are or may be under way.
+
+    Args:
+        console: for the messages.
+        chosen: the runs.
+        named: whether each was named, so that a run under way is an error.
+        confirm: asks the question that it is given; None: remove without asking.
+
+    Raises:
+        ConfigurationError: a named run is under way, or a run cannot be removed.
+    """
+    for run in chosen:
+        if run.under_way:
+            message = f"{run.path} is not removed: {run.under_way}"
+            if named:
+                raise ConfigurationError(message)
+            console.print(message, style="yellow", soft_wrap=True, highlight=False)
+    ended = [run for run in chosen if not run.under_way]
+    if not ended:
+        console.print("nothing to remove")
+        return
+    if confirm is not None:
+        _table(console, ended)
+        question = f"Remove {counted(len(ended), 'run')}, {_size(ended)}, with models and checkpoints?"
+        if not confirm(question):
+            return
+    for run in ended:
+        _remove(run)
+        console.print(f"removed {run.path}, {gigabytes(run.usage.size)}", soft_wrap=True, highlight=False)
+    console.print(f"{_size(ended)} freed")
+
+
+def _remove(run: Listed) -> None:
+    """Remove a run while its lock keeps runners out."""
+    try:
+        with directory.locked(run.path):
+            shutil.rmtree(run.path)
+    except BlockingIOError:
+        raise ConfigurationError(f"{run.path} has just been started; it stays") from None
+    except OSError as error:
+        raise ConfigurationError(f"{run.path} cannot be removed: {error}") from error
+
+
+def _age(text: str) -> float:
+    """Return ``12h``, ``7d`` or ``2w`` in seconds."""
+    match = re.fullmatch(r"(\d+)([hdw])", text)
+    if match is None:
+        raise ConfigurationError(f"--older-than {text}: expected hours, days or weeks such as 12h, 7d or 2w")
+    return int(match[1]) * AGE_UNITS[match[2]]
+
+
+def _table(console: Console, runs: list[Listed]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "state", "size", "last written"):
+        table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
+    for run in runs:
+        state = directory.state_of(run.path, directory.read_nodes(run.path))
+        shown = "may be under way" if run.under_way and state != "running" else state
+        ago = f"{duration(max(time.time() - run.usage.written, 0))} ago"
+        table.add_row(run.path.name, shown, gigabytes(run.usage.size), ago)
+    console.print(table)
+
+
+def _size(runs: list[Listed]) -> str:
+    return gigabytes(sum(run.usage.size for run in runs))

@@ -1,0 +1,107 @@
+"""The logs of a run's nodes, merged in the order of time."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from local_runner.directory import find_run, named_run, read_nodes
+from local_runner.progress import GrowingFile
+from local_runner.supervisor import START_MARK
+from services.core.errors import ConfigurationError
+
+POLL_SECONDS = 0.2
+TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)')
+"""The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines have local time
+and do not match."""
+LEVELS = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
+NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
+
+
+class Log:
+    """The log of one node, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.node = path.stem
+        self._file = GrowingFile(path)
+        self._time = ""
+
+    def new_lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yield time, node and text of each line since the last call; a line without time has the previous line's."""
+        for line in self._file.new_lines():
+            text = line.decode(errors="replace").rstrip("\r\n")
+            if (match := TIMESTAMP.match(text)) is not None:
+                self._time = f"{match[1]}T{match[2]}"
+            yield self._time, self.node, text
+
+
+def choose_run(names: list[str], run: str | None) -> tuple[Path, list[str]]:
+    """Return the run and the tasks that ``names`` give: the first may be a run, unless ``run`` names one.
+
+    Raises:
+        ConfigurationError: there is no such run.
+    """
+    if run is None and names and (found := named_run(names[0])) is not None:
+        return found, names[1:]
+    return find_run(run), names
+
+
+def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None, follow: bool) -> None:
+    """Print the lines of a run's logs, with the node in front if there are several.
+
+    Args:
+        console: colours appear on a terminal only.
+        run_dir: the run.
+        tasks: names of tasks, or of nodes such as ``ppo-trainer-1``; empty for all.
+        last: print only so many of the present lines, the last ones; None: all.
+        follow: go on until the run ends.
+
+    Raises:
+        ConfigurationError: a task has no log.
+    """
+    logs = _find_logs(run_dir, tasks)
+    width = max((len(log.node) for log in logs), default=0)
+    colours = {log.node: NODE_COLOURS[i % len(NODE_COLOURS)] for i, log in enumerate(logs)}
+
+    def show_new(last: int | None) -> None:
+        for _, node, line in deque(heapq.merge(*(log.new_lines() for log in logs)), maxlen=last):
+            prefix = Text(f"{node:{width}} │ ", colours[node]) if len(logs) > 1 else Text()
+            console.print(prefix.append(line, _style(line)), soft_wrap=True, highlight=False)
+
+    show_new(last)
+    nodes = read_nodes(run_dir)
+    is_running = follow
+    while is_running:
+        # Asked before reading, so that the last lines of a run that just ended are still read.
+        is_running = nodes is not None and nodes.is_running()
+        show_new(None)
+        if is_running:
+            time.sleep(POLL_SECONDS)
+
+
+def _find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
+    paths = sorted((run_dir / "logs").glob("*.log"))
+    found: set[Path] = set()
+    for task in tasks:
+        own = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
+        if not own:
+            names = ", ".join(path.stem for path in paths) or "none"
+            raise ConfigurationError(f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {names}")
+        found.update(own)
+    return [Log(path) for path in paths if path in found or not tasks]
+
+
+def _style(line: str) -> str:
+    if line.startswith(START_MARK):
+        return "bold"
+    if line.startswith("error: "):
+        return LEVELS["error"]
+    words = line.split(" ", 2)
+    return LEVELS.get(words[1], "") if len(words) > 2 and TIMESTAMP.match(words[0]) else ""

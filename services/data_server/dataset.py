@@ -1,0 +1,99 @@
+"""A dataset made ready to be served: its rows as prompts, and the fingerprint by which a run knows it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import datasets
+import huggingface_hub
+
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.data_server import sources
+from services.data_server.catalogue import Catalogue
+from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
+from services.data_server.settings import Curriculum, DataSettings, PromptStyle
+from services.protocol import Split
+
+log = get_logger(__name__)
+
+FEW_SHOT_COUNT = 4
+"""Solved examples before a question in the few_shot style, as base models are usually asked; not trained on."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The prompts of both splits."""
+
+    name: str
+    catalogues: dict[Split, Catalogue]
+    refused: dict[str, int]
+    """Rows of the source that were left out, by reason."""
+    fingerprint: dict[str, str]
+    """A line for each part that a run's place in the prompts depends on: equal lines mean equal prompts, wherever the
+    files lie."""
+
+    @property
+    def too_long(self) -> int:
+        """Number of prompts met so far that have too many tokens."""
+        return sum(catalogue.too_long for catalogue in self.catalogues.values())
+
+
+def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
+    """Load the dataset and the tokenizer. A process of the data-server's ``own`` imports transformers without torch.
+
+    Raises:
+        ConfigurationError: one of them cannot be loaded, or no prompt can be made.
+    """
+    # Each retry of theirs would be a warning, printed twice. Their last error is in our own message.
+    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    if own_process and settings.model_name is not None:
+        import_transformers_alone()
+    # The tokenizer comes first because it fails sooner.
+    tokenizer = None if settings.model_name is None else load_tokenizer(settings.model_name)
+    source = sources.load(settings)
+    train, examples = source.train, []
+    if settings.prompt_style is PromptStyle.FEW_SHOT:
+        if len(train) <= FEW_SHOT_COUNT:
+            raise ConfigurationError(
+                f"PROMPT_STYLE is few_shot, which needs more than {FEW_SHOT_COUNT} training rows, but DATASET has "
+                f"{len(train)}; give more rows or another style"
+            )
+        examples = train.take(list(range(FEW_SHOT_COUNT)))
+        train = train.select(slice(FEW_SHOT_COUNT, None))
+    maker = PromptMaker(settings, source.ground_truth_format, tokenizer, examples)
+    splits = {Split.TRAIN: train, Split.TEST: source.test}
+    catalogues = {
+        split: Catalogue(source.name, split, rows, maker, settings.max_prompt_tokens) for split, rows in splits.items()
+    }
+    for catalogue in catalogues.values():
+        catalogue.render_all_if_few()
+        if catalogue.too_long == len(catalogue):
+            raise ConfigurationError(
+                f"MAX_PROMPT_TOKENS is {settings.max_prompt_tokens}, but every prompt of DATASET "
+                f"{settings.dataset!r} is longer; allow more"
+            )
+    dataset = Dataset(source.name, catalogues, source.refused, _fingerprint(settings, splits, maker))
+    log.info(
+        "loaded",
+        dataset=settings.dataset,
+        train=len(train),
+        test=len(source.test),
+        refused=source.refused or None,
+        too_long=dataset.too_long or None,
+    )
+    return dataset
+
+
+def _fingerprint(settings: DataSettings, splits: dict[Split, sources.Rows], maker: PromptMaker) -> dict[str, str]:
+    train, test = splits[Split.TRAIN], splits[Split.TEST]
+    shuffled = "as in the source" if settings.curriculum is Curriculum.SOURCE else "shuffled"
+    return {
+        "training prompts": f"{len(train)} (digest {train.digest()})",
+        "held-out prompts": f"{len(test)} (digest {test.digest()})",
+        "order": f"{shuffled}, DATA_SEED {settings.data_seed}, CURRICULUM {settings.curriculum.value}",
+        "form": f"PROMPT_STYLE {settings.prompt_style.value}, at most {settings.max_prompt_tokens} tokens "
+        f"(digest {maker.digest()})",
+    }

@@ -1,0 +1,289 @@
+"""The scheduler: running and queued sequences, and the prefill and decode steps of the engine.
+
+Only the engine's thread may call it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import Counter, Gauge
+from torch import Tensor
+
+from services.embedded_engine.compute.loading import Loaded
+from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
+from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request
+from services.embedded_engine.compute.sequences import Sequence as Completion
+
+# SGLang's names where it has the metric, so that the same dashboards show both engines.
+GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
+PROMPT_TOKENS = Counter("sglang:prompt_tokens", "Prompt tokens computed.")
+STEPS = Counter("engine_steps", "Decoding steps.")
+FINISHED = Counter("engine_completions", "Completions that ended, by finish reason.", ["finish_reason"])
+RUNNING = Gauge("sglang:num_running_reqs", "Sequences being decoded.")
+
+FIRST_VERSION = "0"
+"""The version of the weights that the engine starts with."""
+PREFILL_TOKENS = 2048
+"""Prompt tokens computed between two decode steps: more would let the running sequences wait noticeably."""
+LOGITS_ROWS = 128
+"""Rows of logits computed at once for a long prompt: 128 rows of 150,000 float32 take 77 MB."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Sequences taken from a queue entry, and the cache rows that they get."""
+
+    entry: QueueEntry
+    sequences: list[Completion]
+    rows: slice
+
+
+class Scheduler:
+    """The running sequences, one in each of the cache's first rows, and a queue of sequences that wait for a row."""
+
+    def __init__(self, loaded: Loaded, prefill_tokens: int) -> None:
+        self.model = loaded.model
+        self.version = FIRST_VERSION
+        """The version of the model's weights; whoever changes the weights sets it."""
+        self.queue: deque[QueueEntry] = deque()
+        self.running: list[Completion] = []
+        self.unfinished: set[Request] = set()
+        """All requests with a completion that has not ended."""
+        self._cache = loaded.cache
+        self._decode_text = loaded.decode_text
+        self._prefill_tokens = prefill_tokens
+        self._sampler: Sampler | None = None
+        self._has_nonfinite_cache = False
+        self._num_generated = self._num_prompt_tokens = self._num_steps = 0
+
+    def add(self, request: Request) -> None:
+        """Put a request at the end of the queue."""
+        self.unfinished.add(request)
+        self.queue.append(QueueEntry(request, request.prompt_ids, list(request.sequences)))
+
+    def counts(self) -> dict[str, int]:
+        """Return totals since the start."""
+        return {
+            "generated_tokens": self._num_generated,
+            "prompt_tokens": self._num_prompt_tokens,
+            "steps": self._num_steps,
+        }
+
+    def abort(self, matches: Callable[[Completion], bool], reason: str) -> int:
+        """End the sequences that match, with their tokens so far; return their number."""
+        finish = {"type": "abort", "message": reason}
+        aborted = [sequence for sequence in self.running if matches(sequence)]
+        for entry in self.queue:
+            matching = [sequence for sequence in entry.sequences if matches(sequence)]
+            entry.sequences = [sequence for sequence in entry.sequences if sequence not in matching]
+            aborted += matching
+        self.queue = deque(entry for entry in self.queue if entry.sequences)
+        for sequence in aborted:
+            self._finish(sequence, finish)
+        self._remove_finished()
+        return len(aborted)
+
+    def preempt(self) -> None:
+        """Move all running sequences to the head of the queue, to be computed anew with their tokens so far."""
+        for sequence in reversed(self.running):
+            tokens = sequence.request.prompt_ids + sequence.output_ids
+            self.queue.appendleft(QueueEntry(sequence.request, tokens, [sequence]))
+        self.running.clear()
+        self._sampler = None
+
+    def drop_cached_prompts(self) -> None:
+        """Drop the prefill of prompts with queued completions, so that it is computed anew."""
+        for entry in self.queue:
+            entry.cached = None
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def decode(self) -> None:
+        """Compute and sample one token of every running sequence."""
+        sequences = self.running
+        positions = [sequence.length - 1 for sequence in sequences]
+        tokens = torch.tensor([sequence.output_ids[-1] for sequence in sequences], device=self.model.device)
+        logits = self.model.decode(
+            tokens, torch.tensor(positions, device=self.model.device), self._cache, max(positions) + 1
+        )
+        if self._sampler is None:
+            self._sampler = Sampler([sequence.sampling for sequence in sequences], self.model.device)
+        self._sample(sequences, logits, self._sampler)
+        STEPS.inc()
+        self._num_steps += 1
+        self._remove_finished()
+
+    def _sample(self, sequences: Sequence[Completion], logits: Tensor, sampler: Sampler) -> None:
+        """Sample a token for each of ``sequences`` from its row of ``logits`` [B, V]."""
+        positions = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
+        tokens, logprobs = sampler.sample(logits, positions)
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
+            if logprob != logprob:
+                self._has_nonfinite_cache = True
+                self._finish(sequence, {"type": "abort", "message": "the model's logits are not finite"})
+                continue
+            if not sequence.versions or sequence.versions[-1][0] != self.version:
+                sequence.versions.append((self.version, len(sequence.output_ids)))
+            sequence.output_ids.append(token)
+            sequence.logprobs.append(logprob)
+            if sequence.request.top_logprobs:
+                sequence.top_logprobs.append(_top_logprobs(logits[row], sequence.request.top_logprobs))
+            reason = self._finish_reason(sequence, token)
+            if reason is not None:
+                self._finish(sequence, reason)
+            elif sequence.request.on_progress is not None:
+                sequence.request.on_progress(sequence)
+        GENERATED.inc(len(sequences))
+        self._num_generated += len(sequences)
+
+    def _finish_reason(self, sequence: Completion, token: int) -> dict[str, Any] | None:
+        stopping = sequence.request.stopping
+        if token in stopping.token_ids:
+            return {"type": "stop", "matched": token}
+        if stopping.texts:
+            # Each token is at least a byte, so these tokens contain any stop text that ends with the newest one.
+            tail = max(len(text.encode()) for text in stopping.texts) + 1
+            end = self._decode_text(sequence.output_ids[-tail:], stopping.skip_special_tokens)
+            for text in stopping.texts:
+                if text in end:
+                    return {"type": "stop", "matched": text}
+        if len(sequence.output_ids) >= stopping.max_new_tokens:
+            return {"type": "length", "length": stopping.max_new_tokens}
+        return None
+
+    def _finish(self, sequence: Completion, reason: dict[str, Any]) -> None:
+        sequence.finish = reason
+        FINISHED.labels(reason["type"]).inc()
+        request = sequence.request
+        if request.on_progress is not None:
+            request.on_progress(sequence)
+        if all(other.finish is not None for other in request.sequences):
+            self.unfinished.discard(request)
+            request.done.set_result(request)
+
+    def _remove_finished(self) -> None:
+        """Free the rows of finished sequences; the last row moves into each hole."""
+        running = self.running
+        for row in range(len(running) - 1, -1, -1):
+            if running[row].finish is None:
+                continue
+            last = running.pop()
+            if row < len(running):
+                running[row] = last
+                # The newest token is not in the cache yet.
+                self._cache.move(len(running), row, last.length - 1)
+            self._sampler = None
+        if self._has_nonfinite_cache and not running:
+            self._cache.clear()
+            self._has_nonfinite_cache = False
+        RUNNING.set(len(running))
+
+    # --- prefill -----------------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Take as many sequences from the queue as fit, compute their prompts, and sample their first tokens."""
+        admissions = self._choose()
+        if not admissions:
+            return
+        longest = max((admission.entry.request.longest for admission in admissions if admission.sequences), default=0)
+        if longest:
+            used = max((sequence.length for sequence in self.running), default=0)
+            self._cache.ensure(longest, len(self.running), used)
+        logits = self._prefill([admission for admission in admissions if admission.entry.cached is None])
+        for admission in admissions:
+            self._start(admission, logits.get(admission.entry))
+        self._sampler = None
+        self._remove_finished()
+
+    def _choose(self) -> list[Admission]:
+        """Take entries from the queue, in order, as far as free rows and the budget of prompt tokens allow."""
+        chosen: list[Admission] = []
+        used, budget = len(self.running), self._prefill_tokens
+        longest = self._cache.row_length if self.running else 0
+        while self.queue:
+            entry = self.queue[0]
+            cost = 0 if entry.cached else len(entry.tokens)
+            if chosen and cost > budget:
+                break
+            taken: list[Completion] = []
+            if entry.request.stopping.max_new_tokens:
+                longest = max(longest, entry.request.longest)
+                free = self._cache.capacity(longest) - used
+                if free <= 0:
+                    break
+                taken, entry.sequences = entry.sequences[:free], entry.sequences[free:]
+            budget -= cost
+            chosen.append(Admission(entry, taken, slice(used, used + len(taken))))
+            used += len(taken)
+            if taken and entry.sequences:
+                break
+            self.queue.popleft()
+        return chosen
+
+    def _prefill(self, admissions: Sequence[Admission]) -> dict[QueueEntry, Tensor]:
+        """Compute prompts into their cache rows; return the logits [1, V] after each prompt."""
+        if not admissions:
+            return {}
+        cache = self._cache
+
+        def store(layer: int, number: int, keys: Tensor, values: Tensor) -> None:
+            rows = admissions[number].rows
+            if rows.stop > rows.start:
+                cache.keys[layer][rows, :, : keys.shape[1]] = keys
+                cache.values[layer][rows, :, : values.shape[1]] = values
+
+        entries = [admission.entry for admission in admissions]
+        hidden = self.model.prefill([entry.tokens for entry in entries], store)
+        PROMPT_TOKENS.inc(len(hidden))
+        self._num_prompt_tokens += len(hidden)
+        ends = np.cumsum([len(entry.tokens) for entry in entries]).tolist()
+        last = self.model.logits(hidden[[end - 1 for end in ends]])
+        for entry, end in zip(entries, ends, strict=True):
+            request = entry.request
+            if request.logprob_start is not None and not request.input_logprobs:
+                own = hidden[end - len(entry.tokens) : end]
+                request.input_logprobs = self._input_logprobs(request.prompt_ids, request.logprob_start, own)
+        return dict(zip(entries, last.split(1), strict=True))
+
+    def _start(self, admission: Admission, logits: Tensor | None) -> None:
+        """Start sequences: the logits after the prompt, just computed or cached, give their first tokens."""
+        entry, started, rows = admission.entry, admission.sequences, admission.rows
+        if not started:
+            for sequence in entry.sequences:
+                self._finish(sequence, {"type": "length", "length": 0})
+            return
+        # The first sequence of a fresh prefill paid for the prompt.
+        for sequence in started if entry.cached else started[1:]:
+            sequence.cached_tokens = len(entry.tokens)
+        if entry.cached is not None:
+            self._cache.write(rows, entry.cached.keys_values)
+            logits = entry.cached.logits
+        assert logits is not None
+        if entry.sequences and entry.cached is None:
+            entry.cached = CachedPrompt(self._cache.read(rows.start, len(entry.tokens)), logits.clone())
+        sampler = Sampler([sequence.sampling for sequence in started], self.model.device)
+        self.running.extend(started)
+        self._sample(started, logits.repeat(len(started), 1), sampler)
+
+    def _input_logprobs(self, prompt_ids: list[int], start: int, hidden: Tensor) -> list[float | None]:
+        """Return the log-probabilities of a prompt's tokens from ``start`` on; the first token has none."""
+        found: list[float | None] = [None]
+        targets = torch.tensor(prompt_ids[start + 1 :], device=hidden.device)
+        sources = hidden[start : len(prompt_ids) - 1]
+        for rows, tokens in zip(sources.split(LOGITS_ROWS), targets.split(LOGITS_ROWS), strict=True):
+            if len(rows):
+                found += log_softmax_of(self.model.logits(rows), tokens).tolist()
+        return found
+
+
+def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:
+    values, tokens = (logits - torch.logsumexp(logits, -1)).topk(min(count, len(logits)))
+    return list(zip(values.tolist(), tokens.tolist(), strict=True))

@@ -1,0 +1,168 @@
+"""The SQLite file of the replay buffer: its tables and its transactions.
+
+A snapshot is a set of rows of ``members``, which name records by sequence number. The present contents are snapshot 0,
+so saving a snapshot copies the rows of snapshot 0, and restoring one copies them back; contents are never copied.
+
+Queries that need a few of the many members have CROSS JOIN, which fixes the order of the tables, or INDEXED BY, because
+SQLite's planner would otherwise read all rows of snapshot 0.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from services.core import files
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.http.problems import ProblemError
+
+_SCHEMA = """
+-- A group as packing.py writes it, or the JSON of an experience without tokens. A sequence number is never used again.
+CREATE TABLE IF NOT EXISTS contents (sequence INTEGER PRIMARY KEY AUTOINCREMENT, data BLOB NOT NULL);
+
+-- Group ids that were added. An id stays known after its group is gone, so that a late repetition adds nothing.
+CREATE TABLE IF NOT EXISTS known (sequence INTEGER PRIMARY KEY, group_id TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS known_by_id ON known (group_id);
+
+CREATE TABLE IF NOT EXISTS snapshots (
+    id INTEGER PRIMARY KEY, label TEXT UNIQUE, newest_version INTEGER, random_state TEXT
+);
+INSERT OR IGNORE INTO snapshots (id) VALUES (0);
+
+-- The sequence numbers added on the way to a snapshot: an id is known if it was added there. A restore begins a new
+-- range, so that ids added after the snapshot was saved are unknown again.
+CREATE TABLE IF NOT EXISTS histories (snapshot INTEGER NOT NULL, first INTEGER NOT NULL, last INTEGER NOT NULL);
+INSERT INTO histories SELECT 0, 1, 9223372036854775807 WHERE NOT EXISTS (SELECT 1 FROM histories);
+
+CREATE TABLE IF NOT EXISTS members (
+    snapshot INTEGER NOT NULL,
+    sequence INTEGER NOT NULL,
+    place TEXT NOT NULL,        -- 'store', 'queue' or 'experiences'
+    position INTEGER NOT NULL,  -- order of arrival in the store; 0 in the queue, whose order is the sequence
+    version INTEGER NOT NULL,   -- oldest policy version of the group's tokens
+    priority REAL NOT NULL,
+    stored_at REAL NOT NULL,    -- Unix seconds
+    lease TEXT,                 -- in the queue: the lease that holds the group
+    PRIMARY KEY (snapshot, sequence)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS queued ON members (lease, sequence) WHERE snapshot = 0 AND place = 'queue';
+
+-- Contents go with the last snapshot that names them.
+CREATE TRIGGER IF NOT EXISTS delete_contents AFTER DELETE ON members
+WHEN NOT EXISTS (
+    SELECT 1 FROM snapshots CROSS JOIN members ON snapshot = snapshots.id WHERE members.sequence = old.sequence
+)
+BEGIN
+    DELETE FROM contents WHERE sequence = old.sequence;
+END;
+
+-- An expired lease stays known for a while: see FreshQueue.acknowledge.
+CREATE TABLE IF NOT EXISTS leases (
+    id TEXT PRIMARY KEY,
+    consumer TEXT NOT NULL,
+    request_id TEXT,
+    sequences TEXT NOT NULL,    -- JSON list
+    expires_at REAL NOT NULL,   -- Unix seconds
+    expired INTEGER NOT NULL DEFAULT 0
+);
+"""
+
+# A process that is just ending still holds the lock, and a network disk holds that of a dead machine for a while.
+LOCK_SECONDS = 20.0
+
+# A group takes several pages of SQLite's default of 4 KiB; larger pages make fewer of them.
+_PAGE_BYTES = 16 * 2**10
+
+
+class Database(sqlite3.Connection):
+    """The connection to the file, which no other process can open meanwhile. Used from one thread at a time."""
+
+    def __init__(self, directory: Path, *, fsync: bool, max_bytes: int) -> None:
+        """Open the file in ``directory``, or create it.
+
+        With ``fsync``, a committed transaction survives a loss of power. Without it, a loss of power may undo the last
+        transactions, but the death of the process undoes none. The file may grow to ``max_bytes``.
+
+        Raises:
+            ConfigurationError: the directory cannot be used, or holds groups of a former format.
+            DependencyLostError: another process uses it.
+        """
+        self._directory = directory
+        self._max_bytes = max_bytes
+        if (directory / "data.mdb").exists():
+            raise ConfigurationError(
+                f"REPLAY_DIR {str(directory)!r} holds groups in a former format (data.mdb), which this version cannot "
+                f"read; remove the directory, so that the run goes on with an empty buffer, or give another REPLAY_DIR"
+            )
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            super().__init__(
+                directory / "replay-buffer.sqlite", timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            # The exclusive lock needs no shared memory, which network disks lack. Deleted contents need no overwriting.
+            self.executescript(
+                f"PRAGMA page_size = {_PAGE_BYTES}; PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; "
+                f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}; PRAGMA secure_delete = OFF; "
+                f"BEGIN EXCLUSIVE; {_SCHEMA} COMMIT"
+            )
+        except (OSError, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                raise DependencyLostError(
+                    f"another process uses {str(directory)!r}; end it, or give this one another REPLAY_DIR"
+                ) from error
+            raise ConfigurationError(
+                f"REPLAY_DIR {str(directory)!r} cannot be used: {error}; give a directory on a disk of this machine "
+                f"that can be written"
+            ) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Keep everything that the block writes, on disk, or nothing of it if the block raises.
+
+        Raises:
+            ProblemError: 507, the disk or the space allowed is used up.
+        """
+        before = self.used_bytes
+        try:
+            self.execute("BEGIN")
+            yield
+            used = self.used_bytes
+            if used > max(before, self._max_bytes):
+                raise ProblemError(
+                    507,
+                    f"the groups take {before / 2**30:.1f} GB, all that REPLAY_MAX_GB allows; "
+                    f"{files.free_space(self._directory)}: allow more, or keep fewer",
+                )
+            self.execute("COMMIT")
+        except BaseException as error:
+            if self.in_transaction:  # SQLite rolls back by itself after some errors.
+                self.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error) and self._says_disk_full(error):
+                raise ProblemError(
+                    507,
+                    f"the replay-buffer's disk is full: {error}; {files.free_space(self._directory)}: make room there",
+                ) from error
+            raise
+
+    @property
+    def used_bytes(self) -> int:
+        """The size of the file once everything is written to it, without the log of the last transactions."""
+        return int(self.execute("PRAGMA page_count").fetchone()[0]) * _PAGE_BYTES
+
+    @property
+    def newest_sequence(self) -> int:
+        """The highest sequence number used so far, 0 before any."""
+        found = self.execute("SELECT seq FROM sqlite_sequence WHERE name = 'contents'").fetchone()
+        return 0 if found is None else found[0]
+
+    def contents(self, sequences: Iterable[int]) -> list[bytes]:
+        """Return the contents of records, leaving out records that are gone."""
+        found = (self.execute("SELECT data FROM contents WHERE sequence = ?", (number,)) for number in sequences)
+        return [row[0] for cursor in found for row in cursor]
+
+    def _says_disk_full(self, error: sqlite3.Error) -> bool:
+        """Return whether the disk is used up: SQLite says so, or a write failed while hardly anything is free."""
+        primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        return primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and files.is_full(self._directory))

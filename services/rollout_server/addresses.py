@@ -1,0 +1,62 @@
+"""The addresses of a rollout node's programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.core import endpoints
+from services.core.endpoints import Endpoint, Task
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """The addresses on which this node's programs listen, and the public addresses of router and workers."""
+
+    engine: Endpoint
+    router: Endpoint
+    router_metrics: Endpoint
+    auth_proxy: Endpoint | None
+    """In front of the router; None without a token."""
+    public_router: Endpoint
+    """The address at which every node reaches the router, through the proxy if there is one."""
+    workers: list[Endpoint]
+    """The addresses at which every node reaches the engines, by rank."""
+
+
+def choose_addresses(
+    *, has_token: bool, host: str | None = None, port: int | None = None, engine_port: int | None = None
+) -> Addresses:
+    """Return this node's addresses; ``host`` and the ports are those of the command line, if given.
+
+    With a token the router listens to its own node only, because it does not ask for the token on all its routes and
+    never on its metrics' port.
+    """
+
+    def public(default_port: int, given_port: int | None = None) -> Endpoint:
+        default = endpoints.bind_address(Task.ROLLOUT_SERVER, default_port)
+        return Endpoint(host or default.host, given_port or default.port)
+
+    def private(default_port: int) -> Endpoint:
+        default = endpoints.bind_address(Task.ROLLOUT_SERVER, default_port)
+        return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
+
+    own_rank = endpoints.node_rank()
+    engine, front = public(endpoints.ENGINE_PORT, engine_port), public(endpoints.ROUTER_PORT, port)
+
+    def worker(rank: int) -> Endpoint:
+        usual = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
+        if rank == own_rank:
+            return endpoints.reached_at(engine, usual)
+        return Endpoint(usual.host, engine_port or usual.port)
+
+    usual_router = endpoints.endpoint(Task.ROLLOUT_SERVER)
+    return Addresses(
+        engine=engine,
+        router=private(endpoints.ROUTER_INNER_PORT) if has_token else front,
+        router_metrics=(private if has_token else public)(endpoints.ROUTER_METRICS_PORT),
+        auth_proxy=front if has_token else None,
+        public_router=endpoints.reached_at(front, usual_router)
+        if own_rank == 0
+        else Endpoint(usual_router.host, port or usual_router.port),
+        workers=[worker(rank) for rank in range(endpoints.num_nodes())],
+    )

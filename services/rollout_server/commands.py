@@ -1,0 +1,172 @@
+"""The engine that a node runs, and the command lines of engine, router and authenticating proxy."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.core.compute import ComputeType
+from services.core.endpoints import Endpoint
+from services.core.errors import ConfigurationError
+from services.rollout_server.addresses import Addresses
+from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.settings import EngineKind, RolloutSettings
+
+CHILD = Path(__file__).with_name("child.py")
+EMBEDDED_NEEDS = ("torch", "transformers")
+ROUTER_PACKAGE = "sglang_router"
+FIRST_VERSION = 0
+"""The policy version of MODEL_NAME itself."""
+MAX_QUEUED_REQUESTS = 4096
+"""Requests that wait in SGLang before it answers 503; as many as wait in the embedded engine."""
+
+ROUTER_FLAGS = (
+    *("--policy", "cache_aware"),
+    # Affinity counts for little against an idle worker: a group's prompt travels once, with all its completions.
+    *("--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"),
+    *("--worker-startup-check-interval", "1", "--worker-startup-timeout-secs", "60"),
+    *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5"),
+    *("--health-failure-threshold", "3", "--health-success-threshold", "1"),
+    *("--request-timeout-secs", "1800", "--retry-max-retries", "5"),
+    # The circuit breaker also counts refusals (400, 429) as failures of the worker, so it opens for a second only:
+    # otherwise one client's bad requests would close the rollout tier to all.
+    *("--cb-failure-threshold", "3", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "1"),
+    # The launcher kills the router after four seconds anyway.
+    *("--shutdown-grace-period-secs", "3"),
+    # Generation takes minutes and clients bound what they send, so the router itself queues without a limit.
+    *("--max-concurrent-requests", "-1", "--log-level", "warn"),
+)
+"""The router's defaults, which ROUTER_EXTRA_FLAGS can override."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command of a child process."""
+
+    name: str
+    python: str
+    module: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def line(self) -> list[str]:
+        """The whole command line."""
+        return [self.python, str(CHILD), self.module, *self.arguments]
+
+
+def choose_engine(settings: RolloutSettings) -> EngineKind:
+    """Return ROLLOUT_ENGINE, with ``auto`` decided by whether the node has a GPU.
+
+    Raises:
+        ConfigurationError: a package that the engine needs is not installed.
+    """
+    kind = settings.rollout_engine
+    if kind is EngineKind.AUTO:
+        kind = EngineKind.SGLANG if number_of_gpus() > 0 else EngineKind.EMBEDDED
+    if kind is EngineKind.SGLANG and not _has_module(settings.sglang_python, "sglang"):
+        raise ConfigurationError(
+            f"ROLLOUT_ENGINE={settings.rollout_engine.value} needs SGLang on this node, which "
+            f"{settings.sglang_python or sys.executable} does not have; install the extra 'sglang', name its "
+            f"interpreter by SGLANG_PYTHON, or set ROLLOUT_ENGINE=embedded"
+        )
+    missing = [name for name in EMBEDDED_NEEDS if kind is EngineKind.EMBEDDED and not _has_module(None, name)]
+    if missing:
+        raise ConfigurationError(
+            f"the embedded engine (ROLLOUT_ENGINE={settings.rollout_engine.value}) needs {' and '.join(missing)} on "
+            f"this node, which {sys.executable} does not have; install the extra 'rollout'"
+        )
+    return kind
+
+
+def check_router_installed() -> None:
+    """Raise ConfigurationError if the router is not installed."""
+    if not _has_module(None, ROUTER_PACKAGE):
+        raise ConfigurationError(
+            f"node 0 runs the router, and {sys.executable} does not have {ROUTER_PACKAGE}; install the extra 'sglang' "
+            f"or 'rollout'"
+        )
+
+
+def number_of_gpus() -> int:
+    """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
+    told = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
+    if told.isdecimal():
+        return int(told)
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint) -> Command:
+    """Return the command of the node's engine, which listens on ``address``."""
+    if kind is EngineKind.EMBEDDED:
+        return Command("engine", sys.executable, "services.embedded_engine", _listen_flags(address))
+    # Otherwise SGLang generates a token for each check of its /health, which takes a second.
+    environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    python = settings.sglang_python or sys.executable
+    return Command("engine", python, "sglang.launch_server", _sglang_flags(settings, address), environment)
+
+
+def router_command(settings: RolloutSettings, addresses: Addresses) -> Command:
+    """Return the command of the router, which starts without workers; these are registered as they come up."""
+    metrics = addresses.router_metrics
+    flags = [
+        *_listen_flags(addresses.router),
+        "--prometheus-host",
+        metrics.host,
+        "--prometheus-port",
+        str(metrics.port),
+    ]
+    flags += [API_KEY_FROM_TOKEN, *ROUTER_FLAGS, *shlex.split(settings.router_extra_flags)]
+    return Command("router", sys.executable, "sglang_router.launch_router", flags)
+
+
+def auth_proxy_command(address: Endpoint, router: Endpoint) -> Command:
+    """Return the command of the authenticating proxy on ``address``, in front of ``router``."""
+    flags = [*_listen_flags(address), "--router", router.url]
+    return Command("auth-proxy", sys.executable, "services.rollout_server.auth_proxy", flags)
+
+
+def _listen_flags(address: Endpoint) -> list[str]:
+    return ["--host", address.host, "--port", str(address.port)]
+
+
+def _sglang_flags(settings: RolloutSettings, address: Endpoint) -> list[str]:
+    flags = ["--model-path", settings.model_name, *_listen_flags(address)]
+    flags += ["--weight-version", str(FIRST_VERSION), "--enable-metrics", API_KEY_FROM_TOKEN]
+    flags += ["--tp-size", str(settings.sglang_tp_size or max(number_of_gpus(), 1))]
+    flags += ["--max-queued-requests", str(MAX_QUEUED_REQUESTS)]
+    if settings.engine_dtype is not ComputeType.AUTO:
+        flags += ["--dtype", settings.engine_dtype.value]
+    for flag, value in (
+        ("--context-length", settings.engine_context_length),
+        ("--max-running-requests", settings.engine_max_running_requests),
+        ("--max-total-tokens", settings.engine_max_total_tokens),
+    ):
+        if value is not None:
+            flags += [flag, str(value)]
+    if settings.engine_deterministic:
+        flags += ["--enable-deterministic-inference"]
+    # Last, because the last of several values wins.
+    return flags + shlex.split(settings.sglang_extra_flags)
+
+
+def _has_module(python: str | None, module: str) -> bool:
+    if python is None:
+        return importlib.util.find_spec(module) is not None
+    check = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        return subprocess.run([python, "-c", check], timeout=60, check=False).returncode == 0
+    except OSError as error:
+        raise ConfigurationError(
+            f"SGLANG_PYTHON is {python!r}, which cannot be run ({error}); give the path of a Python interpreter"
+        ) from error

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.replay_buffer.priorities import PriorityIndex
+
+priority = st.floats(0, 1e12, allow_nan=False)
+
+
+def index_of(priorities: list[float], versions: list[int] | None = None) -> PriorityIndex:
+    """Records of sequence numbers 0, 1, ... at positions 1, 2, ..."""
+    index = PriorityIndex()
+    for i, value in enumerate(priorities):
+        assert index.add(i, 0 if versions is None else versions[i], value, float(i)) == i + 1
+    return index
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(seed))
+
+
+def drawn(index: PriorityIndex, count: int, seed: int = 0, exponent: float = 1.0) -> list[int]:
+    return [draw.sequence for draw in index.draw(count, rng(seed), exponent=exponent)]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("masked", [False, True])
+def test_empirical_frequencies_agree_with_the_priorities(exponent: float, masked: bool) -> None:
+    """Pearson's chi-squared against eq. 1 of prioritised replay, for single draws."""
+    priorities = [0.1, 0.5, 1.0, 2.0, 4.0, 0.3, 1.5, 0.0]
+    versions = [1] * len(priorities) + [0]
+    index = index_of([*priorities, 9.0], versions) if masked else index_of(priorities)
+    random, draws = rng(1), 20_000
+    counts = np.zeros(len(priorities))
+    for _ in range(draws):
+        counts[index.draw(1, random, exponent=exponent, least_version=1 if masked else 0)[0].sequence] += 1
+    chances = np.array(priorities) ** exponent
+    chances /= chances.sum()
+    expected = draws * chances
+    positive = expected > 0
+    assert np.all(counts[~positive] == 0)
+    statistic = float((((counts - expected) ** 2)[positive] / expected[positive]).sum())
+    # The 99.99th percentile of chi-squared with 7 degrees of freedom; the seed is fixed.
+    assert statistic < 29.9
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_without_replacement_the_second_draw_follows_the_priorities_of_the_rest(masked: bool) -> None:
+    priorities = [1.0, 2.0, 3.0, 4.0]
+    index = index_of([*priorities, 9.0], [1, 1, 1, 1, 0]) if masked else index_of(priorities)
+    random, draws = rng(2), 20_000
+    counts = np.zeros((4, 4))
+    for _ in range(draws):
+        first, second = index.draw(2, random, exponent=1.0, least_version=1 if masked else 0)
+        counts[first.sequence, second.sequence] += 1
+    total = sum(priorities)
+    for i, p in enumerate(priorities):
+        for j, q in enumerate(priorities):
+            chance = 0.0 if i == j else (p / total) * (q / (total - p))
+            assert counts[i, j] / draws == pytest.approx(chance, abs=4 * np.sqrt(chance / draws) + 1e-9)
+
+
+@given(st.lists(priority, max_size=40), st.integers(1, 50), st.floats(0, 10))
+def test_only_records_that_have_weight_are_drawn_each_once(values: list[float], count: int, exponent: float) -> None:
+    draws = index_of(values).draw(count, rng(), exponent=exponent)
+    weighty = np.flatnonzero(np.array(values) ** exponent)
+    assert len(draws) == len({draw.sequence for draw in draws}) == min(count, len(weighty))
+    assert {draw.sequence for draw in draws} <= set(weighty.tolist())
+    assert all(0 <= draw.probability <= 1 and 0 < draw.weight <= 1 for draw in draws)
+
+
+def test_a_batch_has_nobody_twice_and_the_whole_index_when_it_asks_for_more() -> None:
+    index = index_of([float(i) for i in range(50)])
+    batch = drawn(index, 64)
+    assert sorted(batch) == list(range(1, 50))
+    assert len(drawn(index, 64, exponent=0.0)) == 50
+    # The index is as it was.
+    assert drawn(index, 64) == batch
+
+
+def test_weights_correct_for_the_chances() -> None:
+    index = index_of([1.0, 1.0, 2.0])
+    draws = {d.sequence: d for d in index.draw(3, rng(), exponent=1.0, correction=0.5)}
+    assert {sequence: d.probability for sequence, d in draws.items()} == {0: 0.25, 1: 0.25, 2: 0.5}
+    expected = {sequence: (3 * d.probability) ** -0.5 for sequence, d in draws.items()}
+    highest = max(expected.values())
+    assert {s: d.weight for s, d in draws.items()} == pytest.approx({s: w / highest for s, w in expected.items()})
+    assert all(d.weight == 1.0 for d in index.draw(3, rng(), exponent=1.0))
+
+
+def test_excluded_and_old_records_are_not_drawn_and_do_not_count() -> None:
+    index = index_of([1.0] * 6, [0, 1, 2, 3, 4, 5])
+    assert {d.sequence for d in index.draw(9, rng(), exponent=1.0, exclude=[6])} == {0, 1, 2, 3, 4}
+    draws = index.draw(9, rng(), exponent=1.0, least_version=3, exclude=[6])
+    assert {d.sequence for d in draws} == {3, 4}
+    assert all(d.probability == 0.5 for d in draws)
+    newest = index.newest(2, least_version=1, exclude=[5])
+    assert [d.sequence for d in newest] == [5, 3]
+    assert index.remove(index.with_version_below(2)) == [0, 1]
+    assert index.remove(index.stored_before(3.0)) == [2]
+    assert index.remove(index.oldest(1)) == [3]
+    assert (sorted(drawn(index, 9)), len(index)) == ([4, 5], 2)
+
+
+def test_the_same_contents_and_seed_give_the_same_draws_whatever_came_between() -> None:
+    values = [float(i % 7 + 1) for i in range(100)]
+    index = index_of(values)
+    before = drawn(index, 20, 5, 0.7)
+    index.set_priority(41, 50.0)
+    drawn(index, 10, 6, 0.7)
+    index.set_priority(41, 40 % 7 + 1)
+    position = index.add(999, 0, 3.0, 0.0)
+    assert index.remove(np.array([position - 1])) == [999]
+    assert drawn(index, 20, 5, 0.7) == before
+    # Positions have gaps where records left.
+    reloaded = PriorityIndex([(3 * i, i, 0, value, 0.0) for i, value in enumerate(values)])
+    assert drawn(reloaded, 20, 5, 0.7) == before
+
+
+def test_rows_of_removed_records_are_used_again_and_the_order_stays() -> None:
+    index = PriorityIndex()
+    positions = []
+    for i in range(5000):
+        positions.append(index.add(i, 0, float(i), 0.0))
+        if len(index) > 700:
+            assert index.remove(index.oldest(1)) == [i - 700]
+    assert positions == sorted(set(positions))
+    assert [draw.sequence for draw in index.newest(700)] == list(range(4999, 4299, -1))
+    index.set_priority(positions[4500], 1e9)
+    assert index.highest_priority() == 1e9
+    assert len(index._rows) < 3000
+
+
+def test_an_empty_index_has_nothing_to_draw() -> None:
+    index = PriorityIndex()
+    assert (len(index), index.highest_priority()) == (0, 1.0)
+    assert (drawn(index, 4), index.newest(4)) == ([], [])
+    index.add(1, 0, 5.0, 0.0)
+    index.remove(index.oldest(1))
+    assert (len(index), index.highest_priority(), drawn(index, 4)) == (0, 1.0, [])
+
+
+def test_a_draw_from_100_000_is_a_matter_of_milliseconds() -> None:
+    index = PriorityIndex([(i, i, 0, 1.0 + i % 7, 0.0) for i in range(100_000)])
+    started = time.process_time()
+    for seed in range(20):
+        drawn(index, 64, seed, 0.7)
+    assert (time.process_time() - started) / 20 < 0.05
