@@ -1,37 +1,30 @@
-"""Measures how far engine and trainer agree on sampled tokens, by the types of numbers that each computes in.
+"""Measure how far engine and trainer agree on sampled tokens, by the number types in which each computes.
 
     python -m benchmarks.agreement [--model DIR] [--threads N] [--json FILE]
 
 The embedded engine samples the completions of the demo's first step, in float32 and in bfloat16, from the model's own
-weights. The trainer then computes the log-probabilities of the same tokens, in both types: their difference is 0, and
-the ratio of the policy loss is 1, for an engine and a trainer without rounding.
+weights. The trainer then computes the log-probabilities of the same tokens, in both types. Without rounding, the
+difference would be 0 and the ratio of the policy loss 1.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import models
-from benchmarks.common.ending import end_in_order
-from benchmarks.common.job import ROOT
-from local_runner import spec
+from benchmarks.common import harness, models
+from benchmarks.common.engine import embedded_engine
+from benchmarks.common.job import DEMO
 from local_runner.environment import cores
 from services.core.compute import ComputeType
 from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
-from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import load
-from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.http.requests import SamplingParams
 from services.embedded_engine.settings import EngineSettings
 from services.protocol import Cursor, Split
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
@@ -40,12 +33,11 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 
 TYPES = (ComputeType.FLOAT32, ComputeType.BFLOAT16)
-GENERATION_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The differences between two engines' log-probabilities of the sampled tokens."""
+    """The differences between the log-probabilities of the sampled tokens in engine and trainer."""
 
     engine: str
     trainer: str
@@ -64,21 +56,10 @@ def first_prompts(settings: TrainerSettings) -> list[list[int]]:
 
 def sample(kind: ComputeType, prompts: Sequence[list[int]], settings: TrainerSettings) -> list[TrainingGroup]:
     """Return a group of completions of every prompt, sampled by an engine that computes in ``kind``."""
-    loaded = load(EngineSettings.load(engine_dtype=kind))
-    failures: list[Exception] = []
-    engine = Engine(loaded, failures.append)
-    engine.start()
-    try:
-        pending = []
-        for seed, prompt in enumerate(prompts):
-            fields = {"n": settings.group_size, "max_new_tokens": settings.max_new_tokens, "sampling_seed": seed}
-            params = SamplingParams.model_validate({**fields, "temperature": settings.temperature})
-            request = make_request(prompt, params, loaded)
-            engine.submit(request)
-            pending.append(request.done)
-        done = [future.result(GENERATION_SECONDS) for future in pending]
-    finally:
-        engine.stop()
+    length = {"n": settings.group_size, "max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
+    params = [SamplingParams.model_validate({**length, "sampling_seed": seed}) for seed in range(len(prompts))]
+    with embedded_engine(load(EngineSettings.load(engine_dtype=kind))) as complete:
+        done = complete(prompts, params)
     return [
         TrainingGroup(prompt, [TrainingSequence(s.output_ids, s.logprobs, 0.0) for s in request.sequences], str(number))
         for number, (prompt, request) in enumerate(zip(prompts, done, strict=True))
@@ -86,49 +67,46 @@ def sample(kind: ComputeType, prompts: Sequence[list[int]], settings: TrainerSet
 
 
 def compare(engine: ComputeType, kind: ComputeType, groups: Sequence[TrainingGroup]) -> Agreement:
-    """Return how far a trainer that computes in ``kind`` is from what the engine said of its completions."""
+    """Compare the engine's log-probabilities with those of a trainer that computes in ``kind``."""
     with join_ranks() as ranks, torch.no_grad():
         policy = load_policy(TrainerSettings.load(compute_type=kind), ranks)
         logprobs = policy(pack(groups).to(ranks.device))[0].cpu()
     behaviour = torch.tensor([x for group in groups for s in group.sequences for x in s.behaviour_logprobs])
     difference = logprobs - behaviour
     ratio = difference.exp()
-    return Agreement(
-        engine.value,
-        kind.value,
-        len(difference),
-        float(difference.abs().mean()),
-        float(difference.abs().max()),
-        float(ratio.min()),
-        float(ratio.max()),
-    )
+    mean, largest = float(difference.abs().mean()), float(difference.abs().max())
+    return Agreement(engine.value, kind.value, len(difference), mean, largest, float(ratio.min()), float(ratio.max()))
 
 
 def show(found: Sequence[Agreement], settings: TrainerSettings) -> Table:
     """Return the measurements as a table."""
-    table = Table(
-        title=f"{settings.batch_size} prompts, {settings.group_size} completions each, up to "
-        f"{settings.max_new_tokens} tokens: |log-probability of the trainer - of the engine|, and the ratios' range"
+    return harness.table(
+        f"{settings.batch_size} prompts, {settings.group_size} completions each, up to {settings.max_new_tokens} "
+        "tokens: |log-probability of the trainer - of the engine|, and the ratios' range",
+        ("engine", "trainer", "tokens", "mean", "largest", "least ratio", "largest ratio"),
+        [
+            (
+                one.engine,
+                one.trainer,
+                one.tokens,
+                f"{one.mean_difference:.5f}",
+                f"{one.largest_difference:.4f}",
+                f"{one.ratio_min:.3f}",
+                f"{one.ratio_max:.3f}",
+            )
+            for one in found
+        ],
     )
-    for name in ("engine", "trainer", "tokens", "mean", "largest", "least ratio", "largest ratio"):
-        table.add_column(name, justify="left" if name in ("engine", "trainer") else "right")
-    for one in found:
-        differences = (f"{one.mean_difference:.5f}", f"{one.largest_difference:.4f}")
-        ratios = (f"{one.ratio_min:.3f}", f"{one.ratio_max:.3f}")
-        table.add_row(one.engine, one.trainer, str(one.tokens), *differences, *ratios)
-    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line and measures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement")
+    """Read the command line and measure."""
+    parser = harness.CommandLine("agreement", rounds=1, quick="the same: one round")
     parser.add_argument("--model", default=str(models.PRETRAINED), help="model directory or name")
     parser.add_argument("--threads", type=int, default=cores(), help="processor threads")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    given = parser.parse_args(arguments)
-    end_in_order()
-    # As a run of the demo has them, for each component to read its own.
-    os.environ |= spec.env_file(ROOT / "demo.env") | {"MODEL_NAME": given.model}
+    given = parser.parse(arguments)
+    # Each component reads its own settings from the environment of a demo.
+    os.environ |= DEMO | {"MODEL_NAME": given.model}
     torch.set_num_threads(given.threads)
     settings = TrainerSettings.load()
     prompts = first_prompts(settings)
@@ -137,10 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         groups = sample(engine, prompts, settings)
         for kind in TYPES:
             found.append(compare(engine, kind, groups))
-            print(f"engine {engine}, trainer {kind}: measured", file=sys.stderr)
-    Console().print(show(found, settings))
-    if given.json:
-        given.json.write_text(json.dumps([asdict(one) for one in found], indent=2))
+            harness.say(f"engine {engine}, trainer {kind}: measured")
+    harness.finish(given, [show(found, settings)], found)
 
 
 if __name__ == "__main__":

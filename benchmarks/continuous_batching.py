@@ -8,24 +8,22 @@ a group's prompt once. On a machine with other work, tokens a processor second a
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+from benchmarks.common import harness
+from benchmarks.common.engine import embedded_engine
 from services.core.compute import ComputeType
-from services.embedded_engine.compute.engine import Engine
 from services.embedded_engine.compute.loading import Loaded, load
-from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.http.requests import SamplingParams
 from services.embedded_engine.settings import EngineSettings
 
 RUNNING = 64
@@ -48,22 +46,16 @@ Generate = Callable[[list[list[int]]], int]
 
 
 @contextmanager
-def embedded_engine(loaded: Loaded, workload: Workload) -> Iterator[Generate]:
+def embedded(loaded: Loaded, workload: Workload) -> Iterator[Generate]:
     """Run the embedded engine within the context."""
-    engine = Engine(loaded, on_failure=print)
-    sampling = SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
+    params = SamplingParams(n=workload.completions, max_new_tokens=workload.tokens, ignore_eos=True)
+    with embedded_engine(loaded) as complete:
 
-    def generate(prompts: list[list[int]]) -> int:
-        requests = [make_request(prompt, sampling, loaded) for prompt in prompts]
-        for request in requests:
-            engine.submit(request)
-        return sum(len(sequence.logprobs) for request in requests for sequence in request.done.result().sequences)
+        def generate(prompts: list[list[int]]) -> int:
+            done = complete(prompts, [params] * len(prompts))
+            return sum(len(sequence.logprobs) for request in done for sequence in request.sequences)
 
-    engine.start()
-    try:
         yield generate
-    finally:
-        engine.stop()
 
 
 @contextmanager
@@ -87,22 +79,21 @@ def rates(generate: Generate, prompts: list[list[int]]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - started), tokens / (time.process_time() - used)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line, measure, and print medians of the rounds and of their ratios."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.continuous_batching")
+    parser = harness.CommandLine("continuous_batching", rounds=3, quick="one round")
     parser.add_argument("--model", type=Path, default=Path(".cache/models/smollm2-135m"), help="model directory")
     parser.add_argument("--threads", type=int, default=1, help="processor threads")
-    parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
+    given = parser.parse(arguments)
     torch.set_num_threads(given.threads)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     texts = [f"What is {a} + 5? Answer with just the number. {a} + 5 =" for a in range(10, 10 + RUNNING)]
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     loaded = load(EngineSettings.load(model_name=str(given.model), engine_dtype=ComputeType.FLOAT32))
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
-    table = Table("requests", "tokens", "embedded", "continuous", "ratio", title=f"float32, {given.threads} threads")
+    rows: list[tuple[str, ...]] = []
     for workload in (WARM_UP, *WORKLOADS):
-        with embedded_engine(loaded, workload) as ours, continuous_batching(model, workload) as theirs:
+        with embedded(loaded, workload) as ours, continuous_batching(model, workload) as theirs:
             sent = prompts[: workload.prompts]
             rounds = [[rates(generate, sent) for generate in (ours, theirs)] for _ in range(given.rounds)]
         for place, unit in enumerate(("a second", "a processor second")):
@@ -110,8 +101,9 @@ def main() -> None:
             medians = [f"{statistics.median(side):.0f}" for side in zip(*pairs, strict=True)]
             ratio = statistics.median(own / other for own, other in pairs)
             if workload is not WARM_UP:
-                table.add_row(" x ".join(map(str, workload)), unit, *medians, f"{ratio:.1f}")
-    Console().print(table)
+                rows.append((" x ".join(map(str, workload)), unit, *medians, f"{ratio:.1f}"))
+    columns = ("requests", "tokens", "embedded", "continuous", "ratio")
+    harness.finish(given, [harness.table(f"float32, {given.threads} threads", columns, rows)], rows)
 
 
 if __name__ == "__main__":

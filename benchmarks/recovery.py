@@ -1,54 +1,48 @@
-"""Measures what a death costs: a job group on this machine of which one node after the other is killed.
+"""Measure what a death costs: a job group runs on this machine, and one node after the other is killed.
 
     python -m benchmarks.recovery [--rounds 2] [--quick] [--json FILE]
 
-The tiny model trains with the replay buffer on and a checkpoint every ``--checkpoint-every`` steps; all processes of a
-node (or its engine alone) get SIGKILL at once, and the local runner starts its task anew as SkyPilot's controller would
-on the same machines: all of the task's nodes. An engine alone is started anew by its node, while the others go on.
-Seconds lost are those from the kill until ``--steps`` further steps are done, less what these take undisturbed. Groups
-trained again are those of steps done since the checkpoint that a new trainer resumes from; groups left out are missing
-in the steps after the death; replay groups gone are missing in the replay buffer then. "Back" is when the node answers
-/health again. On Kubernetes the start of a pod comes on top.
+The tiny model trains with the replay buffer on and a checkpoint every ``--checkpoint-every`` steps. All processes of a
+node (or its engine alone) get SIGKILL at once. Then the local runner restarts all nodes of the task, as SkyPilot's
+controller would on the same machines; an engine alone is restarted by its node, while the other nodes go on. Each round
+is a job group in which every kind of death happens once.
+
+Seconds lost run from the kill until ``--steps`` further steps are done, less the time of as many undisturbed steps.
+Groups trained again belong to the steps since the checkpoint from which a new trainer resumes. Groups left out are
+missing in the steps after the death. Groups gone from replay are missing in the replay buffer then. "Back" is when the
+node answers /health again. On Kubernetes the start of a pod comes on top.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import orjson
 import psutil
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import models
-from benchmarks.common.ending import end_in_order
-from benchmarks.common.figures import spread
-from benchmarks.common.job import ROOT
+from benchmarks.common import harness, models
+from benchmarks.common.harness import END_SECONDS, spread
+from benchmarks.common.job import Job, Steps, running
 from local_runner.directory import read_nodes
 from local_runner.processes import MARK
 from services.core import endpoints
 from services.core.endpoints import Task
 
-RUN_ID = "recovery"
 START_SECONDS = 300.0
 RECOVERY_SECONDS = 180.0
-END_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
 ENGINE = "services.embedded_engine"
-"""In the command line of an engine."""
+"""A part of the command line of an engine."""
 
 SETTINGS = {
     "DATASET": "arithmetic",
@@ -67,28 +61,23 @@ SETTINGS = {
 
 @dataclass
 class Death:
-    """A kind of death, and what such deaths cost, by round."""
+    """A kind of death, and the costs of each round."""
 
     name: str
     node: str
     port: int
-    """Where the node tells its health."""
+    """The port at which the node answers /health."""
     only: str = ""
-    """What is in the command lines of the processes that are killed."""
+    """A part of the command lines of the processes to kill; by default all processes of the node are killed."""
     seconds_lost: list[float] = field(default_factory=list)
     back_seconds: list[float] = field(default_factory=list)
     trained_again: list[float] = field(default_factory=list)
     left_out: list[float] = field(default_factory=list)
     replay_gone: list[float] = field(default_factory=list)
 
-    def row(self) -> list[str]:
-        """Its line of the table."""
-        groups = (self.trained_again, self.left_out, self.replay_gone)
-        return [self.name, spread(self.seconds_lost, 1), spread(self.back_seconds, 1), *(spread(g, 0) for g in groups)]
-
 
 def kinds() -> list[Death]:
-    """All kinds of death, in the order in which they are tried."""
+    """Return all kinds of death, in the order in which they happen."""
     router, worker = f"{Task.ROLLOUT_SERVER}-0", f"{Task.ROLLOUT_SERVER}-1"
     return [
         Death("data-server", f"{Task.DATA_SERVER}-0", endpoints.DATA_PORT),
@@ -101,168 +90,116 @@ def kinds() -> list[Death]:
     ]
 
 
-class Job:
-    """A job group that runs in the background. A context manager, which ends it."""
+def kill(job: Job, death: Death) -> None:
+    """Kill the processes of a node and wait until they are gone."""
+    killed = []
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            is_of_node = process.environ().get(MARK, "").endswith(f"/{death.node}")
+            if is_of_node and death.only in " ".join(process.cmdline()):
+                process.kill()
+                killed.append(process)
+    if not killed:
+        raise SystemExit(f"error: there is no process of {death.name} to kill")
+    psutil.wait_procs(killed, END_SECONDS)
 
-    def __init__(self, shared_dir: Path, model: Path, checkpoint_every: int) -> None:
-        self.run_dir = shared_dir / "runs" / RUN_ID
-        command = [sys.executable, "-m", "scripts.run_local", "jobgroup.yaml", "--plain", "--run-id", RUN_ID]
-        command += ["--shared-dir", str(shared_dir), "--num-nodes", "ppo-trainer=1", "--num-nodes", "rollout-server=2"]
-        settings = SETTINGS | {"MODEL_NAME": str(model), "CHECKPOINT_EVERY": str(checkpoint_every)}
-        for name, value in settings.items():
-            command += ["--env", f"{name}={value}"]
-        self._output = shared_dir / "runner.txt"
-        with self._output.open("wb") as output:
-            self._process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        self._http = httpx.Client(timeout=2, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
-    def __enter__(self) -> Job:
-        """Nothing more: it was started when it was made."""
-        return self
+def get(job: Job, node: str, port: int, path: str) -> httpx.Response:
+    """Send a GET request to a node."""
+    nodes = read_nodes(job.run_dir)
+    assert nodes is not None, "the local runner writes this file before it starts a node"
+    return httpx.get(f"http://{nodes.endpoints[f'{node}:{port}']}{path}", timeout=2, trust_env=False)
 
-    def __exit__(self, *_: object) -> None:
-        """Ends all its processes."""
-        self._http.close()
-        self._process.terminate()
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            # Its watchdog ends the others.
-            self._process.kill()
-            self._process.wait()
 
-    def steps(self) -> list[dict[str, Any]]:
-        """The steps done, those of before the last death that are being done again left out."""
-        path = self.run_dir / "metrics.jsonl"
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+def is_healthy(job: Job, death: Death) -> bool:
+    """Return whether the node answers /health with 200."""
+    try:
+        return get(job, death.node, death.port, "/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
-    def wait_for_step(self, step: int, seconds: float) -> None:
-        """Waits until a step is done.
 
-        Raises:
-            SystemExit: the run has ended, or it took longer.
-        """
-        end = time.monotonic() + seconds
-        while not (done := self.steps()) or done[-1]["step"] < step:
-            if self._process.poll() is not None or time.monotonic() > end:
-                why = "the run ended" if self._process.poll() is not None else f"not within {seconds:g} s"
-                raise SystemExit(f"{self._output.read_text()[-3000:]}\nerror: step {step}: {why}")
-            time.sleep(POLL_SECONDS)
+def replay_size(job: Job) -> int:
+    """Return the number of groups in the replay buffer."""
+    return int(get(job, f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats").json()["size"])
 
-    def kill(self, death: Death) -> None:
-        """Kills the processes of a node and waits until they are gone."""
-        killed = []
-        for process in psutil.Process(self._process.pid).children(recursive=True):
-            try:
-                is_of_node = process.environ().get(MARK, "").endswith(f"/{death.node}")
-                if is_of_node and death.only in " ".join(process.cmdline()):
-                    process.kill()
-                    killed.append(process)
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
-                continue
-        if not killed:
-            raise SystemExit(f"error: there is no process of {death.name} to kill")
-        psutil.wait_procs(killed, END_SECONDS)
 
-    def is_healthy(self, node: str, port: int) -> bool:
-        """Whether a node answers /health with 200."""
-        try:
-            return self._http.get(f"{self._url(node, port)}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def replay_size(self) -> int:
-        """Groups that the replay buffer has."""
-        url = self._url(f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT)
-        size: int = self._http.get(f"{url}/stats").json()["size"]
-        return size
-
-    def _url(self, node: str, port: int) -> str:
-        nodes = read_nodes(self.run_dir)
-        assert nodes is not None, "the runner writes this before it starts a node"
-        return f"http://{nodes.endpoints[f'{node}:{port}']}"
+def wait_for_step(job: Job, step: int, seconds: float = RECOVERY_SECONDS) -> Steps:
+    """Wait until a step is done, and return all steps."""
+    return job.wait(lambda steps: bool(steps) and steps[-1]["step"] >= step, seconds)
 
 
 def step_seconds(steps: Sequence[dict[str, Any]]) -> float:
-    """The median time from the end of a step to the end of the next."""
+    """Return the median time from the end of a step to the end of the next."""
     return statistics.median(float(b["time"]) - float(a["time"]) for a, b in itertools.pairwise(steps))
 
 
 def lost(killed: float, after: Sequence[dict[str, Any]], usual: float) -> float:
-    """Seconds from the kill to the end of the last of some steps, less what they usually take; at least none."""
+    """Return the seconds from the kill to the end of the last of some steps, less their usual time; at least 0."""
     return max(0.0, float(after[-1]["time"]) - killed - len(after) * usual)
 
 
-def kill_and_wait(job: Job, death: Death, steps: int, checkpoint_every: int) -> None:
-    """One death of a node, from undisturbed steps until it has been made up for."""
+def kill_and_wait(job: Job, death: Death, steps: int, checkpoint_every: int) -> str:
+    """Kill a node after undisturbed steps and wait until further steps are done; return what to print of it."""
     healthy = job.steps()[-1]["step"] + steps + 1
-    # In the middle between two checkpoints, which is what a death at any time costs on average.
+    # Half-way between two checkpoints, a death costs what deaths at random times cost on average.
     healthy += (checkpoint_every // 2 - healthy) % checkpoint_every
-    job.wait_for_step(healthy, RECOVERY_SECONDS)
-    before = job.steps()
+    before = wait_for_step(job, healthy)
     usual = step_seconds([step for step in before if step["step"] >= healthy - steps])
-    size = job.replay_size()
+    size = replay_size(job)
     killed, began = time.time(), time.monotonic()
-    job.kill(death)
+    kill(job, death)
     done = before[-1]["step"]
-    while not job.is_healthy(death.node, death.port):
+    while not is_healthy(job, death):
         if time.monotonic() - began > RECOVERY_SECONDS:
             raise SystemExit(f"error: {death.name} is not healthy {RECOVERY_SECONDS:g} s after its death")
         time.sleep(POLL_SECONDS)
     death.back_seconds.append(time.monotonic() - began)
-    # A trainer cuts its record back to its checkpoint when it resumes: what comes then is new.
-    job.wait_for_step(done + steps, RECOVERY_SECONDS)
-    after = job.steps()
-    new = [step for step in after if step["time"] > killed]
-    again = max(0, done + 1 - new[0]["step"])
+    # A trainer that resumes cuts metrics.jsonl back to its checkpoint, so later steps are new.
+    new = [step for step in wait_for_step(job, done + steps) if step["time"] > killed]
+    batch = int(SETTINGS["BATCH_SIZE"])
     death.seconds_lost.append(lost(killed, [step for step in new if step["step"] > done], usual))
-    death.trained_again.append(again * int(SETTINGS["BATCH_SIZE"]))
-    death.left_out.append(sum(int(SETTINGS["BATCH_SIZE"]) - step["groups"] for step in new))
-    death.replay_gone.append(max(0, size - job.replay_size()))
+    death.trained_again.append(batch * max(0, done + 1 - new[0]["step"]))
+    death.left_out.append(sum(batch - step["groups"] for step in new))
+    death.replay_gone.append(max(0, size - replay_size(job)))
+    return f"{death.seconds_lost[-1]:.1f} s lost"
 
 
 def show(deaths: Sequence[Death], steps: int, checkpoint_every: int) -> Table:
-    """Medians and spreads."""
-    batch = SETTINGS["BATCH_SIZE"]
-    table = Table(
-        title=f"steps of {batch} groups, a checkpoint every {checkpoint_every} steps; seconds lost over {steps} steps, "
-        "groups; median (least to most)"
+    """Return medians and spreads as a table."""
+    return harness.table(
+        f"steps of {SETTINGS['BATCH_SIZE']} groups, a checkpoint every {checkpoint_every} steps; seconds lost over "
+        f"{steps} steps, groups; median (least to most)",
+        ("killed", "seconds lost", "back after s", "trained again", "left out", "gone from replay"),
+        [
+            (
+                death.name,
+                spread(death.seconds_lost, 1),
+                spread(death.back_seconds, 1),
+                *(spread(groups, 0) for groups in (death.trained_again, death.left_out, death.replay_gone)),
+            )
+            for death in deaths
+        ],
     )
-    names = ("killed", "seconds lost", "back after s", "trained again", "left out", "gone from replay")
-    for name in names:
-        table.add_column(name, justify="left" if name == "killed" else "right")
-    for death in deaths:
-        table.add_row(*death.row())
-    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line and measures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="job groups, in each of which every kind of death comes once"
-    )
+    """Read the command line and measure."""
+    parser = harness.CommandLine("recovery", rounds=2, quick="one round")
     parser.add_argument("--steps", type=int, default=8, help="steps before and after a death that are timed")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
-    parser.add_argument("--quick", action="store_true", help="one round")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    given = parser.parse_args(arguments)
-    end_in_order()
+    given = parser.parse(arguments)
     deaths = kinds()
-    for number in range(1 if given.quick else given.rounds):
+    for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             model = models.directory("tiny", directory / "model")
-            with Job(directory, model, given.checkpoint_every) as job:
-                job.wait_for_step(1, START_SECONDS)
-                for death in deaths:
-                    kill_and_wait(job, death, given.steps, given.checkpoint_every)
-                    told = f"round {number + 1}, {death.name}: {death.seconds_lost[-1]:.1f} s lost"
-                    print(told, file=sys.stderr, flush=True)
-    Console().print(show(deaths, given.steps, given.checkpoint_every))
-    if given.json:
-        given.json.write_text(json.dumps([asdict(death) for death in deaths], indent=2))
+            settings = SETTINGS | {"MODEL_NAME": str(model), "CHECKPOINT_EVERY": str(given.checkpoint_every)}
+            nodes = {"ppo-trainer": 1, "rollout-server": 2}
+            with running(directory, "jobgroup.yaml", settings, nodes) as job:
+                wait_for_step(job, 1, START_SECONDS)
+                harness.in_turn(deaths, 1, lambda death: kill_and_wait(job, death, given.steps, given.checkpoint_every))
+    harness.finish(given, [show(deaths, given.steps, given.checkpoint_every)], deaths)
 
 
 if __name__ == "__main__":

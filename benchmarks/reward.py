@@ -1,43 +1,38 @@
-"""Measures how long the demo's task takes to a mean reward of 0.9, ours and TRL's GRPOTrainer, alternating, in one run.
+"""Measure how long the demo's task takes to a mean reward of 0.9, for the job group and for TRL's GRPOTrainer.
 
     python -m benchmarks.reward --trl-python .venv-trl/bin/python [--quick] [--json FILE]
 
-Ours is jobgroup.yaml with demo.env, without its evaluations, on one trainer node and one rollout node with all cores
-each, since they compute in turn; TRL trains the same model on the same questions with as many prompts, completions and
-tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when the mean over three steps
-is; the seconds are those of the steps until then, without starting up. Neither goes on for longer than ``--minutes``.
-Every round has a seed of its own, since luck decides over some steps.
+Ours is jobgroup.yaml with demo.env, without its evaluations, on one trainer node and one rollout node. Each has all
+cores, because they compute in turn. TRL trains the same model on the same questions with the same numbers of prompts,
+completions and tokens, at the same learning rate, in float32 on all cores. The reward counts as reached when the mean
+of three steps reaches it. The seconds are those of the steps until then, without the start. Neither side trains longer
+than ``--minutes``. Every round has its own seed, because luck decides over some steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import trl_side
-from benchmarks.common.ending import end_in_order
-from benchmarks.common.figures import spread
+from benchmarks.common import harness, trl_side
+from benchmarks.common.harness import spread
 from benchmarks.common.job import DEMO, run_job
+from benchmarks.common.job import Steps as JobSteps
 from benchmarks.common.trl_side import Steps, Work
 from local_runner.environment import cores
 
 AVERAGED_STEPS = 3
 RATIO_TARGET = 0.25
-"""Of TRL's seconds."""
+"""The aim, as a share of TRL's seconds."""
 MOST_STEPS = 60
 
 
 @dataclass
 class Side:
-    """The runs of one of the two."""
+    """One of the two sides and its runs."""
 
     name: str
     target: float
@@ -45,28 +40,36 @@ class Side:
 
     @property
     def counts(self) -> list[int | None]:
-        """By run: steps until the mean reward was reached; None if it never was."""
+        """The steps of each run until the mean reward was reached, or None if it never was."""
         return [reached(run.rewards, self.target) for run in self.runs]
 
     @property
     def steps(self) -> list[int]:
-        """By run: steps until then, or all."""
-        return [len(run.seconds) if count is None else count for run, count in zip(self.runs, self.counts, strict=True)]
+        """The steps of each run until the mean reward was reached, or all."""
+        return [count or len(run.seconds) for run, count in zip(self.runs, self.counts, strict=True)]
 
     @property
     def seconds(self) -> list[float]:
-        """By run: seconds of these steps."""
+        """The seconds that these steps of each run took."""
         return [sum(run.seconds[:steps]) for run, steps in zip(self.runs, self.steps, strict=True)]
 
     @property
     def last_reward(self) -> float:
-        """Mean reward of the last three of these steps, over all runs."""
+        """The mean reward of the last three of these steps, over all runs."""
         pairs = zip(self.runs, self.steps, strict=True)
         return statistics.fmean(reward for run, steps in pairs for reward in run.rewards[:steps][-AVERAGED_STEPS:])
 
+    def ratio(self, base: Side) -> str:
+        """Return the median seconds as a share of the other side's; "" if some run did not reach the reward."""
+        if None in self.counts:
+            return ""
+        # A run that did not reach the reward would need more seconds than it had.
+        bound = "less than " if None in base.counts else ""
+        return f"{bound}{statistics.median(self.seconds) / statistics.median(base.seconds):.2f}"
+
 
 def reached(rewards: Sequence[float], target: float) -> int | None:
-    """After how many steps the mean over the last three was at least ``target``; None if never."""
+    """Return after how many steps the mean of the last three was at least ``target``; None if it never was."""
     for count in range(AVERAGED_STEPS, len(rewards) + 1):
         if sum(rewards[count - AVERAGED_STEPS : count]) / AVERAGED_STEPS >= target:
             return count
@@ -74,7 +77,7 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
 
 
 def work_of_the_demo() -> Work:
-    """What demo.env says, for TRL."""
+    """Return the settings of demo.env as TRL needs them."""
     return Work(
         model=DEMO["MODEL_NAME"],
         prompts=int(DEMO["BATCH_SIZE"]),
@@ -85,11 +88,8 @@ def work_of_the_demo() -> Work:
     )
 
 
-def ours(work: Work) -> Steps:
-    """The steps of the demo."""
-    assert work.target is not None
-    assert work.limit_seconds is not None
-    target, limit = work.target, work.limit_seconds
+def ours(seed: int, target: float, limit_seconds: float) -> Steps:
+    """Train with the job group."""
     settings = {
         **DEMO,
         "MAX_STEPS": MOST_STEPS,
@@ -97,69 +97,60 @@ def ours(work: Work) -> Steps:
         "NUM_EPOCHS": 100,
         "MIN_WORKERS": 1,
         "KEEP_MEMORY": "true",
-        # As TRL computes, whatever the processor.
+        # TRL computes in float32 on every processor.
         "COMPUTE_TYPE": "float32",
-        "SEED": work.seed,
+        "SEED": seed,
     }
 
-    def is_enough(steps: Sequence[dict[str, float]]) -> bool:
-        rewards = [step["reward_mean"] for step in steps]
-        return reached(rewards, target) is not None or sum(s["seconds_step"] for s in steps) > limit
+    def is_enough(steps: JobSteps) -> bool:
+        run = Steps.of_job(steps)
+        return reached(run.rewards, target) is not None or sum(run.seconds) > limit_seconds
 
-    steps = run_job("jobgroup.yaml", settings, {"rollout-server": 1, "ppo-trainer": 1}, is_enough)
-    return Steps([step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps])
+    return Steps.of_job(run_job("jobgroup.yaml", settings, {"rollout-server": 1, "ppo-trainer": 1}, is_enough))
 
 
 def show(sides: Sequence[Side]) -> Table:
-    """Steps and seconds, and the ratio to the last side, TRL."""
-    table = Table(
-        title=f"to a mean reward of {sides[0].target:g}, float32, {cores()} cores; to reach: {RATIO_TARGET:g} of TRL's"
+    """Return steps, seconds, and the ratio to the last side, TRL, as a table."""
+    return harness.table(
+        f"to a mean reward of {sides[0].target:g}, float32, {cores()} cores; to reach: {RATIO_TARGET:g} of TRL's",
+        ("", "reached", "steps", "seconds", "of TRL's", "mean reward of the last three"),
+        [
+            (
+                side.name,
+                f"{sum(count is not None for count in side.counts)} of {len(side.counts)}",
+                spread(side.steps, 0),
+                spread(side.seconds, 0),
+                side.ratio(sides[-1]),
+                f"{side.last_reward:.2f}",
+            )
+            for side in sides
+        ],
     )
-    for name in ("", "reached", "steps", "seconds", "of TRL's", "mean reward of the last three"):
-        table.add_column(name, justify="right" if name else "left")
-    for side in sides:
-        is_reached = [count is not None for count in side.counts]
-        table.add_row(
-            side.name,
-            f"{sum(is_reached)} of {len(is_reached)}",
-            spread(side.steps, 0),
-            spread(side.seconds, 0),
-            _ratio(side, sides[-1]) if all(is_reached) else "",
-            f"{side.last_reward:.2f}",
-        )
-    return table
-
-
-def _ratio(side: Side, base: Side) -> str:
-    # A run that has not reached it takes longer than it was given.
-    bound = "less than " if None in base.counts else ""
-    return f"{bound}{statistics.median(side.seconds) / statistics.median(base.seconds):.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line and measures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reward")
+    """Read the command line and measure."""
+    parser = harness.CommandLine("reward", rounds=3, quick="one round, to a reward of 0.3, one minute at most")
     parser.add_argument("--trl-python", required=True, help="an interpreter with TRL; `make bench` installs one")
     parser.add_argument("--reward", type=float, default=0.9, help="the mean reward to reach")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each, every one with another seed")
-    parser.add_argument("--minutes", type=float, default=12.0, help="the longest that one may train")
-    parser.add_argument("--quick", action="store_true", help="one round, to a reward of 0.3, one minute at most")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    given = parser.parse_args(arguments)
-    end_in_order()
+    parser.add_argument("--minutes", type=float, default=12.0, help="the longest that one side may train")
+    given = parser.parse(arguments)
     if given.quick:
-        given.reward, given.minutes, given.rounds = 0.3, 1.0, 1
-    work = replace(work_of_the_demo(), target=given.reward, limit_seconds=60 * given.minutes)
+        given.reward, given.minutes = 0.3, 1.0
+    limit = 60 * given.minutes
+    work = replace(work_of_the_demo(), target=given.reward, limit_seconds=limit)
     sides = [Side("ours", given.reward), Side("TRL", given.reward)]
-    for seed in range(given.rounds):
-        seeded = replace(work, seed=seed)
-        for side in sides:
-            side.runs.append(ours(seeded) if side is sides[0] else trl_side.train(seeded, given.trl_python, cores()))
-            print(f"seed {seed}, {side.name}: {side.seconds[-1]:.0f} s", file=sys.stderr, flush=True)
-    Console().print(show(sides))
-    if given.json:
-        result = {"work": asdict(work), "threads": cores(), "sides": [asdict(side) for side in sides]}
-        given.json.write_text(json.dumps(result, indent=2))
+
+    def measure(side: Side) -> str:
+        seed = len(side.runs)
+        if side is sides[0]:
+            side.runs.append(ours(seed, given.reward, limit))
+        else:
+            side.runs.append(trl_side.train(replace(work, seed=seed), given.trl_python))
+        return f"{side.seconds[-1]:.0f} s"
+
+    harness.in_turn(sides, given.rounds, measure)
+    harness.finish(given, [show(sides)], {"work": work, "threads": cores(), "sides": sides})
 
 
 if __name__ == "__main__":

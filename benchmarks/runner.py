@@ -1,9 +1,9 @@
-"""Runs the benchmarks one after the other and writes docs/benchmarks.md: ``python -m benchmarks [--quick]``.
+"""Run the benchmarks one after the other and write docs/benchmarks.md: ``python -m benchmarks [--quick]``.
 
-Every benchmark is a program of its own (``python -m benchmarks.NAME``) that measures ours and theirs in turn and
-prints a table. This runs them, keeps what each printed as docs/benchmarks/NAME.json with command, machine and date,
-and makes the page of what is kept there, and of remarks on it in NAME.md. ``--only`` measures some of them anew;
-``--page-only`` none. With one benchmark alone, options that are not known here are given to it.
+Every benchmark is a program of its own (``python -m benchmarks.NAME``) that measures both sides in turn and prints a
+table. The runner keeps each output as docs/benchmarks/NAME.json with command, machine and date, and writes the page
+from these files and the remarks in NAME.md. ``--only`` runs some of them; ``--page-only`` runs none. Other options are
+passed to the benchmark if ``--only`` names a single one.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 
 import psutil
 import torch
 
-from benchmarks.common.ending import end_in_order
+from benchmarks.common import harness
+from benchmarks.common.harness import ROOT
 from local_runner.environment import cores
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/benchmarks.md"
 KEPT = ROOT / "docs/benchmarks"
 RECORD = KEPT / "record.md"
@@ -36,18 +34,18 @@ BUSY_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: what it shows, and its command in full and in short."""
+    """A benchmark and its command."""
 
     name: str
     title: str
     module: str
     options: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()
-    """Added for a short run."""
+    """More options for a short run."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that it needs, unless they are set."""
+    """Defaults of environment variables that it needs."""
     needs: str = ""
-    """A variable without which it is not run."""
+    """An environment variable without which it is left out."""
 
 
 TRL = ("--trl-python", TRL_PYTHON)
@@ -60,13 +58,13 @@ SGLANG_ON_CPU = (
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "benchmarks.step", TRL, QUICK),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "benchmarks.reward", TRL, QUICK),
-    Benchmark("rollouts", "Rollouts", "benchmarks.rollouts", ("--dtype", "float32"), ("--rounds", "1")),
+    Benchmark("rollouts", "Rollouts", "benchmarks.rollouts", ("--dtype", "float32"), QUICK),
     Benchmark(
         "rollouts-sglang",
         "Rollouts by the real SGLang on the same CPU",
         "benchmarks.rollouts",
         ("--dtype", "float32", "--skip-baselines"),
-        ("--rounds", "1"),
+        QUICK,
         environment={"ROLLOUT_ENGINE": "sglang", "SGLANG_EXTRA_FLAGS": SGLANG_ON_CPU},
         needs="SGLANG_PYTHON",
     ),
@@ -86,14 +84,14 @@ BENCHMARKS = (
         "policy",
         "The evaluation head against a model in every worker",
         "benchmarks.policy",
-        quick=("--total-battles", "8"),
+        quick=QUICK,
     ),
 )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a benchmark printed, and where."""
+    """The output of a benchmark, and the machine it ran on."""
 
     command: str
     date: str
@@ -102,7 +100,7 @@ class Measured:
 
 
 def machine() -> str:
-    """The machine in a line, and how busy it is with other things before a benchmark begins."""
+    """Return a line about the machine, and how busy it is before a benchmark begins."""
     busy = psutil.cpu_percent(interval=BUSY_SECONDS)
     memory = psutil.virtual_memory().total / 2**30
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
@@ -112,33 +110,24 @@ def machine() -> str:
 
 
 def measure(benchmark: Benchmark, *, quick: bool, more: Sequence[str] = ()) -> Measured:
-    """Runs a benchmark.
+    """Run a benchmark.
 
     Raises:
-        SystemExit: it failed; what it said was shown.
+        SystemExit: it failed; its messages are on stderr.
     """
     command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ()), *more]
     print(f"python {' '.join(command)}", file=sys.stderr)
     here = machine()
     environment = {**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
-    with subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            output, _ = process.communicate()
-        finally:
-            # Not killed: it ends what it has started.
-            process.terminate()
-            process.wait()
-    if process.returncode:
-        raise SystemExit(f"{output}\nerror: {benchmark.module} ended with {process.returncode}")
+    with harness.programs([[sys.executable, *command]], [environment], None) as [process]:
+        output = harness.output_of(process, benchmark.module)
     lines = [line.rstrip() for line in output.splitlines()]
     date = datetime.now(tz=UTC).date().isoformat()
     return Measured("python " + " ".join(command), date, here, "\n".join(lines).strip("\n"))
 
 
 def page() -> str:
-    """docs/benchmarks.md, of what is kept."""
+    """Return the text of docs/benchmarks.md."""
     parts = [
         "# Benchmarks",
         "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in\n"
@@ -163,14 +152,14 @@ def page() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line, measures, and writes the page."""
+    """Read the command line, measure, and write the page."""
     names = [benchmark.name for benchmark in BENCHMARKS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--only", nargs="+", choices=names, help="what to measure")
     parser.add_argument("--page-only", action="store_true", help="measure nothing, write the page of what is kept")
     given, more = parser.parse_known_args(arguments)
-    end_in_order()
+    harness.end_in_order()
     if more and len(given.only or ()) != 1:
         parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
     for benchmark in [] if given.page_only else BENCHMARKS:

@@ -1,66 +1,53 @@
-"""Measure data-server, reward-server and replay-buffer under the loads that they are built for.
+"""Measure data-server, reward-server and replay-buffer under the loads for which they are built.
 
-    python -m benchmarks.services [--quick] [--rounds N] [--only reward,data,replay]
+    python -m benchmarks.services [--quick] [--rounds N] [--only reward,data,replay] [--json FILE]
 
-Each service runs in its own process, as in a job group. This program measures it over HTTP: latencies at the client and
-the resident memory of the service and its children. The load comes from the same machine, so every number includes its
-cost. The table shows the rounds' median, least and most; a target is met if the median meets it.
+Each service runs as a process of its own, as in a job group, and gets its load over HTTP. Latencies are measured at the
+client; memory is resident in the service and its children. The load comes from the same machine, so its cost is in
+every number. The table shows median, least and most of the rounds. A target is met if the median meets it.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
-from benchmarks.common.ending import end_in_order
-from benchmarks.common.figures import spread
-from benchmarks.common.service_data import bench_data
-from benchmarks.common.service_replay import bench_replay
-from benchmarks.common.service_reward import bench_reward
-from benchmarks.common.serving import Result
+from benchmarks.common import harness, service_data, service_replay, service_reward
+from benchmarks.common.harness import spread
+from benchmarks.common.service import Measured, Record
 
 
-def measure(only: Sequence[str], *, quick: bool, model: str | None) -> list[Result]:
-    """Return all measurements of the services in ``only``; ``model`` is the data-server's tokenizer."""
-    results: list[Result] = []
-    if "reward" in only:
-        results += bench_reward(quick)
-    if "data" in only:
-        results += bench_data(quick, model)
-    if "replay" in only:
-        results += bench_replay(quick)
-    return results
-
-
-def main(given: Sequence[str] | None = None) -> int:
-    """Print a table; return 1 if a target is missed, unless ``--no-fail`` is given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller loads")
-    parser.add_argument("--rounds", type=int, help="how often; by default 3, once with --quick")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and measure; return 1 if a target is missed, unless --no-fail is given."""
+    parser = harness.CommandLine("services", rounds=3, quick="smaller loads, one round")
     parser.add_argument("--only", default="reward,data,replay", help="services, with commas")
     parser.add_argument("--model", help="tokenizer for the data-server: a hub name or a directory")
-    parser.add_argument("--no-fail", action="store_true", help="end with 0 where a target is missed, too")
-    arguments = parser.parse_args(given)
-    end_in_order()
-    measured = defaultdict[tuple[str, str], list[Result]](list)
-    for _ in range(arguments.rounds or (1 if arguments.quick else 3)):
-        for result in measure(arguments.only.split(","), quick=arguments.quick, model=arguments.model):
-            measured[result.service, result.what].append(result)
-    medians = []
-    for results in measured.values():
-        values = [result.value for result in results]
-        median = replace(results[0], value=statistics.median(values))
-        medians.append(median)
-        target = "" if median.target is None else f"{'>=' if median.at_least else '<='} {median.target:g}"
-        mark = {None: "", True: "met", False: "MISSED"}[median.is_met]
-        sys.stdout.write(
-            f"{median.service:14} {median.what:44} {spread(values, 1):>28} {median.unit:4} {target:9} {mark}\n"
-        )
-    return int(not arguments.no_fail and any(median.is_met is False for median in medians))
+    parser.add_argument("--no-fail", action="store_true", help="end with 0 even if a target is missed")
+    given = parser.parse(arguments)
+    records = {"reward": Record("reward-server"), "data": Record("data-server"), "replay": Record("replay-buffer")}
+
+    def measure(record: Record) -> str:
+        if record is records["reward"]:
+            service_reward.measure(record, quick=given.quick)
+        elif record is records["data"]:
+            service_data.measure(record, quick=given.quick, model=given.model)
+        else:
+            service_replay.measure(record, quick=given.quick)
+        return f"{len(record.measured)} figures"
+
+    chosen = [record for name, record in records.items() if name in given.only.split(",")]
+    harness.in_turn(chosen, given.rounds, measure)
+    measured = [one for record in chosen for one in record.measured.values()]
+    rows = [(one.service, one.what, spread(one.values, 1), one.unit, one.target, _mark(one)) for one in measured]
+    columns = ("service", "load", "median (least to most)", "unit", "target", "")
+    harness.finish(given, [harness.table("services under load", columns, rows)], measured)
+    return int(not given.no_fail and not all(one.is_met for one in measured))
+
+
+def _mark(one: Measured) -> str:
+    if not one.target:
+        return ""
+    return "met" if one.is_met else "MISSED"
 
 
 if __name__ == "__main__":

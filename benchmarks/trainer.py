@@ -1,37 +1,33 @@
-"""Measures the trainer's update alone: seconds, tokens a second and memory, against a bare forward and backward pass.
+"""Measure the trainer's update alone: seconds, tokens a second and memory, against a bare forward and backward pass.
 
     python -m benchmarks.trainer --model .cache/models/smollm2-135m [--ranks 1 2] [--quick] [--json FILE]
 
-Each case runs in fresh processes, joined as torchrun would join them; all cases have the same number of threads in all.
-The bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the
-prompt, with the usual cross-entropy and no optimizer: what anyone must pay at least who does not share prompts. The
-second table is of memory that a round needs beyond weights and optimizer state, with small models of several
-vocabularies. The trainer's settings are read from the environment as always (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
+Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total. The
+bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the prompt,
+with the usual cross-entropy and no optimizer: the least cost without shared prompts. The second table shows the memory
+that a round needs beyond weights and optimizer state, with small models of several vocabularies. The trainer's settings
+are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import models
-from benchmarks.common.ending import end_in_order
-from benchmarks.common.figures import spread
-from benchmarks.common.training import Reply, What, Work, run
+from benchmarks.common import harness, models
+from benchmarks.common.harness import spread
+from benchmarks.common.training import Rank, Work, run
 from local_runner.environment import cores
 
 TARGET = 0.8
-"""Of the bare pass's tokens a second."""
+"""The aim, as a share of the bare pass's tokens a second."""
+BARE = "bare forward and backward"
 SMALL = {"hidden_size": 256, "intermediate_size": 1024}
 MEMORY_WORK = Work("", prompts=2, group_size=4, prompt_tokens=256, rounds=1)
 MEMORY_CASES = ((32_768, 64), (32_768, 256), (32_768, 1024), (8_192, 256), (131_072, 256))
@@ -40,132 +36,108 @@ MEMORY_CASES = ((32_768, 64), (32_768, 256), (32_768, 1024), (8_192, 256), (131_
 
 @dataclass
 class Case:
-    """One way of computing the same work, and what was measured of it."""
+    """A way to compute the work, and its measurements by rank."""
 
     name: str
-    what: What
-    ranks: int
     work: Work
-    replies: list[Reply]
-    """By rank."""
-
-    @classmethod
-    def measured(cls, name: str, what: What, ranks: int, work: Work) -> Case:
-        """Runs it, with an equal share of the threads for each rank."""
-        case = cls(name, what, ranks, work, run(work, what, ranks, max(threads() // ranks, 1)))
-        print(f"{name}: {statistics.median(case.seconds):.2f} s", file=sys.stderr, flush=True)
-        return case
+    ranks: list[Rank]
 
     @property
     def seconds(self) -> list[float]:
-        """By round."""
-        return self.replies[0].seconds
+        """Seconds of each round."""
+        return self.ranks[0].seconds
 
 
 def threads() -> int:
-    """OMP_NUM_THREADS, or as many as there are cores: together, whatever the number of ranks."""
+    """Return OMP_NUM_THREADS or the number of cores: the threads of all ranks together."""
     return int(os.environ.get("OMP_NUM_THREADS", cores()))
 
 
-def bare(work: Work) -> Case:
-    """A bare pass over the work."""
-    return Case.measured("bare forward and backward", "bare", 1, work)
-
-
-def update(work: Work, ranks: int, *, shares_prompts: bool) -> Case:
-    """The trainer's update on it."""
-    how = "shared prompts" if shares_prompts else "each its prompt"
-    name = f"{ranks} rank{'s' if ranks > 1 else ''}, {how}"
-    return Case.measured(name, "update", ranks, replace(work, shares_prompts=shares_prompts))
+def measure(work: Work, ranks: int) -> Case:
+    """Measure the trainer's update, or with 0 ranks the bare pass."""
+    how = "shared prompts" if work.shares_prompts else "each its prompt"
+    name = f"{ranks} rank{'s' if ranks > 1 else ''}, {how}" if ranks else BARE
+    count = max(1, ranks)
+    case = Case(name, work, run(work, "update" if ranks else "bare", count, max(threads() // count, 1)))
+    harness.say(f"{name}: {statistics.median(case.seconds):.2f} s")
+    return case
 
 
 def speed_cases(work: Work, ranks: Sequence[int], *, with_bare: bool) -> list[Case]:
-    """Both forms of the update on every number of ranks; the bare pass first."""
-    cases = [bare(work)] if with_bare else []
-    return cases + [update(work, count, shares_prompts=shares) for count in ranks for shares in (True, False)]
+    """Measure the bare pass, and both forms of the update on every number of ranks."""
+    cases = [measure(work, 0)] if with_bare else []
+    return cases + [measure(replace(work, shares_prompts=shares), n) for n in ranks for shares in (True, False)]
 
 
 def show_speed(cases: Sequence[Case]) -> Table:
-    """Seconds and tokens, and the ratio to the bare pass."""
+    """Return seconds, tokens, and the ratio to the bare pass as a table."""
     work = cases[0].work
-    table = Table(
-        title=f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
-        f"{work.completion_tokens} each; {threads()} threads in all; to reach: {TARGET} of the bare pass"
-    )
-    for name in ("", "seconds", "tokens/s", "of the bare pass", "peak GB by rank"):
-        table.add_column(name, justify="right" if name else "left")
-    base = statistics.median(cases[0].seconds) if cases[0].what == "bare" else None
+    base = statistics.median(cases[0].seconds) if cases[0].name == BARE else None
+    rows = []
     for case in cases:
         seconds = statistics.median(case.seconds)
-        table.add_row(
-            case.name,
-            spread(case.seconds),
-            f"{work.trained_tokens / seconds:.0f}",
-            f"{base / seconds:.2f}" if base else "",
-            " + ".join(f"{reply.peak_bytes / 1e9:.2f}" for reply in case.replies),
-        )
-    return table
+        ratio = f"{base / seconds:.2f}" if base else ""
+        peaks = " + ".join(f"{rank.peak_bytes / 1e9:.2f}" for rank in case.ranks)
+        rows.append((case.name, spread(case.seconds), f"{work.trained_tokens / seconds:.0f}", ratio, peaks))
+    return harness.table(
+        f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
+        f"{work.completion_tokens} each; {threads()} threads in all; to reach: {TARGET} of the bare pass",
+        ("", "seconds", "tokens/s", "of the bare pass", "peak GB by rank"),
+        rows,
+    )
 
 
 def memory_cases(cases: Sequence[tuple[int, int]]) -> list[list[Case]]:
-    """For each vocabulary and length: the bare pass and the update in its forms, of a small model."""
+    """Measure the bare pass and the forms of the update with a small model, for each vocabulary and length."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         for vocabulary, tokens in cases:
             model = models.make_random(Path(name) / str(vocabulary), SMALL | {"vocab_size": vocabulary})
             work = replace(MEMORY_WORK, model=str(model), completion_tokens=tokens)
-            print(f"memory: vocabulary {vocabulary}, {tokens} tokens", file=sys.stderr)
-            shared = [update(work, ranks, shares_prompts=True) for ranks in (1, 2)]
-            found.append([bare(work), *shared, update(work, 1, shares_prompts=False)])
+            harness.say(f"memory: vocabulary {vocabulary}, {tokens} tokens")
+            shared = [measure(work, ranks) for ranks in (0, 1, 2)]
+            found.append([*shared, measure(replace(work, shares_prompts=False), 1)])
     return found
 
 
-def show_memory(rows: Sequence[Sequence[Case]]) -> Table:
-    """Megabytes of the rank that needs most."""
+def show_memory(found: Sequence[Sequence[Case]]) -> Table:
+    """Return the megabytes of the rank that needs most as a table."""
     work = MEMORY_WORK
-    table = Table(
-        title=f"MB that a round needs beyond what rests (the rank that needs most): {work.prompts} prompts of "
-        f"{work.prompt_tokens} tokens, {work.group_size} completions each"
+    rows = []
+    for cases in found:
+        vocabulary, tokens = int(Path(cases[0].work.model).name), cases[0].work.completion_tokens
+        logits = 4 * vocabulary * work.prompts * work.group_size * tokens
+        needed = [max(rank.needed_bytes for rank in case.ranks) for case in cases]
+        rows.append((f"{vocabulary:,}", tokens, *(f"{number / 1e6:.0f}" for number in (logits, *needed))))
+    return harness.table(
+        f"MB that a round needs beyond what rests (the rank that needs most): {work.prompts} prompts of "
+        f"{work.prompt_tokens} tokens, {work.group_size} completions each",
+        ("vocabulary", "tokens of each", "all logits", *(case.name for case in found[0])),
+        rows,
     )
-    for name in ("vocabulary", "tokens of each", "all logits", *(case.name for case in rows[0])):
-        table.add_column(name, justify="right")
-    for row in rows:
-        vocabulary = int(Path(row[0].work.model).name)
-        logits = 4 * vocabulary * row[0].work.completion_positions
-        needed = [max(reply.needed_bytes for reply in case.replies) for case in row]
-        shown = [f"{number / 1e6:.0f}" for number in (logits, *needed)]
-        table.add_row(f"{vocabulary:,}", str(row[0].work.completion_tokens), *shown)
-    return table
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Reads the command line and measures."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer")
-    defaults = Work("")
-    parser.add_argument("--model", default=str(models.PRETRAINED), help="model directory or name")
-    for name in ("prompts", "group_size", "prompt_tokens", "completion_tokens", "rounds"):
+    """Read the command line and measure."""
+    defaults = Work(str(models.PRETRAINED))
+    parser = harness.CommandLine("trainer", rounds=defaults.rounds, quick="one round; memory of two cases")
+    parser.add_argument("--model", default=defaults.model, help="model directory or name")
+    for name in ("prompts", "group_size", "prompt_tokens", "completion_tokens"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--no-bare", action="store_true", help="leave the bare pass out")
     parser.add_argument("--tables", nargs="+", choices=("speed", "memory"), default=("speed", "memory"))
-    parser.add_argument("--quick", action="store_true", help="one round; memory of two cases")
-    parser.add_argument("--json", type=Path, help="also write the measurements to this file")
-    given = parser.parse_args(arguments)
-    end_in_order()
-    names = ("model", "prompts", "group_size", "prompt_tokens", "completion_tokens", "rounds")
-    work = Work(**{name: getattr(given, name) for name in names})
-    if given.quick:
-        work = replace(work, rounds=1)
-    speed, memory = [], []
+    given = parser.parse(arguments)
+    tables: list[Table] = []
+    speed: list[Case] = []
+    memory: list[list[Case]] = []
     if "speed" in given.tables:
-        speed = speed_cases(work, given.ranks, with_bare=not given.no_bare)
-        Console().print(show_speed(speed))
+        speed = speed_cases(harness.made_of(Work, given), given.ranks, with_bare=not given.no_bare)
+        tables.append(show_speed(speed))
     if "memory" in given.tables:
         memory = memory_cases(MEMORY_CASES[:2] if given.quick else MEMORY_CASES)
-        Console().print(show_memory(memory))
-    if given.json:
-        result = {"speed": [asdict(c) for c in speed], "memory": [[asdict(c) for c in row] for row in memory]}
-        given.json.write_text(json.dumps(result, indent=2))
+        tables.append(show_memory(memory))
+    harness.finish(given, tables, {"speed": speed, "memory": memory})
 
 
 if __name__ == "__main__":

@@ -1,41 +1,36 @@
-"""Runs the job group on the demo's questions and gives back what its steps say of themselves."""
+"""Runs of whole job groups under the local runner, and the steps in their metrics.jsonl."""
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from benchmarks.common import harness
+from benchmarks.common.harness import ROOT
 from local_runner import spec
 
-ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 3600.0
-"""Longest that a command may take."""
-POLL_SECONDS = 0.5
+RUN_ID = "benchmark"
+RUN_SECONDS = 3600.0
+"""Longest time that a run may take."""
+POLL_SECONDS = 0.1
 
 DEMO = spec.env_file(ROOT / "demo.env")
 """The demo's settings."""
 
 QUESTIONS = {
-    **{
-        name: DEMO[name]
-        for name in (
-            "DATASET",
-            "ARITHMETIC_DIGITS",
-            "ARITHMETIC_OPERATIONS",
-            "ARITHMETIC_TEMPLATE",
-            "PROMPT_STYLE",
-            "REWARD_FN",
-            "TEMPERATURE",
-        )
-    },
+    name: value
+    for name, value in DEMO.items()
+    if name in ("DATASET", "PROMPT_STYLE", "REWARD_FN", "TEMPERATURE") or name.startswith("ARITHMETIC_")
+} | {
     "NUM_EPOCHS": "1000",
     "EVAL_EVERY": "0",
     "EVAL_PROMPTS": "0",
@@ -45,9 +40,62 @@ QUESTIONS = {
 }
 """The demo's questions and reward, for all benchmarks of whole steps; replay, evaluation and checkpoints are off."""
 
-
 Steps = list[dict[str, Any]]
-"""The lines of metrics.jsonl of a run, from its first step."""
+"""The lines of a run's metrics.jsonl, from its first step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job group that runs in the background."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    messages: Path
+    """The file that the local runner writes its messages to."""
+
+    def steps(self) -> Steps:
+        """Return the steps so far."""
+        metrics = self.run_dir / "metrics.jsonl"
+        lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
+        # The last line may be half written.
+        return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def wait(self, is_enough: Callable[[Steps], bool], seconds: float = RUN_SECONDS) -> Steps:
+        """Wait until the steps are enough, or the run has succeeded, and return the steps.
+
+        Raises:
+            SystemExit: the run failed or took longer; the message has the end of its messages.
+        """
+        end = time.monotonic() + seconds
+        while not is_enough(steps := self.steps()):
+            code = self.process.poll()
+            if code == 0:
+                return self.steps()
+            if code is not None or time.monotonic() > end:
+                why = f"not enough steps after {seconds:g} s" if code is None else f"the run ended with {code}"
+                raise SystemExit(f"{self.messages.read_text()[-3000:]}\nerror: {why}; its messages are above")
+            time.sleep(POLL_SECONDS)
+        return steps
+
+
+@contextmanager
+def running(
+    directory: Path, job_group: str, settings: Mapping[str, object], num_nodes: Mapping[str, int]
+) -> Iterator[Job]:
+    """Run a job group with ``directory`` as its volume; stop it when the context ends."""
+    command = [sys.executable, "-m", "scripts.run_local", job_group]
+    command += ["--shared-dir", str(directory), "--run-id", RUN_ID]
+    for task, count in num_nodes.items():
+        command += ["--num-nodes", f"{task}={count}"]
+    for name, value in settings.items():
+        command += ["--env", f"{name}={value}"]
+    messages = directory / "messages.txt"
+    with messages.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+    try:
+        yield Job(process, directory / "runs" / RUN_ID, messages)
+    finally:
+        harness.end(process)
 
 
 def run_job(
@@ -56,57 +104,6 @@ def run_job(
     num_nodes: Mapping[str, int],
     is_enough: Callable[[Steps], bool] = lambda _: False,
 ) -> Steps:
-    """Runs a job group to its end, or until ``is_enough`` of its steps so far.
-
-    Raises:
-        SystemExit: it failed; the message is what it said.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "scripts.run_local", job_group, "--shared-dir", directory, "--run-id", "ours"]
-        for task, count in num_nodes.items():
-            command += ["--num-nodes", f"{task}={count}"]
-        for name, value in settings.items():
-            command += ["--env", f"{name}={value}"]
-        metrics = Path(directory) / "runs/ours/metrics.jsonl"
-        said = Path(directory) / "said.txt"
-        end = time.monotonic() + SECONDS
-        stopped = False
-        with said.open("wb") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
-        try:
-            while process.poll() is None and time.monotonic() < end:
-                if not stopped and is_enough(_steps(metrics)):
-                    process.send_signal(signal.SIGINT)
-                    stopped = True
-                time.sleep(POLL_SECONDS)
-        finally:
-            # Ends the job group; where it has ended there is nothing to end.
-            process.terminate()
-            process.wait()
-        if process.returncode and not stopped:
-            raise SystemExit(f"{said.read_text()[-3000:]}\nerror: {job_group} ended with {process.returncode}")
-        return _steps(metrics)
-
-
-def _steps(metrics: Path) -> Steps:
-    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []
-    # The last one may be half written.
-    return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
-
-
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Standard output of a command.
-
-    Raises:
-        SystemExit: it failed; what it said on standard error was shown.
-    """
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            output, _ = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"error: {' '.join(command[:3])} took longer than {SECONDS:g} s") from None
-        finally:
-            process.kill()
-    if process.returncode:
-        raise SystemExit(f"error: {' '.join(command[:2])} ended with {process.returncode}")
-    return output
+    """Run a job group to its end, or until its steps are enough, and return the steps."""
+    with tempfile.TemporaryDirectory() as name, running(Path(name), job_group, settings, num_nodes) as job:
+        return job.wait(is_enough)

@@ -1,17 +1,16 @@
-"""The models of the benchmarks: one pretrained, the others made on the spot."""
+"""The models of the benchmarks: one is pretrained, the others get random weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.job import ROOT
+from benchmarks.common.harness import ROOT
 from scripts.tiny_model import build_model, build_tokenizer, make
 
 SIZES = ("tiny", "135m", "0.5b")
 PRETRAINED = ROOT / ".cache/models/smollm2-135m"
 
-# Those of Qwen2.5-0.5B.
 HALF_A_BILLION = {
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -20,13 +19,14 @@ HALF_A_BILLION = {
     "num_attention_heads": 14,
     "num_key_value_heads": 2,
 }
+"""The shape of Qwen2.5-0.5B."""
 
 
 def directory(size: str, new: Path) -> Path:
-    """The model directory of a size, made as ``new`` where it is not the pretrained one.
+    """Return the model directory of a size; a model other than the pretrained one is written to ``new``.
 
     Raises:
-        SystemExit: there is no pretrained model.
+        SystemExit: the pretrained model is missing.
     """
     if size == "135m":
         if not (PRETRAINED / "config.json").exists():
@@ -39,11 +39,14 @@ def directory(size: str, new: Path) -> Path:
 
 
 def make_random(new: Path, shape: dict[str, Any]) -> Path:
-    """Writes a Qwen2 with random weights and the tiny model's tokenizer; ``shape`` differs from the tiny model's."""
+    """Write a Qwen2 with random weights and the tiny model's tokenizer, and return its directory.
+
+    ``shape`` has the values that differ from the tiny model's configuration.
+    """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tiny = build_model().config.to_dict()
-    # Made from the others, one a layer.
+    # transformers derives the list, one entry a layer, from the other values.
     del tiny["layer_types"]
     config = Qwen2Config(**(tiny | {"max_position_embeddings": 32_768} | shape))
     new.mkdir(parents=True, exist_ok=True)

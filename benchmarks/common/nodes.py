@@ -1,88 +1,63 @@
-"""Starts some tasks of a job group as the local runner would, without the others, and ends them."""
+"""Nodes of some tasks of a job group, without the other tasks."""
 
 from __future__ import annotations
 
 import subprocess
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from local_runner import nodes, processes, spec, watchdog
+from benchmarks.common.harness import END_SECONDS, ROOT
+from local_runner import gpus, nodes, processes, spec, watchdog
 from local_runner.environment import Run, node_environment
-
-ROOT = Path(__file__).resolve().parents[2]
-END_SECONDS = 15.0
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Group:
-    """A job group of which some tasks run."""
+    """A job group of which one task runs."""
 
     run: Run
 
-    def environment(self, task: str, rank: int = 0) -> dict[str, str]:
-        """The variables of a node, whether it runs or not."""
-        return node_environment(self.run, self._task(task), rank)
+    def environment(self, task: str) -> dict[str, str]:
+        """Return the environment variables of the first node of a task, whether it runs or not."""
+        return node_environment(self.run, self._task(task), 0)
 
-    def log(self, task: str, rank: int = 0) -> Path:
-        """The log of a node."""
-        return self.run.log(self._task(task), rank)
+    def logs(self, task: str) -> list[Path]:
+        """Return the logs of a task's nodes."""
+        found = self._task(task)
+        return [self.run.log(found, rank) for rank in range(found.num_nodes)]
 
     def _task(self, name: str) -> spec.TaskSpec:
         return next(task for task in self.run.group.tasks if task.name == name)
 
 
 @contextmanager
-def started(
-    directory: Path, tasks: Sequence[str], settings: Mapping[str, object], num_nodes: Mapping[str, int]
+def running(
+    directory: Path, task_name: str, settings: Mapping[str, object], num_nodes: Mapping[str, int]
 ) -> Iterator[Group]:
-    """Runs the named tasks of jobgroup.yaml with ``settings``; nothing of them is left afterwards."""
+    """Run a task of jobgroup.yaml as the local runner would, and stop all its processes when the context ends."""
     texts = {name: str(value) for name, value in settings.items()}
     group = spec.load(ROOT / "jobgroup.yaml", spec.Overrides(environment=texts, num_nodes=num_nodes))
+    task = next(task for task in group.tasks if task.name == task_name)
     mark = f"benchmark-{uuid.uuid4().hex}"
     with ExitStack() as stack:
         addresses = stack.enter_context(nodes.allocate(group))
-        run = Run(group, "benchmark", directory, addresses, mark=mark)
+        run = Run(group, "benchmark", directory, addresses, gpus.visible(), mark)
         stack.enter_context(watchdog.guard(mark))
         stack.callback(processes.end, [mark], END_SECONDS)
-        for task in group.tasks:
-            for rank in range(task.num_nodes if task.name in tasks else 0):
-                log = run.log(task, rank)
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("wb") as output:
-                    subprocess.Popen(
-                        ["bash", "-c", task.run],
-                        cwd=ROOT,
-                        env=node_environment(run, task, rank),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,
-                    )
+        for rank in range(task.num_nodes):
+            log = run.log(task, rank)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("wb") as output:
+                subprocess.Popen(
+                    ["bash", "-c", task.run],
+                    cwd=ROOT,
+                    env=node_environment(run, task, rank),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
         yield Group(run)
-
-
-def output_of(command: Sequence[str], environment: Mapping[str, str], seconds: float, logs: Sequence[Path]) -> str:
-    """Standard output of a command that works with running nodes.
-
-    Raises:
-        SystemExit: it failed or took longer than ``seconds``; the message has the ends of ``logs``.
-    """
-    end = time.monotonic() + seconds
-    with subprocess.Popen(command, cwd=ROOT, env=dict(environment), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            output, _ = process.communicate(timeout=end - time.monotonic())
-        except subprocess.TimeoutExpired:
-            output = ""
-        finally:
-            # Also when this process is interrupted.
-            if process.poll() is None:
-                process.kill()
-    if process.returncode:
-        tails = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs if log.exists())
-        raise SystemExit(f"{tails}\nerror: {' '.join(command[1:4])} ended with {process.returncode}")
-    return output

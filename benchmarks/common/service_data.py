@@ -1,4 +1,4 @@
-"""The data-server under load."""
+"""Load on the data-server."""
 
 from __future__ import annotations
 
@@ -8,38 +8,36 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common.serving import Connection, Result, percentile, running
+import numpy as np
+
+from benchmarks.common.service import Record, connect, running
+
+CLIENTS = 50
 
 
-def bench_data(quick: bool, model: str | None) -> list[Result]:
-    """Fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
-    results = []
+def measure(record: Record, *, quick: bool, model: str | None) -> None:
+    """Measure fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
+    rows = 100_000 if quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = {} if model is None else {"MODEL_NAME": model}
+        settings = {"HF_DATASETS_CACHE": str(Path(directory) / "cache"), **tokenizer}
         small = _write_rows(Path(directory) / "small.jsonl", 7_473)
-        cache = {"HF_DATASETS_CACHE": str(Path(directory) / "cache")}
-        with running("data_server", DATASET=str(small), **cache, **tokenizer) as (service, _):
-            latencies, seconds = asyncio.run(_prompt_clients(service.port, 50, 20 if quick else 200))
-            results.append(Result("data-server", "50 clients, p50", percentile(latencies, 50), "ms"))
-            results.append(
-                Result("data-server", "50 clients, p99", percentile(latencies, 99), "ms", 50, at_least=False)
-            )
-            results.append(Result("data-server", "50 clients, requests", len(latencies) / seconds, "1/s"))
-        rows = 100_000 if quick else 1_000_000
+        with running("data_server", DATASET=str(small), **settings) as service:
+            latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if quick else 200))
+            record.add_latencies("50 clients", latencies, at_most=50)
+            record.add("50 clients, requests", len(latencies) / seconds, "1/s")
         large = _write_rows(Path(directory) / "large.jsonl", rows)
-        for what in ("first start", "later start"):
-            with running("data_server", DATASET=str(large), **cache, **tokenizer) as (service, started):
-                results.append(Result("data-server", f"{rows} rows, {what}", started, "s", 15, at_least=False))
-                latencies, _ = asyncio.run(_prompt_clients(service.port, 50, 10 if quick else 100, shared=True))
-                if what == "later start":
-                    results.append(Result("data-server", f"{rows} rows, p99", percentile(latencies, 99), "ms"))
-                    memory = service.memory_mb()
-                    results.append(Result("data-server", f"{rows} rows, memory", memory, "MB", 1000, at_least=False))
-    return results
+        for start in ("first", "later"):
+            with running("data_server", DATASET=str(large), **settings) as service:
+                record.add(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
+                latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 100, shared=True))
+                memory = service.memory_mb()
+        record.add(f"{rows} rows, p99", float(np.percentile(latencies, 99)), "ms")
+        record.add(f"{rows} rows, memory", memory, "MB", at_most=1000)
 
 
 def _write_rows(path: Path, count: int) -> Path:
-    # About as long as GSM8K's, of its form.
+    """Write questions of about the length and form of GSM8K's."""
     filler = "Natalia sold clips to her friends, and then she sold half as many clips in the month after it. " * 2
     with path.open("w") as file:
         for i in range(count):
@@ -48,22 +46,21 @@ def _write_rows(path: Path, count: int) -> Path:
     return path
 
 
-async def _prompt_clients(port: int, clients: int, requests: int, *, shared: bool = False) -> tuple[list[float], float]:
-    """Latencies in ms of clients that each ask again as soon as they are answered, and the seconds it took.
+async def _ask_for_prompts(port: int, requests: int, *, shared: bool = False) -> tuple[list[float], float]:
+    """Return the latencies in ms of clients that each send one request after the other, and the seconds for all.
 
-    Clients that have one cursor ``shared`` among them get different prompts, so that nothing is rendered twice.
+    Clients with one ``shared`` cursor get different prompts, so that no prompt is rendered twice.
     """
     latencies: list[float] = []
 
     async def client(number: int) -> None:
-        connection = await Connection.open(port)
-        for _ in range(requests):
-            started = time.perf_counter()
-            consumer = "all" if shared else f"client-{number}"
-            await connection.request("GET", f"/prompts?batch_size=4&consumer={consumer}")
-            latencies.append(1e3 * (time.perf_counter() - started))
-        connection.close()
+        consumer = "all" if shared else f"client-{number}"
+        async with connect(port) as connection:
+            for _ in range(requests):
+                started = time.perf_counter()
+                await connection.request("GET", f"/prompts?batch_size=4&consumer={consumer}")
+                latencies.append(1e3 * (time.perf_counter() - started))
 
     started = time.perf_counter()
-    await asyncio.gather(*(client(number) for number in range(clients)))
+    await asyncio.gather(*(client(number) for number in range(CLIENTS)))
     return latencies, time.perf_counter() - started

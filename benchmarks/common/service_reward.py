@@ -1,4 +1,4 @@
-"""The reward-server under load."""
+"""Load on the reward-server."""
 
 from __future__ import annotations
 
@@ -6,76 +6,60 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import orjson
 
-from benchmarks.common.serving import Connection, Result, percentile, running
+from benchmarks.common.service import Record, connect, running, send_all
+
+ITEMS = 500
+"""Completions of a request."""
 
 
-def bench_reward(quick: bool) -> list[Result]:
-    """Plain answers a second, and with one hostile answer in a hundred."""
-    count = 5_000 if quick else 20_000
-    plain = [(f"She had 3 and bought {i - 3} more. The answer is {i}.", str(i)) for i in range(count)]
-    results = []
-    with running("reward_server", REWARD_FN="math") as (service, _):
-        asyncio.run(_score(service.port, plain[:1000]))
-        seconds, replies = asyncio.run(_score(service.port, plain))
+def measure(record: Record, *, quick: bool) -> None:
+    """Measure plain completions, and hostile ones among them, whose check runs into the timeout."""
+    plain = [_plain(i) for i in range(5_000 if quick else 20_000)]
+    # No two hostile completions are equal, so that no cache helps.
+    mixed = [_plain(i) if i % 100 else _hostile(9, i) for i in range(1_000 if quick else 3_000)]
+    with running("reward_server", REWARD_FN="math") as service:
+        _score(service.port, plain[:1000])
+        seconds, replies = _score(service.port, plain)
         assert all(reply["reward"] == 1.0 for reply in replies)
-        results.append(Result("reward-server", "plain answers", count / seconds, "1/s", 5_000))
-        mixed = _mixed(1_000 if quick else 3_000)
-        seconds, replies = asyncio.run(_score(service.port, mixed))
+        record.add("plain answers", len(plain) / seconds, "1/s", at_least=5_000)
+        seconds, replies = _score(service.port, mixed)
         lost = sum(reply["status"] == "timeout" for reply in replies)
         assert lost == len(mixed) // 100, f"{lost} of {len(mixed)} answers timed out"
-        results.append(Result("reward-server", "1 in 100 hostile", len(mixed) / seconds, "1/s", 500))
+        record.add("1 in 100 hostile", len(mixed) / seconds, "1/s", at_least=500)
         latencies = asyncio.run(_plain_beside_hostile(service.port, 20 if quick else 60))
-        results.append(
-            Result("reward-server", "plain answer beside hostile ones, p99", percentile(latencies, 99), "ms")
-        )
-        results.append(Result("reward-server", "memory, workers included", service.memory_mb(), "MB"))
-    return results
+        record.add("plain answer beside hostile ones, p99", float(np.percentile(latencies, 99)), "ms")
+        record.add("memory, workers included", service.memory_mb(), "MB")
 
 
-def _mixed(count: int) -> list[tuple[str, str]]:
-    # All hostile ones differ, so that no cache helps.
-    return [
-        (rf"\boxed{{9^{{9^{{{i + 9}}}}}}}", "5") if i % 100 == 0 else (f"The answer is {i}.", str(i))
-        for i in range(count)
-    ]
+def _plain(number: int) -> dict[str, str]:
+    text = f"She had 3 and bought {number - 3} more. The answer is {number}."
+    return {"prompt": "How many?", "response": text, "ground_truth": str(number)}
 
 
-async def _score(port: int, answers: Sequence[tuple[str, str]]) -> tuple[float, list[dict[str, object]]]:
-    bodies = []
-    for start in range(0, len(answers), 500):
-        items = [{"prompt": "How many?", "response": r, "ground_truth": g} for r, g in answers[start : start + 500]]
-        bodies.append(orjson.dumps({"items": items}))
-    connections = [await Connection.open(port) for _ in range(min(4, len(bodies)))]
-    waiting = list(reversed(bodies))
-    replies: list[dict[str, object]] = []
+def _hostile(base: int, number: int) -> dict[str, str]:
+    return {"prompt": "", "response": rf"\boxed{{{base}^{{9^{{{number + 9}}}}}}}", "ground_truth": "5"}
 
-    async def feed(connection: Connection) -> None:
-        while waiting:
-            replies.extend(orjson.loads(await connection.request("POST", "/batch_reward", waiting.pop()))["rewards"])
 
-    started = time.perf_counter()
-    await asyncio.gather(*(feed(connection) for connection in connections))
-    seconds = time.perf_counter() - started
-    for connection in connections:
-        connection.close()
-    return seconds, replies
+def _score(port: int, items: Sequence[dict[str, str]]) -> tuple[float, list[dict[str, object]]]:
+    bodies = [orjson.dumps({"items": items[start : start + ITEMS]}) for start in range(0, len(items), ITEMS)]
+    seconds, replies = asyncio.run(send_all(port, min(4, len(bodies)), "/batch_reward", bodies))
+    return seconds, [reward for reply in replies for reward in orjson.loads(reply)["rewards"]]
 
 
 async def _plain_beside_hostile(port: int, hostile: int) -> list[float]:
-    """Milliseconds of single plain requests while hostile ones keep every worker busy."""
-    connections = [await Connection.open(port) for _ in range(2)]
-    items = [{"prompt": "", "response": rf"\boxed{{8^{{9^{{{i + 9}}}}}}}", "ground_truth": "5"} for i in range(hostile)]
-    busy = asyncio.create_task(connections[0].request("POST", "/batch_reward", orjson.dumps({"items": items})))
-    body = orjson.dumps({"prompt": "", "response": "The answer is 5.", "ground_truth": "5"})
-    latencies = []
-    while not busy.done():
-        started = time.perf_counter()
-        await connections[1].request("POST", "/reward", body)
-        latencies.append(1e3 * (time.perf_counter() - started))
-        await asyncio.sleep(0.005)
-    await busy
-    for connection in connections:
-        connection.close()
+    """Return the milliseconds of single plain requests while hostile completions keep every worker busy."""
+    body = orjson.dumps(_plain(5))
+    latencies: list[float] = []
+    items = orjson.dumps({"items": [_hostile(8, i) for i in range(hostile)]})
+    async with connect(port) as connection, connect(port) as other:
+        busy = asyncio.create_task(other.request("POST", "/batch_reward", items))
+        while not busy.done():
+            started = time.perf_counter()
+            await connection.request("POST", "/reward", body)
+            latencies.append(1e3 * (time.perf_counter() - started))
+            await asyncio.sleep(0.005)
+        await busy
     return latencies

@@ -1,7 +1,7 @@
-"""The embedded engine, made slower by a known factor: every turn of its model takes BENCHMARK_SLOWDOWN times as long.
+"""The embedded engine, slowed down: every call of its model takes BENCHMARK_SLOWDOWN times as long.
 
-The time is slept, not computed, as that of an engine on another machine would be. It is inside the engine, so whatever
-waits for its running requests, such as new weights, waits for them as long as for a slow engine's.
+The engine sleeps for the added time, so that it takes no more of the processor, like an engine on another machine. The
+sleep is inside the engine, so new weights wait for running requests as long as they would wait for a slow engine's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from services.embedded_engine.compute.scheduler import Scheduler
 
 
 def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:
-    """``compute``, ``factor`` times as slow."""
+    """Return a function that computes the same and takes ``factor`` times as long."""
 
     @wraps(compute)
     def slow(*arguments: Any, **named: Any) -> Any:
@@ -33,7 +33,7 @@ def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:
 
 
 def serve() -> None:
-    """Runs the engine."""
+    """Run the engine."""
     factor = float(os.environ[FACTOR])
     for name in ("admit", "decode"):
         setattr(Scheduler, name, slowed(getattr(Scheduler, name), factor))

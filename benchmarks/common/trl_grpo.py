@@ -1,10 +1,10 @@
-"""TRL's GRPOTrainer on the demo task: run by an interpreter that has TRL, not by this project's.
+"""Train on the demo's questions by TRL's GRPOTrainer. An interpreter that has TRL runs this file.
 
     python benchmarks/common/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
 
-Prints a line of JSON for every step: {"step", "seconds", "reward"}. It imports nothing of this project, so that TRL has
-its own versions of everything. The settings that are not named are TRL's defaults; gradient checkpointing, which saves
-memory for time, is off, as it is in ours.
+Every step prints a line of JSON: {"step", "seconds", "reward"}. This file imports nothing of this project, so that TRL
+gets its own versions of all libraries. Settings that are not named have TRL's defaults. Gradient checkpointing, which
+takes time to save memory, is off on both sides.
 """
 
 import json
@@ -19,12 +19,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1.0 where the completion is the answer and nothing else, but for white space around it."""
+    """Return 1.0 for each completion that is the answer alone, except for white space around it."""
     return [float(text.strip() == truth) for text, truth in zip(completions, answer, strict=True)]
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
-    """Prints every step; ends at a mean reward over three steps, or a time, when one is asked for."""
+    """A callback that prints every step, and stops at a mean reward of three steps or a time limit, if there is one."""
 
     def __init__(self, target: float | None, limit_seconds: float | None) -> None:
         self.target = target
@@ -33,23 +33,22 @@ class Report(TrainerCallback):  # type: ignore[misc]
         self.started = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Called once a step, with logging_steps=1."""
+        """Print a step; the trainer calls this once a step, because logging_steps is 1."""
         if not logs or "reward" not in logs:
             return
         now = time.perf_counter()
         self.rewards.append(float(logs["reward"]))
-        print(json.dumps({"step": state.global_step, "seconds": now - self.started, "reward": self.rewards[-1]}))
-        sys.stdout.flush()
+        step = {"step": state.global_step, "seconds": now - self.started, "reward": self.rewards[-1]}
+        print(json.dumps(step), flush=True)
         self.started = now
         last = self.rewards[-3:]
-        if self.target is not None and len(last) == 3 and sum(last) / 3 >= self.target:
-            control.should_training_stop = True
-        if self.end is not None and now > self.end:
+        is_reached = self.target is not None and len(last) == 3 and sum(last) / 3 >= self.target
+        if is_reached or (self.end is not None and now > self.end):
             control.should_training_stop = True
 
 
 def main() -> None:
-    """Trains as the JSON on the command line says."""
+    """Train as the JSON on the command line says."""
     work = json.loads(sys.argv[1])
     torch.set_num_threads(work["threads"])
     dataset = load_dataset("json", data_files=work["questions"], split="train")

@@ -1,4 +1,4 @@
-"""TRL's side of the benchmarks of whole steps: what is trained, and how its program is run."""
+"""TRL's side of the benchmarks of whole steps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.common.job import QUESTIONS, ROOT, run
+from benchmarks.common import harness
+from benchmarks.common.harness import ROOT
+from benchmarks.common.job import QUESTIONS, RUN_SECONDS
+from benchmarks.common.job import Steps as JobSteps
+from local_runner.environment import cores
 from services.data_server.arithmetic import questions
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both train."""
+    """The training that both sides do."""
 
     model: str
     prompts: int
@@ -26,22 +30,27 @@ class Work:
     steps: int
     bf16: bool = False
     target: float | None = None
-    """Stop at this mean reward over three steps."""
+    """Training stops when the mean reward of three steps is at least this."""
     limit_seconds: float | None = None
-    """Stop after the step in which so many seconds of training have passed."""
+    """Training stops after the step in which it exceeds this time."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a run, in order."""
+    """Seconds and mean reward of each step of a run."""
 
     seconds: list[float]
     rewards: list[float]
 
+    @classmethod
+    def of_job(cls, steps: JobSteps) -> Steps:
+        """Return the steps of a job group."""
+        return cls([step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps])
 
-def train(work: Work, python: str, threads: int) -> Steps:
-    """Runs TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which has it."""
+
+def train(work: Work, python: str) -> Steps:
+    """Run TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which must have TRL."""
     with tempfile.TemporaryDirectory() as directory:
         rows, _ = questions(
             digits=[int(QUESTIONS["ARITHMETIC_DIGITS"])],
@@ -51,11 +60,12 @@ def train(work: Work, python: str, threads: int) -> Steps:
         )
         file = Path(directory) / "questions.jsonl"
         file.write_bytes(b"".join(orjson.dumps({"prompt": q.question, "answer": q.answer}) + b"\n" for q in rows))
-        # It looks for its model relative to its own working directory.
+        # TRL would look for a relative path on the hub.
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
-        given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": threads}
-        program = str(ROOT / "benchmarks/common/trl_grpo.py")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        output = run([python, program, json.dumps(given)], environment=environment)
+        given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": cores()}
+        command = [python, str(ROOT / "benchmarks/common/trl_grpo.py"), json.dumps(given)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
+        with harness.programs([command], [environment], RUN_SECONDS) as [process]:
+            output = harness.output_of(process, "TRL")
     steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
     return Steps([step["seconds"] for step in steps], [step["reward"] for step in steps])

@@ -1,1 +1,1 @@
-"""How long a step takes, where its seconds go, and how many nodes a model wants."""
+"""Predictions: how long a step takes, where its seconds go, and how many nodes a model needs."""

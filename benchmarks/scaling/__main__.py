@@ -1,13 +1,13 @@
-"""How long a step takes and how many nodes a model wants.
+"""Predict how long a step takes and how many nodes a model needs.
 
     python -m benchmarks.scaling record runs/RUN measured.json --about "what was run"
     python -m benchmarks.scaling check [--fit FILE ...] [--against FILE ...]
     python -m benchmarks.scaling plan [--models 0.5B,7B,70B] [--step-seconds 120]
     python -m benchmarks.scaling docs
 
-``record`` keeps what is needed of a run's metrics. ``check`` fits the model of a step to measured runs and predicts
-others. ``plan`` prints nodes, seconds and what changes in jobgroup.yaml. ``docs`` writes what these two print into
-docs/scaling.md.
+``record`` keeps the metrics of a run that the model needs. ``check`` fits the model of a step to measured runs and
+predicts other runs. ``plan`` prints nodes, seconds and the changes to jobgroup.yaml. ``docs`` writes the output of
+these two into docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common.harness import ROOT
 from benchmarks.scaling import report
 from benchmarks.scaling.plan import MODELS, Batch, cheapest
 from benchmarks.scaling.step import Run, fit
@@ -26,19 +27,19 @@ from benchmarks.scaling.step import Run, fit
 MEASURED = Path(__file__).with_name("measured")
 FITTED = ("short", "long")
 UNSEEN = ("unseen", "more-nodes")
-DOCS = Path(__file__).resolve().parents[2] / "docs/scaling.md"
+DOCS = ROOT / "docs/scaling.md"
 STEP_SECONDS = 120.0
 
-_BLOCK = re.compile(r"(```console\n\$ python -m scripts\.scaling ([^\n]*)\n)(.*?)(```)", re.DOTALL)
+_BLOCK = re.compile(r"(```console\n\$ python -m benchmarks\.scaling ([^\n]*)\n)(.*?)(```)", re.DOTALL)
 
 
 def measured(names: Sequence[str]) -> list[Run]:
-    """Recorded runs of this repository."""
+    """Read recorded runs of this repository."""
     return [Run.read(MEASURED / f"{name}.json") for name in names]
 
 
 def record(given: argparse.Namespace) -> str:
-    """Keeps a run's steps."""
+    """Write the steps of a run to a file."""
     lines = [json.loads(line) for line in (given.run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "seconds_step" in line]
     run = Run.of_metrics(given.file.stem, given.about, steps)
@@ -47,14 +48,14 @@ def record(given: argparse.Namespace) -> str:
 
 
 def check(given: argparse.Namespace) -> str:
-    """Fits, predicts, compares."""
+    """Fit rates to runs, and compare predictions of other runs with their measurements."""
     fitted = [Run.read(path) for path in given.fit] if given.fit else measured(FITTED)
     unseen = [Run.read(path) for path in given.against] if given.against else measured(UNSEEN)
     return report.check(fit(fitted), fitted, unseen)
 
 
 def plan(given: argparse.Namespace) -> str:
-    """Nodes for each model."""
+    """Search the cheapest layout for each model."""
     batch = Batch(given.prompts, given.group_size, given.prompt_tokens, given.completion_tokens, given.longest)
     rates = fit(measured(FITTED))
     models = [MODELS[label] for label in given.models.split(",")]
@@ -63,19 +64,19 @@ def plan(given: argparse.Namespace) -> str:
 
 
 def docs(given: argparse.Namespace) -> str:
-    """Writes what the commands in docs/scaling.md print below them."""
+    """Write the output of the commands in docs/scaling.md below them."""
     text = with_output(DOCS.read_text())
     DOCS.write_text(text)
     return f"{DOCS.name} written"
 
 
 def with_output(text: str) -> str:
-    """A document in which each of our commands is followed by what it prints."""
+    """Return a document in which the output of each of our commands follows it."""
     return _BLOCK.sub(lambda found: f"{found[1]}{run(shlex.split(found[2]))}\n{found[4]}", text)
 
 
 def run(arguments: Sequence[str] | None = None) -> str:
-    """What a command prints."""
+    """Run a command and return its output."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     commands = parser.add_subparsers(required=True)
     one = commands.add_parser("record", help="keep what is needed of a run's metrics")

@@ -1,6 +1,6 @@
-"""How many nodes a model wants: rates from a GPU's data sheet and assumed utilisations, and a search over node counts.
+"""Predict how many nodes a model needs, from a GPU's data sheet and assumed utilisations.
 
-``Gpu`` and ``Assumptions`` hold what is assumed and not measured; ``python -m benchmarks.scaling plan`` prints them.
+``Assumptions`` holds the values that are assumed and not measured; ``python -m benchmarks.scaling plan`` prints them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from benchmarks.scaling.simulate import Flow, Pipeline, flow
 from benchmarks.scaling.step import Rates, Seconds, Work
 
 WEIGHT_BYTES = 2
-"""Of a parameter in bfloat16, in an engine and when it is published."""
+"""Size of a parameter in bfloat16, in an engine and when it is published."""
 STATE_BYTES = 16
-"""Of a parameter in the trainer: float32 weights, gradients and AdamW's two moments, sharded over all GPUs."""
+"""Size of a parameter's state in the trainer, over all GPUs: float32 weights, gradients and AdamW's two moments."""
 NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
 MAX_STALENESS = 4
 """The setting's default."""
 GROUP_SPREAD = 0.2
-"""How much the seconds of groups differ, assumed: a standard deviation, as a share of their mean."""
+"""Assumed standard deviation of the seconds of groups, as a share of their mean."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model costs time and memory."""
+    """The dimensions of a model that decide over time and memory."""
 
     label: str
     name: str
@@ -37,7 +37,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> float:
-        """Of the keys and values of a token."""
+        """Size of the keys and values of a token."""
         return 2 * WEIGHT_BYTES * self.layers * self.kv_heads * self.head_size
 
 
@@ -51,24 +51,17 @@ MODELS = {
 }
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A data sheet."""
-
-    name: str
-    flops: float
-    """Of dense bfloat16 a second."""
-    bandwidth: float
-    """Of its memory, bytes a second."""
-    memory: float
-
-
-H100 = Gpu("H100", 989e12, 3.35e12, 80e9)
+GPU = "H100"
+FLOPS = 989e12
+"""Dense bfloat16 operations a second."""
+BANDWIDTH = 3.35e12
+"""Bytes a second of the GPU's memory."""
+MEMORY = 80e9
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What depends on a cluster and is to be replaced by what is measured there."""
+    """Values that depend on a cluster; measured values should replace them."""
 
     train_utilisation: float = 0.30
     """Share of the FLOP/s that forward and backward passes reach."""
@@ -100,18 +93,21 @@ class Assumptions:
         )
 
 
+ASSUMED = Assumptions()
+
+
 @dataclass(frozen=True)
 class Batch:
-    """A step's batch."""
+    """The batch of a step."""
 
     prompts: int = 128
     group_size: int = 16
     prompt_tokens: int = 150
     completion_tokens: int = 500
-    """Of a completion, on average."""
+    """Mean length of a completion."""
     longest: int = 2048
     trained_share: float = 0.7
-    """Of the groups: the others have no variance."""
+    """Share of groups with a gradient; the others have no variance."""
     replayed_groups: int = 2
     micro_batch_tokens: int = 16384
 
@@ -134,23 +130,23 @@ class Batch:
 
 @dataclass(frozen=True)
 class Layout:
-    """Nodes and their GPUs."""
+    """The numbers of nodes and of GPUs of a node."""
 
     rollout_nodes: int
     rollout_gpus: int
-    """Of a node, whose engine spans them all."""
+    """GPUs of a node; one engine spans them all."""
     trainer_nodes: int
     trainer_gpus: int
 
     @property
     def gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes."""
         return self.rollout_nodes * self.rollout_gpus + self.trainer_nodes * self.trainer_gpus
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a model on a layout."""
+    """The predicted step of a model on a layout."""
 
     layout: Layout
     seconds: Seconds
@@ -161,7 +157,7 @@ class Prediction:
 
     @property
     def asynchronous(self) -> Flow:
-        """What MODE=async makes of it, by simulation."""
+        """The step with MODE=async, by simulation."""
         seconds = self.seconds
         pipeline = Pipeline(
             batch=self.batch.prompts,
@@ -174,65 +170,56 @@ class Prediction:
         return flow(pipeline)
 
 
-def predict(
-    model: Model, batch: Batch, layout: Layout, measured: Rates, gpu: Gpu = H100, assumed: Assumptions | None = None
-) -> Prediction:
-    """A step's seconds. Scoring and what is left over take what was measured, for they do not depend on the model."""
-    assumed = assumed or Assumptions()
+def predict(model: Model, batch: Batch, layout: Layout, measured: Rates, assumed: Assumptions = ASSUMED) -> Prediction:
+    """Predict a step's seconds. Scoring and the rest take the measured time, which does not depend on the model."""
     work = batch.work
     publishes = publish_seconds(model, layout, assumed)
     transport = min(publishes, key=publishes.__getitem__)
-    rates = Rates(
-        **decode_rates(model, batch, layout, gpu, assumed),
-        score_completion=measured.score_completion,
-        update=0.0,
-        trained_token=0.0,
+    seconds = Seconds(
+        generate=generate_seconds(model, batch, layout, assumed),
+        score=work.completions * measured.score_completion,
+        train=train_seconds(model, batch, layout, assumed),
         publish=publishes[transport],
         rest=measured.rest,
     )
-    base = rates.seconds(work, layout.rollout_nodes)
-    train = train_seconds(model, batch, layout, gpu, assumed)
-    seconds = Seconds(base.generate, base.score, train, base.publish, base.rest)
     return Prediction(layout, seconds, transport, batch)
 
 
-def decode_rates(model: Model, batch: Batch, layout: Layout, gpu: Gpu, assumed: Assumptions) -> dict[str, float]:
-    """Rates of one engine. Sequences beyond what its cache holds decode in a further wave."""
-    bandwidth = layout.rollout_gpus * gpu.bandwidth * assumed.decode_utilisation
-    flops = layout.rollout_gpus * gpu.flops * assumed.prefill_utilisation
-    sequences = math.ceil(batch.prompts * batch.group_size / layout.rollout_nodes)
-    context = batch.prompt_tokens + batch.completion_tokens / 2
-    waves = math.ceil(sequences / cached_sequences(model, batch, layout.rollout_gpus, gpu, assumed))
-    compute = 2 * model.parameters / flops
-    return {
-        "decode_iteration": waves * (model.parameters * WEIGHT_BYTES / bandwidth + assumed.iteration_overhead),
-        "decode_token": context * model.kv_bytes / bandwidth + compute,
-        "prompt_token": compute,
-    }
+def generate_seconds(model: Model, batch: Batch, layout: Layout, assumed: Assumptions) -> float:
+    """Predict the seconds of generating. Sequences that an engine's cache cannot hold decode in a further wave."""
+    work = batch.work
+    bandwidth = layout.rollout_gpus * BANDWIDTH * assumed.decode_utilisation
+    token_compute = 2 * model.parameters / (layout.rollout_gpus * FLOPS * assumed.prefill_utilisation)
+    token_read = (batch.prompt_tokens + batch.completion_tokens / 2) * model.kv_bytes / bandwidth
+    sequences = math.ceil(work.completions / layout.rollout_nodes)
+    waves = math.ceil(sequences / cached_sequences(model, batch, layout.rollout_gpus, assumed))
+    iteration = waves * (model.parameters * WEIGHT_BYTES / bandwidth + assumed.iteration_overhead)
+    decoded = work.completion_tokens * (token_read + token_compute) + work.prompt_tokens * token_compute
+    return work.longest * iteration + decoded / layout.rollout_nodes
 
 
-def cached_sequences(model: Model, batch: Batch, gpus: int, gpu: Gpu, assumed: Assumptions) -> int:
-    """How many completions of average length an engine's cache holds; 0 where the weights leave no room."""
-    free = gpus * gpu.memory * assumed.cache_share - model.parameters * WEIGHT_BYTES
+def cached_sequences(model: Model, batch: Batch, gpus: int, assumed: Assumptions) -> int:
+    """Return how many completions of mean length an engine's cache holds; 0 if the weights leave no room."""
+    free = gpus * MEMORY * assumed.cache_share - model.parameters * WEIGHT_BYTES
     return max(0, int(free / (model.kv_bytes * (batch.prompt_tokens + batch.completion_tokens))))
 
 
-def train_seconds(model: Model, batch: Batch, layout: Layout, gpu: Gpu, assumed: Assumptions) -> float:
-    """The longer of computing and of exchanging parameters and gradients, which FSDP does at the same time."""
+def train_seconds(model: Model, batch: Batch, layout: Layout, assumed: Assumptions) -> float:
+    """Predict the longer of computing and of exchanging parameters and gradients, which FSDP does at the same time."""
     ranks = layout.trainer_nodes * layout.trainer_gpus
     work = batch.work
-    compute = 6 * model.parameters * work.trained_tokens / (ranks * gpu.flops * assumed.train_utilisation)
+    compute = 6 * model.parameters * work.trained_tokens / (ranks * FLOPS * assumed.train_utilisation)
     if layout.trainer_nodes == 1:
         return compute
     micro_batches = work.updates - 1 + math.ceil(work.trained_tokens / ranks / batch.micro_batch_tokens)
-    # What crosses a node's link: gathered before the forward and the backward pass and reduced after, each micro-batch.
+    # Every micro-batch gathers parameters before the forward and the backward pass, and reduces gradients after.
     exchanged = micro_batches * (2 * WEIGHT_BYTES + 4) * model.parameters
     share = (layout.trainer_nodes - 1) / layout.trainer_nodes
     return max(compute, exchanged * share / assumed.node_bandwidth)
 
 
 def publish_seconds(model: Model, layout: Layout, assumed: Assumptions) -> dict[str, float]:
-    """By PUBLISH_TRANSPORT: written once and read by every node from the volume, or broadcast to them."""
+    """Predict the seconds by PUBLISH_TRANSPORT: every node reads the version from the volume, or gets a broadcast."""
     size = model.parameters * WEIGHT_BYTES
     return {
         "disk": size * (1 + layout.rollout_nodes) / assumed.volume_bandwidth,
@@ -240,15 +227,14 @@ def publish_seconds(model: Model, layout: Layout, assumed: Assumptions) -> dict[
     }
 
 
-def layouts(model: Model, batch: Batch, gpu: Gpu = H100, assumed: Assumptions | None = None) -> Iterator[Layout]:
-    """Every layout whose memory suffices, on the smallest nodes on which it does."""
-    assumed = assumed or Assumptions()
-    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n, gpu, assumed) >= 16)
+def layouts(model: Model, batch: Batch, assumed: Assumptions = ASSUMED) -> Iterator[Layout]:
+    """Yield every layout with enough memory, on the smallest nodes with enough memory."""
+    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n, assumed) >= 16)
     state = model.parameters * STATE_BYTES
-    room = gpu.memory * 0.9 - assumed.activation_bytes
+    room = MEMORY * 0.9 - assumed.activation_bytes
     for trainer in NODE_GPUS:
         fewest = math.ceil(state / (room * trainer))
-        # A model that needs several GPUs gets them on one node as far as there are any: links between nodes are slower.
+        # A model that needs several GPUs gets large nodes, because links between nodes are slower.
         if fewest > 1 and trainer < NODE_GPUS[-1]:
             continue
         for rollout_nodes in range(1, MOST_NODES + 1):
@@ -257,7 +243,7 @@ def layouts(model: Model, batch: Batch, gpu: Gpu = H100, assumed: Assumptions | 
 
 
 def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -> Prediction:
-    """The fewest GPUs with which a step takes at most ``step_seconds``, and of those the fastest.
+    """Return the layout of the fewest GPUs whose step takes at most ``step_seconds``, and the fastest of equal ones.
 
     Raises:
         ValueError: there is no such layout.

@@ -1,4 +1,4 @@
-"""The model of a step: its work, the rates at which it is done and the seconds that makes; and fitting rates to runs.
+"""A model of a step: seconds follow from its work and from rates, which are fitted to measured runs.
 
 generate = longest * decode_iteration + (completion_tokens * decode_token + prompt_tokens * prompt_token) / engines
 score    = completions * score_completion
@@ -17,13 +17,14 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 PHASES = ("generate", "score", "train", "publish", "rest")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do in a step."""
+    """The work of a step."""
 
     groups: float
     completions: float
@@ -40,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a step takes, by phase."""
+    """The seconds of a step, by phase."""
 
     generate: float
     score: float
@@ -50,13 +51,13 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """One phase after the other, as in MODE=sync."""
+        """The sum of the phases, as in MODE=sync."""
         return float(sum(getattr(self, phase) for phase in PHASES))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A step of a run."""
+    """A measured step of a run."""
 
     work: Work
     seconds: Seconds
@@ -64,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Run:
-    """Measured steps of a run, and what was run."""
+    """The measured steps of a run, and a line about the run."""
 
     name: str
     about: str
@@ -72,18 +73,16 @@ class Run:
 
     @classmethod
     def of_metrics(cls, name: str, about: str, lines: Sequence[dict[str, Any]], skip: int = 1) -> Self:
-        """From the lines of a metrics.jsonl, without the first steps, which warm up."""
+        """Return the steps of the lines of a metrics.jsonl, without the first ones, which warm up."""
         return cls(name, about, tuple(_measured(line) for line in lines[skip:]))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """What ``write`` wrote."""
-        found = json.loads(path.read_text())
-        steps = tuple(Measured(Work(**step["work"]), Seconds(**step["seconds"])) for step in found["steps"])
-        return cls(found["name"], found["about"], steps)
+        """Read the file that ``write`` writes."""
+        return TypeAdapter(cls).validate_json(path.read_bytes())
 
     def write(self, path: Path) -> None:
-        """Keeps it as JSON."""
+        """Write the run as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -123,7 +122,7 @@ class Rates:
     rest: float
 
     def seconds(self, work: Work, engines: int = 1) -> Seconds:
-        """What the work takes. Engines on one machine share it: then they count as one."""
+        """Return the seconds of the work. Engines on one machine share its cores, so they count as one."""
         decoded = work.completion_tokens * self.decode_token + work.prompt_tokens * self.prompt_token
         return Seconds(
             generate=work.longest * self.decode_iteration + decoded / engines,
@@ -135,10 +134,10 @@ class Rates:
 
 
 def fit(runs: Sequence[Run]) -> Rates:
-    """The rates with which the model comes nearest to measured steps, in relative terms.
+    """Return the rates with the least relative errors of the measured steps' seconds.
 
-    Decoding wants runs of different lengths: with one length, iterations and tokens cannot be told apart. A prompt's
-    token is taken to cost what a completion's does beyond its iteration.
+    The runs must differ in length: with one length, iterations and tokens cannot be told apart. The model assumes that
+    a token of a prompt costs as much as a token of a completion without its iteration.
     """
     steps = [step for run in runs for step in run.steps]
     works, seconds = [step.work for step in steps], [step.seconds for step in steps]
@@ -158,7 +157,7 @@ def fit(runs: Sequence[Run]) -> Rates:
 
 
 def _fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> list[float]:
-    """Least squares of the relative error, with no negative rate."""
+    """Return the rates of the least squares of the relative errors, without negative rates."""
     target = np.asarray(measured, dtype=float)
     matrix: npt.NDArray[np.float64] = np.asarray(features, dtype=float) / target[:, None]
     free = list(range(matrix.shape[1]))
@@ -172,5 +171,5 @@ def _fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> list
 
 
 def mean(values: Sequence[Seconds]) -> Seconds:
-    """The mean of each phase."""
+    """Return the mean of each phase."""
     return Seconds(**{f.name: float(np.mean([getattr(value, f.name) for value in values])) for f in fields(Seconds)})

@@ -1,4 +1,4 @@
-"""What benchmarks make of what they measured: where an error would be a wrong number, not a failure."""
+"""Tests of the arithmetic of benchmarks, where an error would give a wrong number and no failure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import asynchronous, recovery, reward
 from benchmarks.asynchronous import Mode
-from benchmarks.common.figures import spread
+from benchmarks.common.harness import spread
 from benchmarks.common.job import DEMO
 from benchmarks.common.slow_engine import slowed
 from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
@@ -69,11 +69,11 @@ def test_seconds_lost_are_those_beyond_the_usual() -> None:
 
 
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
-    mode = Mode("synchronous", "jobgroup.yaml", {})
+    mode = Mode(slowdown=1.0)
     step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
     mode.add([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
     assert mode.group_seconds == [3.0]
-    assert mode.generate_seconds == [1.5]
+    assert mode.wait_seconds == [1.5]
 
 
 def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:
@@ -99,7 +99,7 @@ def test_slowed_work_takes_as_many_times_as_long() -> None:
 @pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroup-async.yaml"])
 def test_a_job_group_with_slow_rollouts_differs_in_these_alone(job_group: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    usual, slow = spec.load(root / job_group), spec.load(job_group_with_slow_rollouts(job_group, tmp_path))
+    usual, slow = spec.load(root / job_group), spec.load(job_group_with_slow_rollouts(job_group, 4, tmp_path))
     changed = [task.name for task, other in zip(usual.tasks, slow.tasks, strict=True) if task != other]
     assert changed == ["rollout-server"]
 

@@ -9,7 +9,7 @@ from benchmarks import runner
 
 
 def test_the_page_is_that_of_the_kept_measurements() -> None:
-    assert runner.page() == runner.PAGE.read_text(), "run `python -m benchmarks.__main__ --page-only`"
+    assert runner.page() == runner.PAGE.read_text(), "run `python -m benchmarks --page-only`"
 
 
 def test_everything_kept_is_a_benchmark() -> None:

@@ -8,7 +8,7 @@ import yaml
 
 from benchmarks.scaling import report
 from benchmarks.scaling.__main__ import DOCS, FITTED, measured, run, with_output
-from benchmarks.scaling.plan import H100, MODELS, STATE_BYTES, Assumptions, Batch, Layout, cheapest, layouts, predict
+from benchmarks.scaling.plan import MEMORY, MODELS, STATE_BYTES, Assumptions, Batch, Layout, cheapest, layouts, predict
 from benchmarks.scaling.step import fit
 from trainer.config import TrainerSettings
 
@@ -24,8 +24,8 @@ def rates():
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.label)
 def test_every_layout_has_the_memory(model):
     for layout in layouts(model, BATCH):
-        assert model.parameters * STATE_BYTES <= layout.trainer_nodes * layout.trainer_gpus * H100.memory
-        assert model.parameters * 2 < layout.rollout_gpus * H100.memory
+        assert model.parameters * STATE_BYTES <= layout.trainer_nodes * layout.trainer_gpus * MEMORY
+        assert model.parameters * 2 < layout.rollout_gpus * MEMORY
 
 
 @pytest.mark.parametrize("label", MODELS)

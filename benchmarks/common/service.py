@@ -1,0 +1,163 @@
+"""A service in a process of its own, a client that costs a load generator little, and measurements with targets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+import psutil
+
+from benchmarks.common import harness
+
+START_SECONDS = 120.0
+
+
+@dataclass
+class Measured:
+    """A measurement of a service, its values by round, and its target."""
+
+    service: str
+    what: str
+    unit: str
+    at_least: float | None = None
+    at_most: float | None = None
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def target(self) -> str:
+        """The target as text; "" without a target."""
+        if self.at_least is not None:
+            return f">= {self.at_least:g}"
+        return "" if self.at_most is None else f"<= {self.at_most:g}"
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median of the rounds meets the target."""
+        median = float(np.median(self.values))
+        return (self.at_least is None or median >= self.at_least) and (self.at_most is None or median <= self.at_most)
+
+
+class Record:
+    """The measurements of a service, over all rounds."""
+
+    def __init__(self, service: str) -> None:
+        self.name = service
+        self.measured: dict[str, Measured] = {}
+
+    def add(
+        self, what: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None
+    ) -> None:
+        """Add the value of a round."""
+        one = self.measured.setdefault(what, Measured(self.name, what, unit, at_least, at_most))
+        one.values.append(value)
+
+    def add_latencies(self, what: str, milliseconds: Sequence[float], *, at_most: float | None = None) -> None:
+        """Add median and 99th percentile of a round's latencies; the target is for the latter."""
+        self.add(f"{what}, p50", float(np.percentile(milliseconds, 50)), "ms")
+        self.add(f"{what}, p99", float(np.percentile(milliseconds, 99)), "ms", at_most=at_most)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service."""
+
+    pid: int
+    port: int
+    start_seconds: float
+    """Seconds until it was healthy."""
+
+    def memory_mb(self) -> float:
+        """Return the resident memory of the process and its children; shared pages count once a process."""
+        root = psutil.Process(self.pid)
+        return sum(process.memory_info().rss for process in (root, *root.children(recursive=True))) / 1e6
+
+
+@contextmanager
+def running(name: str, **environment: str) -> Iterator[Service]:
+    """Run ``python -m services.<name>`` within the context.
+
+    Raises:
+        SystemExit: it did not become healthy.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port)],
+        env={**os.environ, "LOG_LEVEL": "warning", **environment},
+    )
+    try:
+        while not _is_healthy(port):
+            if process.poll() is not None or time.monotonic() - started > START_SECONDS:
+                raise SystemExit(f"error: services.{name} did not become healthy; its output is above")
+            time.sleep(0.02)
+        yield Service(process.pid, port, time.monotonic() - started)
+    finally:
+        harness.end(process)
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=1, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Connection:
+    """A bare HTTP/1.1 client over one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Return the body of the reply.
+
+        Raises:
+            RuntimeError: the status is not 200.
+        """
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self._writer.write(head.encode() + b"\r\n" + body)
+        status_and_headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        length = int(status_and_headers.split(b"content-length:")[1].split(b"\r\n")[0])
+        reply = await self._reader.readexactly(length)
+        if b" 200 " not in status_and_headers[:20]:
+            raise RuntimeError(f"{method} {path}: {reply[:300].decode()}")
+        return reply
+
+
+@asynccontextmanager
+async def connect(port: int) -> AsyncIterator[Connection]:
+    """Hold a connection within the context."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**26)
+    try:
+        yield Connection(reader, writer)
+    finally:
+        writer.close()
+
+
+async def send_all(port: int, connections: int, path: str, bodies: Sequence[bytes]) -> tuple[float, list[bytes]]:
+    """Send POST requests over several connections; return the seconds for all, and the replies in any order."""
+    waiting = list(reversed(bodies))
+    replies: list[bytes] = []
+
+    async def feed() -> None:
+        async with connect(port) as connection:
+            while waiting:
+                replies.append(await connection.request("POST", path, waiting.pop()))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(feed() for _ in range(connections)))
+    return time.perf_counter() - started, replies
