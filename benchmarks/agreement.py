@@ -26,7 +26,7 @@ from services.data_server.settings import DataSettings
 from services.embedded_engine.compute.loading import load
 from services.embedded_engine.http.requests import SamplingParams
 from services.embedded_engine.settings import EngineSettings
-from services.protocol import Cursor, Split
+from services.protocol.prompts import Cursor, Split
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.config import TrainerSettings
 from trainer.model.policy import load_policy

@@ -14,7 +14,9 @@ from evaluation.workflows import AgentFailedError, Score, ScoringLostError, Work
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol import Prompt, RewardItem, RewardResult, RewardStatus
+from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
 
 WINDOW = 4096
 """Pieces of work begun at once; the pool bounds how many of them are at the servers."""

@@ -10,7 +10,7 @@ from services.core.settings import Settings
 from services.data_server import sources
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
-from services.protocol import Prompt, Split
+from services.protocol.prompts import Prompt, Split
 
 ALL = "all"
 _NOT_IN_RECIPE = {*Settings.model_fields, "model_name"}

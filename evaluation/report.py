@@ -18,7 +18,8 @@ from evaluation.metrics import Answer, Estimate, Metrics, PromptAnswers, accurac
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import atomic_write
-from services.protocol import FinishReason, Prompt
+from services.protocol.groups import FinishReason
+from services.protocol.prompts import Prompt
 
 RESULTS = "results.json"
 CURVE = "curve.json"

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
-from services.protocol import FinishReason, Prompt, RewardResult
+from services.protocol.groups import FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct
+from services.protocol.prompts import Prompt
 
 SAMPLES = "samples.jsonl"
 IDENTITY = "evaluation.json"

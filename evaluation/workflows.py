@@ -24,7 +24,9 @@ from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
-from services.protocol import FinishReason, Message, Prompt, RewardItem, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.prompts import Message, Prompt
+from services.protocol.rewards import RewardItem
 
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""

@@ -17,7 +17,7 @@ from services.core.errors import ConfigurationError, DependencyLostError, exit_c
 from services.core.logs import get_logger
 from services.core.vocabulary import vocabulary_size
 from services.http import provenance
-from services.protocol import Cursor, Prompt
+from services.protocol.prompts import Cursor, Prompt
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients

@@ -15,7 +15,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
-from services.protocol import SampleStrategy
+from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 
 LEAST_CONCURRENCY = 64

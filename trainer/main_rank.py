@@ -17,7 +17,9 @@ from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
-from services.protocol import ComponentRecord, Cursor, DataStats, Group, Prompt
+from services.protocol.base import ComponentRecord
+from services.protocol.groups import Group
+from services.protocol.prompts import Cursor, DataStats, Prompt
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
 from trainer.rollouts.batch import Batch

@@ -16,7 +16,7 @@ from services.core import logs, memory
 from services.core.endpoints import Task
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
 from services.core.logs import get_logger
-from services.protocol import DataStats
+from services.protocol.prompts import DataStats
 from services.run_page.rewards import first_and_last
 from trainer.checkpoints.admission import has_succeeded, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from services.core import endpoints
 from services.http.client import HttpClient
-from services.protocol import ComponentRecord
+from services.protocol.base import ComponentRecord
 
 
 class ServiceClient(HttpClient):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
-from services.protocol import (
+from services.protocol.prompts import (
     Cursor,
     CursorRequest,
     DataStats,

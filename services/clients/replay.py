@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
-from services.protocol import (
+from services.protocol.groups import Group
+from services.protocol.replay import (
     AcknowledgeReply,
     AcknowledgeRequest,
     AddGroupsReply,
     AddGroupsRequest,
-    Group,
     LeaseReply,
     LeaseRequest,
     ReplayStats,

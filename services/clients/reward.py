@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
-from services.protocol import BatchRewardReply, BatchRewardRequest, RewardItem, RewardResult
+from services.protocol.groups import RewardResult
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem
 
 REWARDS_A_REQUEST = 1024
 """Bounds the size of a body, and the time for which one request delays the others."""

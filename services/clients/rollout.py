@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
-from services.protocol import Completion, FinishReason, VersionSpan
+from services.protocol.groups import Completion, FinishReason, VersionSpan
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])

@@ -15,7 +15,7 @@ from services.data_server.settings import DataSettings
 from services.http.app import JsonResponse, create_service_app, model_response
 from services.http.json_body import JsonRoute
 from services.http.query import query_parameters, read_query
-from services.protocol import (
+from services.protocol.prompts import (
     Cursor,
     CursorRequest,
     PromptBatch,

@@ -13,7 +13,7 @@ from services.data_server.order import EpochOrder, walk
 from services.data_server.settings import Curriculum, DataSettings
 from services.data_server.state import ServerState
 from services.http.problems import ProblemError
-from services.protocol import Cursor, DataStats, Split
+from services.protocol.prompts import Cursor, DataStats, Split
 
 SERVED = Counter("data_prompts_served", "Prompts given out.", ["split"])
 EPOCH = Gauge("data_epoch", "The epoch of the last prompt given out.", ["split"])

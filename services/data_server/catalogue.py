@@ -8,7 +8,7 @@ from typing import Any
 
 from services.data_server.prompts import PromptMaker
 from services.data_server.sources import Rows
-from services.protocol import Split
+from services.protocol.prompts import Split
 
 RENDERED_AT_START = 20_000
 """A split of up to this size is rendered at the start, in a few seconds; a larger one as its prompts are asked for."""

@@ -13,7 +13,7 @@ from services.data_server import sources
 from services.data_server.catalogue import Catalogue
 from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
-from services.protocol import Split
+from services.protocol.prompts import Split
 
 log = get_logger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from services.data_server.settings import Curriculum
 from services.http.problems import ProblemError
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 
 Places = np.ndarray[Any, np.dtype[np.int32]]
 Rates = np.ndarray[Any, np.dtype[np.float32]]

@@ -13,7 +13,7 @@ from services.core import files
 from services.core.errors import ConfigurationError
 from services.data_server.order import Rates
 from services.http.problems import ProblemError
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cursors (consumer TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID;

@@ -22,7 +22,7 @@ from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app, model_response
 from services.http.problems import ProblemError
-from services.protocol import Health
+from services.protocol.base import Health
 from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,

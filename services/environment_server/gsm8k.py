@@ -14,8 +14,8 @@ from services.data_server.settings import DataSettings
 from services.environment_server.calculator import CalculationError, calculate
 from services.environment_server.environments import Conversation, EnvironmentBrokenError, Transition
 from services.environment_server.guessing import text_of
-from services.protocol import RewardItem
 from services.protocol.evaluation import Action, State
+from services.protocol.rewards import RewardItem
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import Scorer
 from services.reward_server.settings import RewardSettings

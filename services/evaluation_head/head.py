@@ -20,7 +20,7 @@ from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import History, Meter, Moments
 from services.http.problems import ProblemError
-from services.protocol import Health
+from services.protocol.base import Health
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 
 SERVICE = "evaluation-head"

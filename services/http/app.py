@@ -19,7 +19,7 @@ from services.http import problems, provenance
 from services.http.json_body import JsonRoute
 from services.http.lifecycle import Lifecycle, Lifespan, background_lifespan
 from services.http.middleware import MAX_BODY_BYTES, ServiceMiddleware
-from services.protocol import ComponentRecord, Health, Problem
+from services.protocol.base import ComponentRecord, Health, Problem
 
 Stats = Mapping[str, Any]
 

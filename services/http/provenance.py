@@ -17,7 +17,7 @@ from services.core.endpoints import Task, node_rank
 from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.core.settings import Settings
-from services.protocol import ComponentRecord
+from services.protocol.base import ComponentRecord
 
 log = get_logger(__name__)
 

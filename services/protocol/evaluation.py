@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictFloat, StrictInt, model_validator
 
-from services.protocol import Count, Finite, Seed, StrictModel, WireModel
+from services.protocol.base import Count, Finite, Seed, StrictModel, WireModel
 
 # The receiving policy or environment checks the contents, because it knows their shape.
 State = StrictFloat | list[Any]

@@ -18,14 +18,14 @@ from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.http.app import create_service_app, model_response
 from services.http.problems import ProblemError
-from services.protocol import (
+from services.protocol.groups import Group
+from services.protocol.replay import (
     AcknowledgeReply,
     AcknowledgeRequest,
     AddExperiencesReply,
     AddExperiencesRequest,
     AddGroupsReply,
     AddGroupsRequest,
-    Group,
     LeaseReply,
     LeaseRequest,
     ReplayStats,

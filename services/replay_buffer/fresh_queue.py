@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import orjson
 
 from services.http.problems import ProblemError
-from services.protocol import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, Group, LeaseRequest
+from services.protocol.groups import Group
+from services.protocol.replay import AcknowledgeReply, AcknowledgeRequest, AddGroupsReply, LeaseRequest
 from services.replay_buffer.packing import unpack
 from services.replay_buffer.store import Record, Store
 

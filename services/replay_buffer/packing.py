@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from services.protocol import Group
+from services.protocol.groups import Group
 
 _PREFIX = struct.Struct("<BcI")
 _VERSION = 1

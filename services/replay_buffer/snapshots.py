@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from services.http.problems import ProblemError
-from services.protocol import SnapshotReply
+from services.protocol.replay import SnapshotReply
 from services.replay_buffer.store import Store
 
 _COPY_MEMBERS = """

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import orjson
 
-from services.protocol import (
+from services.protocol.groups import Group
+from services.protocol.replay import (
     AddExperiencesReply,
     AddGroupsReply,
     FlatExperience,
-    Group,
     SampleExperiencesRequest,
     SampleGroupsRequest,
     SampleStrategy,

@@ -14,7 +14,9 @@ from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.tasks import in_background
 from services.http.app import create_service_app, model_response
-from services.protocol import BatchRewardReply, BatchRewardRequest, Health, RewardItem, RewardResult
+from services.protocol.base import Health
+from services.protocol.groups import RewardResult
+from services.protocol.rewards import BatchRewardReply, BatchRewardRequest, RewardItem
 from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings

@@ -19,7 +19,7 @@ from prometheus_client import Counter, Gauge
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.protocol import RewardStatus
+from services.protocol.groups import RewardStatus
 from services.reward_server import worker
 from services.reward_server.settings import RewardSettings
 

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter as Metric
 
-from services.protocol import FinishReason, RewardItem, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.rewards import RewardItem
 from services.reward_server.answers import Verdict, judge
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings

@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from services.protocol import RewardStatus
+from services.protocol.groups import RewardStatus
 
 EXIT_MEMORY = 77
 """Exit code of a worker that ran out of memory, in which little works any more."""

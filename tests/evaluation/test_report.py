@@ -17,7 +17,9 @@ from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
-from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
 
 RESULTS = {
     "right": RewardResult(reward=1.0),

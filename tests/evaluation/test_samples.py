@@ -6,7 +6,7 @@ import pytest
 
 from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, SampleStore
 from services.core.errors import ConfigurationError
-from services.protocol import FinishReason, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 
 WHO = {"weights": "abc", "temperature": 1.0, "operations": ("+",)}
 

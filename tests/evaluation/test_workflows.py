@@ -19,7 +19,9 @@ from evaluation.servers import Server
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import AgentFailedError, AgentWorkflow, ScoringLostError, load_agent, seed_of
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol import FinishReason, Prompt, RewardItem, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
 from services.reward_server.answers import Verdict, judge
 
 PROMPT = Prompt(id="p/1", prompt="What is 6 times 7?", ground_truth="42", category="products")

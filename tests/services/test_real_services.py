@@ -16,17 +16,10 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.core.endpoints import Endpoint
 from services.http.client import RequestRefusedError
-from services.protocol import (
-    AcknowledgeRequest,
-    Completion,
-    Cursor,
-    Experience,
-    Group,
-    LeaseRequest,
-    RewardItem,
-    SampleGroupsRequest,
-    Split,
-)
+from services.protocol.groups import Completion, Experience, Group
+from services.protocol.prompts import Cursor, Split
+from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
+from services.protocol.rewards import RewardItem
 from tests.waiting import IDLE_SECONDS
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState

@@ -23,7 +23,8 @@ import structlog
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.core.errors import EXIT_RECOVERABLE, DependencyLostError, exit_code_of
-from services.protocol import Cursor, Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.prompts import Cursor
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.algorithm.advantages import training_group

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from services.protocol import FinishReason, Group
+from services.protocol.groups import FinishReason, Group
 from trainer.algorithm import grpo
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings

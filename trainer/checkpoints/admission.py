@@ -9,7 +9,7 @@ import orjson
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.settings import parse_task_id
-from services.protocol import DataStats
+from services.protocol.prompts import DataStats
 from trainer.checkpoints.fingerprint import Fingerprint, data_differences, differences
 from trainer.config import TrainerSettings
 

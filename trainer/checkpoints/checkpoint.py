@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 from trainer.checkpoints.fingerprint import Fingerprint
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.model.policy import Policy

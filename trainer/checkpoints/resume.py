@@ -9,7 +9,7 @@ import torch
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.protocol import Cursor, DataStats
+from services.protocol.prompts import Cursor, DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import check_same, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState

@@ -15,7 +15,8 @@ from services.core.endpoints import Task
 from services.core.files import atomic_write
 from services.core.logs import get_logger
 from services.http import provenance
-from services.protocol import ComponentRecord, Group
+from services.protocol.base import ComponentRecord
+from services.protocol.groups import Group
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from services.protocol import Experience, FinishReason, Group
+from services.protocol.groups import Experience, FinishReason, Group
 from trainer.model.learner import UpdateResult
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.groups import initial_priority

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from services.protocol import Group, SampledGroup
+from services.protocol.groups import Group
+from services.protocol.replay import SampledGroup
 from trainer.algorithm.advantages import has_signal
 from trainer.config import TrainerSettings
 

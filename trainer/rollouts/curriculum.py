@@ -11,7 +11,7 @@ from services.clients.data import DataClient
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.http.client import RequestRefusedError
-from services.protocol import Group
+from services.protocol.groups import Group
 from services.protocol.pass_at_k import CORRECT
 
 log = get_logger(__name__)

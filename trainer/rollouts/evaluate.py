@@ -10,8 +10,10 @@ from typing import Any
 
 from services.clients.rollout import SamplingParams
 from services.core.logs import get_logger
-from services.protocol import Completion, Cursor, FinishReason, Prompt, RewardItem, RewardResult, Split
+from services.protocol.groups import Completion, FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
+from services.protocol.prompts import Cursor, Prompt, Split
+from services.protocol.rewards import RewardItem
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients

@@ -8,7 +8,8 @@ import time
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.core.errors import DependencyLostError
-from services.protocol import AcknowledgeRequest, LeaseRequest, Split
+from services.protocol.prompts import Split
+from services.protocol.replay import AcknowledgeRequest, LeaseRequest
 from trainer.collector import COLLECTOR_PREFIX, COLLECTORS
 from trainer.config import TrainerSettings
 from trainer.rollouts.batch import Batch

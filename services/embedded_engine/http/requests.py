@@ -13,7 +13,7 @@ from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sampling import Sampling, stream_key
 from services.embedded_engine.compute.sequences import Request, Sequence, Stopping
 from services.http.problems import ProblemError, printable
-from services.protocol import MAX_GROUP_SIZE
+from services.protocol.base import MAX_GROUP_SIZE
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),

@@ -23,7 +23,7 @@ from services.embedded_engine.compute.weights import WeightsError
 from services.embedded_engine.http.state import EngineState, state_of, wait_for
 from services.http.app import JsonResponse
 from services.http.problems import ProblemError
-from services.protocol import StrictModel
+from services.protocol.base import StrictModel
 
 log = get_logger(__name__)
 

@@ -17,7 +17,7 @@ from services.clients.rollout import MAX_ROUNDS, RolloutClient, SamplingParams
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
-from services.protocol import FinishReason
+from services.protocol.groups import FinishReason
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from services.data_server.order import EpochOrder, walk
 from services.data_server.settings import Curriculum
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 
 
 def order(size: int, **options: object) -> EpochOrder:

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from services.protocol import RewardResult, RewardStatus
+from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.pass_at_k import is_correct, standard_error
 
 

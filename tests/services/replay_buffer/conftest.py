@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.protocol import Group, LeaseRequest, SampleGroupsRequest
+from services.protocol.groups import Group
+from services.protocol.replay import LeaseRequest, SampleGroupsRequest
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.snapshots import Snapshots

@@ -11,7 +11,8 @@ import pytest
 from services.clients.replay import ReplayClient
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
-from services.protocol import AcknowledgeRequest, Group, LeaseRequest
+from services.protocol.groups import Group
+from services.protocol.replay import AcknowledgeRequest, LeaseRequest
 from tests.waiting import LIMIT_SECONDS
 
 

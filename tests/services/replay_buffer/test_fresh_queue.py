@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.http.problems import ProblemError
-from services.protocol import AcknowledgeRequest, LeaseRequest
+from services.protocol.replay import AcknowledgeRequest, LeaseRequest
 from services.replay_buffer import fresh_queue
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.protocol import Group
+from services.protocol.groups import Group
 from services.replay_buffer.packing import pack, unpack
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.http.problems import ProblemError
-from services.protocol import AcknowledgeRequest
+from services.protocol.replay import AcknowledgeRequest
 
 
 def picture(parts: Any) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import pytest
 from services.core import files
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.problems import ProblemError
-from services.protocol import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
+from services.protocol.replay import FlatExperience, SampleExperiencesRequest, SampleGroupsRequest
 from services.replay_buffer import database, store
 from services.replay_buffer.database import Database
 from services.replay_buffer.settings import ReplaySettings

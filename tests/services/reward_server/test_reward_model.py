@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.protocol import RewardItem, RewardStatus
+from services.protocol.groups import RewardStatus
+from services.protocol.rewards import RewardItem
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
 from tests.models import save_byte_tokenizer

@@ -10,7 +10,8 @@ import pytest
 
 from local_runner import spec
 from services.core.errors import ConfigurationError
-from services.protocol import RewardItem, RewardStatus
+from services.protocol.groups import RewardStatus
+from services.protocol.rewards import RewardItem
 from services.reward_server import pool
 
 DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")

@@ -20,7 +20,7 @@ from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
-from services.protocol import Completion
+from services.protocol.groups import Completion
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
 from tests.tolerance import engine_tolerance

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
-from services.protocol import Completion, FinishReason, VersionSpan
+from services.protocol.groups import Completion, FinishReason, VersionSpan
 from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
 from tests.tolerance import engine_tolerance

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.core.errors import ConfigurationError
-from services.protocol import DataStats
+from services.protocol.prompts import DataStats
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.admission import check_data, has_succeeded

@@ -9,7 +9,7 @@ import pytest
 
 from services.core.endpoints import Task
 from services.http import provenance
-from services.protocol import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
 from services.reward_server.settings import RewardSettings
 from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings

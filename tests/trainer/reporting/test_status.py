@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 from trainer.checkpoints.checkpoint import RunState
 from trainer.reporting.status import RunStatus
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.protocol import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from trainer.algorithm.advantages import has_signal, training_group
 from trainer.algorithm.grpo import ADVANTAGE_EPS
 from trainer.config import TrainerSettings

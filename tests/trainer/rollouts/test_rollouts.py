@@ -18,7 +18,7 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
-from services.protocol import Cursor
+from services.protocol.prompts import Cursor
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
