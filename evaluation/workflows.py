@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import importlib
 import inspect
 import math
@@ -24,6 +23,7 @@ from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
+from services.core.seeds import derive_seed
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Message, Prompt
 from services.protocol.rewards import RewardItem
@@ -47,8 +47,7 @@ class AgentFailedError(Exception):
 
 def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
     """Return the 31-bit seed of a sample, the same on every machine and in a resumed evaluation."""
-    text = f"{seed}/{kind.value}/{prompt.id}/{index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+    return derive_seed(seed, kind.value, prompt.id, index)
 
 
 class Workflow(Protocol):

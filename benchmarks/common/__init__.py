@@ -1,1 +1,1 @@
-"""What benchmarks compare with: programs of their own, run by interpreters that have the other libraries."""
+"""Parts that benchmarks share: the harness, job groups and nodes to measure, and programs to compare with."""

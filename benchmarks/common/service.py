@@ -41,7 +41,7 @@ class Measured:
 
     @property
     def is_met(self) -> bool:
-        """Whether the median of the rounds meets the target."""
+        """Return True when the median of the rounds meets the target."""
         median = float(np.median(self.values))
         return (self.at_least is None or median >= self.at_least) and (self.at_most is None or median <= self.at_most)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from services.clients.rollout import SamplingParams
 from services.core.logs import get_logger
+from services.core.seeds import derive_seed
 from services.protocol.groups import Completion, FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
@@ -18,7 +19,6 @@ from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.groups import GroupMaker
-from trainer.rollouts.seeds import derive_seed
 
 log = get_logger(__name__)
 

@@ -14,12 +14,12 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
+from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.protocol.groups import Completion, Experience, Group, RewardResult
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 from trainer.config import TrainerSettings
-from trainer.rollouts.seeds import derive_seed
 
 log = get_logger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.clients.replay import ReplayClient
+from services.core.seeds import derive_seed
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup, SampleGroupsRequest
 from trainer.config import TrainerSettings
-from trainer.rollouts.seeds import derive_seed
 
 
 async def sample_groups(

@@ -32,12 +32,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Return True when the likeliest token is always taken."""
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-k, top-p or min-p cut off unlikely tokens."""
+        """Return True when top-k, top-p or min-p cut off unlikely tokens."""
         return not self.is_greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from trainer.algorithm.advantages import has_signal, training_group
 from trainer.algorithm.grpo import ADVANTAGE_EPS
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import group_metrics, reward_counts
 from trainer.rollouts.groups import initial_priority
-from trainer.rollouts.seeds import derive_seed
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 

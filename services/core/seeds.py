@@ -1,4 +1,4 @@
-"""Seeds derived from the run's seed."""
+"""Seeds derived from one seed."""
 
 from __future__ import annotations
 
