@@ -6,11 +6,13 @@ asynchronous mode and the status page live.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
+from services.clients.rollout_admin import RouterAdmin
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -20,7 +22,6 @@ from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
-from trainer.publishing.workers import registered_workers
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
@@ -33,6 +34,8 @@ from trainer.service_thread import ServiceThread
 T = TypeVar("T")
 
 log = get_logger(__name__)
+
+WORKER_POLL_SECONDS = 0.2
 
 
 class MainRank:
@@ -91,11 +94,7 @@ class MainRank:
         Raises:
             NeverReadyError: it has fewer after the deadline of the start.
         """
-        waiting = registered_workers(self.settings, deadline_seconds=self.settings.start_deadline_seconds)
-        try:
-            self.thread.call(waiting, interruptible=True)
-        except DependencyLostError as error:
-            raise NeverReadyError(str(error)) from error
+        self.thread.call(self._wait_for_workers(self.settings.start_deadline_seconds), interruptible=True)
 
     def fetch_prompts(self, wanted: int) -> list[Prompt]:
         """Return the next ``wanted`` prompts of the epochs to train; fewer, then none, at the end."""
@@ -178,3 +177,21 @@ class MainRank:
 
     def _patiently(self, work: Coroutine[Any, Any, T]) -> T:
         return self.thread.call(work, interruptible=True, meanwhile=self.while_waiting)
+
+    async def _wait_for_workers(self, deadline_seconds: float) -> None:
+        workers: list[str] = []
+        reason = "the router did not answer"
+        try:
+            async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
+                while len(workers) < self.settings.min_workers:
+                    await asyncio.sleep(WORKER_POLL_SECONDS)
+                    try:
+                        workers = await router.workers()
+                        reason = f"{len(workers)} are registered"
+                    except DependencyLostError as error:
+                        reason = str(error)
+        except TimeoutError:
+            raise NeverReadyError(
+                f"rollout-server: not {self.settings.min_workers} workers (MIN_WORKERS) behind the router after "
+                f"{deadline_seconds:g} s: {reason}; see the rollout-server's log"
+            ) from None

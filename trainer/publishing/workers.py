@@ -102,40 +102,29 @@ async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:
             await router.remove(url)
 
 
-async def registered_workers(
-    settings: TrainerSettings, is_there: IsThere = lambda: True, deadline_seconds: float = PUBLISH_SECONDS
-) -> list[str]:
+async def registered_workers(settings: TrainerSettings, is_there: IsThere = lambda: True) -> list[str]:
     """Return the URLs of the workers that the router knows, once they are at least MIN_WORKERS.
 
     Raises:
         VersionGoneError: they are fewer, and the volume has lost the version that others could load.
-        DependencyLostError: they are fewer after the deadline.
+        DependencyLostError: they are fewer after PUBLISH_SECONDS.
     """
 
     async def everyone(registered: list[str]) -> list[str]:
         return registered
 
-    return await _wait_for_workers(settings, everyone, "are registered with the router", is_there, deadline_seconds)
+    return await _wait_for_workers(settings, everyone, "are registered with the router", is_there)
 
 
 async def _wait_for_workers(
-    settings: TrainerSettings,
-    select: Callable[[list[str]], Awaitable[list[str]]],
-    state: str,
-    is_there: IsThere,
-    deadline_seconds: float = PUBLISH_SECONDS,
+    settings: TrainerSettings, select: Callable[[list[str]], Awaitable[list[str]]], state: str, is_there: IsThere
 ) -> list[str]:
     """Wait until ``select`` keeps at least MIN_WORKERS registered workers; ``state`` describes them in the error."""
     selected: list[str] = []
-    silence = ""
     try:
-        async with asyncio.timeout(deadline_seconds), RouterAdmin(token=settings.token) as router:
+        async with asyncio.timeout(PUBLISH_SECONDS), RouterAdmin(token=settings.token) as router:
             while True:
-                try:
-                    selected, silence = await select(await router.workers()), ""
-                except DependencyLostError as error:
-                    # The router is starting, or is started again.
-                    selected, silence = [], f" ({error})"
+                selected = await select(await router.workers())
                 if len(selected) >= settings.min_workers:
                     return selected
                 if not await in_background(is_there):
@@ -143,7 +132,7 @@ async def _wait_for_workers(
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         raise DependencyLostError(
-            f"{len(selected)} rollout workers {state} after {deadline_seconds:g} s{silence}, MIN_WORKERS is "
+            f"{len(selected)} rollout workers {state} after {PUBLISH_SECONDS:g} s, MIN_WORKERS is "
             f"{settings.min_workers}; see the rollout-server's log"
         ) from None
 
