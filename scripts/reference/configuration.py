@@ -36,12 +36,13 @@ def page() -> str:
     for reader in READERS:
         settings = reader.settings_class()
         parts.append(f"## {reader.heading}\n")
-        if Settings in settings.__bases__:
+        sections = settings.__bases__
+        if len(sections) == 1:
             parts.append(_table(_own_fields(settings)))
-        else:
-            for section in settings.__bases__:
-                parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
-                parts.append(_table(_own_fields(section)))
+            continue
+        for section in sections:
+            parts += [f"### {section.__name__.removesuffix('Section')}\n", f"{inspect.getdoc(section)}\n"]
+            parts.append(_table(_own_fields(section)))
     return "\n".join(parts)
 
 

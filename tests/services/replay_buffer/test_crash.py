@@ -61,7 +61,7 @@ async def test_what_was_acknowledged_survives_sigkill(
     service = start_service("services.replay_buffer", **environment)
     async with ReplayClient(Endpoint("127.0.0.1", service.port)) as replay:
         for name, made in stored.items():
-            response = await replay.http.request("GET", f"/groups/{name}")
+            response = await replay.request("GET", f"/groups/{name}")
             assert Group.model_validate_json(response.content) == made
         waiting = set()
         # First the lease whose reply may have been lost: asking for it again gives it, or another.

@@ -62,12 +62,14 @@ def test_config_json_has_every_component_and_no_secret(tmp_path: Path, monkeypat
     monkeypatch.setattr("trainer.reporting.run_files._start_wandb", lambda _: None)
     files = RunFiles(settings, 0, str, services)
     assert orjson.loads(config.read_bytes())["components"].keys() == {"ppo-trainer", "reward-server"}
-    provenance.write_record(RolloutSettings(shared_dir=tmp_path, run_id="r", router_retries=7), Task.ROLLOUT_SERVER)
+    provenance.write_record(
+        RolloutSettings(shared_dir=tmp_path, run_id="r", rollout_max_restarts=7), Task.ROLLOUT_SERVER
+    )
     files.write_summary({"status": "failed", "accuracy_before": None})
     files.close()
     components = orjson.loads(config.read_bytes())["components"]
     assert components["reward-server"]["settings"]["reward_fn"] == "format"
-    assert "router_retries" in components["rollout-server"]["changed"]
+    assert "rollout_max_restarts" in components["rollout-server"]["changed"]
     assert {"torch", "transformers"} <= components["ppo-trainer"]["packages"].keys()
     assert b"hush" not in config.read_bytes()
 
