@@ -112,7 +112,7 @@ class ServerPool:
         """
         self.servers: dict[str, Server] = {}
         self.deaths = 0
-        """How often a live server was found dead."""
+        """Number of times that a live server was found dead."""
         self.moved = 0
         """How often work was begun anew on another server."""
         self._given = urls

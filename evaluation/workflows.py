@@ -54,7 +54,7 @@ class Workflow(Protocol):
     """A way to answer a prompt."""
 
     one_by_one: bool
-    """Whether each sample of a prompt is a piece of work by itself."""
+    """True if each sample of a prompt is a piece of work by itself."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return samples with these indices, perhaps fewer, and perhaps not scored yet."""

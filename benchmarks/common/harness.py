@@ -20,7 +20,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 60.0
-"""How long a program gets to stop its own child processes after SIGTERM."""
+"""Time for a program to stop its own child processes after SIGTERM."""
 
 
 class Side(Protocol):

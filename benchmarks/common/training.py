@@ -41,7 +41,7 @@ class Work:
     completion_tokens: int = 12
     rounds: int = 3
     shares_prompts: bool = True
-    """Whether a group's prompt is computed once; otherwise every completion comes as its own group."""
+    """True to compute a group's prompt once; otherwise every completion comes as its own group."""
 
     @property
     def trained_tokens(self) -> int:

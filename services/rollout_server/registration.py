@@ -55,10 +55,10 @@ class WorkerRegistration:
         self._engine = engine
         self._newest_seen = -1
         self._has_first_weights = True
-        """Whether the engine still has the weights that it started with."""
+        """True while the engine has the weights that it started with."""
         self._was_registered = False
         self._removals = 0
-        """How often the worker was found removed from the routing while its engine ran."""
+        """Number of times that the worker was found removed from the routing while its engine ran."""
 
     async def run(self) -> None:
         """Keep the worker registered until cancelled.

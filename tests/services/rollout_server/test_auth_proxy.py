@@ -22,7 +22,7 @@ TOKEN = "a-token"
 
 @dataclass
 class Router:
-    """What stands in for the router, behind the proxy."""
+    """A stand-in for the router, behind the proxy."""
 
     proxy: str = ""
     heard: list[str] = field(default_factory=list)
