@@ -28,7 +28,7 @@ class Settings(BaseSettings):
         default=None, description="When set, every route but /health asks for `Authorization: Bearer <token>`."
     )
     shared_dir: Path = Field(
-        default=Path("shared-volume"), description="The volume that the rollout and trainer nodes share; holds `runs/`."
+        default=Path("shared-volume"), description="The volume that the nodes of a job share; holds `runs/`."
     )
     run_id: str = Field(
         default_factory=lambda: default_run_id(),

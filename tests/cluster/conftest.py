@@ -57,7 +57,7 @@ class Finished:
     environments: list[dict[str, str]] = field(default_factory=list)
     """Of all processes."""
     connections: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
-    """Local and remote address of each TCP connection, by node, but for those of a door to its router behind it."""
+    """Local and remote address of each TCP connection, by node, but for those of a proxy to the router behind it."""
     names: dict[str, str] = field(default_factory=dict)
     """Address by node, as another node resolves its name."""
     left: list[psutil.Process] = field(default_factory=list)
@@ -105,7 +105,7 @@ _END = re.compile(r"\[?(?:::ffff:)?(\*|[0-9a-f.:]+?)\]?(?:%\w+)?:(\d+|\*)(?=\s|$
 
 
 def _connections(listed: str) -> set[tuple[str, str]]:
-    """The two ends of each connection, without ports, of what ``ss`` lists; a door's to its router is left out."""
+    """The two ends of each connection, without ports, of what ``ss`` lists; a proxy's to its router is left out."""
     ends = [_END.findall(line) for line in listed.splitlines()]
     inner = str(ROUTER_INNER_PORT)
     return {(near, far) for (near, near_port), (far, far_port) in ends if inner not in (near_port, far_port)}

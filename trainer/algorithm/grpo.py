@@ -35,16 +35,12 @@ from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
 LOG_RATIO_LIMIT = 20.0
 """Largest absolute log ratio: larger ones are clamped before exp, so that one broken token cannot overflow the step."""
 
-ADVANTAGE_EPS = 1e-4
-"""Added to the standard deviation of a group's rewards. It bounds the advantages of a nearly constant group, and is
-small beside the 0.35 or more of eight completions with rewards 0 and 1."""
-
 
 # --- rewards and advantages ------------------------------------------------------------------------------------------
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = AdvantageMethod.GRPO, eps: float = ADVANTAGE_EPS
+    rewards: Tensor, group_ids: Tensor, method: AdvantageMethod = AdvantageMethod.GRPO, eps: float = 1e-4
 ) -> Tensor:
     """Return each completion's advantage over the other completions of its group.
 
