@@ -73,10 +73,9 @@ bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same wi
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m benchmarks.services
 
-docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, grafana.json and the figures of docs/scaling.md
+docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md and the figures of docs/scaling.md
 	$(RUN) -m scripts.reference.configuration
 	$(RUN) -m scripts.reference.metrics
-	$(RUN) -m scripts.reference.grafana
 	$(RUN) -m benchmarks.scaling docs
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt

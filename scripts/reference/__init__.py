@@ -1,1 +1,1 @@
-"""Generators of the reference documents: configuration, metrics and the Grafana dashboard."""
+"""Generators of the reference documents: configuration and metrics."""
