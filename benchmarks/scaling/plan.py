@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from benchmarks.scaling.simulate import Flow, Pipeline, flow
 from benchmarks.scaling.step import Rates, Seconds, Work
 
 WEIGHT_BYTES = 2
@@ -18,10 +17,19 @@ STATE_BYTES = 16
 """Size of a parameter's state in the trainer, over all GPUs: float32 weights, gradients and AdamW's two moments."""
 NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
-MAX_STALENESS = 4
-"""The setting's default."""
-GROUP_SPREAD = 0.2
-"""Assumed standard deviation of the seconds of groups, as a share of their mean."""
+TRAINED_SHARE = 0.7
+"""Share of groups with a gradient; the others have no variance."""
+REPLAYED_GROUPS = 2
+MICRO_BATCH_TOKENS = 16384
+DISK_SECONDS = 1.0
+"""Publishing through the volume stays if it takes no longer, because a restarted worker needs the volume anyway."""
+
+GPU = "H100"
+FLOPS = 989e12
+"""Dense bfloat16 operations a second."""
+BANDWIDTH = 3.35e12
+"""Bytes a second of the GPU's memory."""
+MEMORY = 80e9
 
 
 @dataclass(frozen=True)
@@ -51,14 +59,6 @@ MODELS = {
 }
 
 
-GPU = "H100"
-FLOPS = 989e12
-"""Dense bfloat16 operations a second."""
-BANDWIDTH = 3.35e12
-"""Bytes a second of the GPU's memory."""
-MEMORY = 80e9
-
-
 @dataclass(frozen=True)
 class Assumptions:
     """Values that depend on a cluster; measured values should replace them."""
@@ -79,19 +79,6 @@ class Assumptions:
     activation_bytes: float = 20e9
     """Of a trainer's GPU: activations, logits, gathered layers."""
 
-    @property
-    def halved(self) -> Assumptions:
-        """A cluster on which everything moves and computes half as fast."""
-        return replace(
-            self,
-            train_utilisation=self.train_utilisation / 2,
-            prefill_utilisation=self.prefill_utilisation / 2,
-            decode_utilisation=self.decode_utilisation / 2,
-            iteration_overhead=self.iteration_overhead * 2,
-            node_bandwidth=self.node_bandwidth / 2,
-            volume_bandwidth=self.volume_bandwidth / 2,
-        )
-
 
 ASSUMED = Assumptions()
 
@@ -106,10 +93,6 @@ class Batch:
     completion_tokens: int = 500
     """Mean length of a completion."""
     longest: int = 2048
-    trained_share: float = 0.7
-    """Share of groups with a gradient; the others have no variance."""
-    replayed_groups: int = 2
-    micro_batch_tokens: int = 16384
 
     @property
     def work(self) -> Work:
@@ -118,13 +101,10 @@ class Batch:
         # The trainer does not read the last token of a completion.
         tokens_of_group = self.prompt_tokens + self.group_size * (self.completion_tokens - 1)
         return Work(
-            groups=self.prompts,
             completions=completions,
-            prompt_tokens=self.prompts * self.prompt_tokens,
-            completion_tokens=completions * self.completion_tokens,
+            tokens=self.prompts * self.prompt_tokens + completions * self.completion_tokens,
             longest=self.longest,
-            trained_tokens=(self.prompts * self.trained_share + self.replayed_groups) * tokens_of_group,
-            updates=2.0 if self.replayed_groups else 1.0,
+            trained_tokens=(self.prompts * TRAINED_SHARE + REPLAYED_GROUPS) * tokens_of_group,
         )
 
 
@@ -151,87 +131,74 @@ class Prediction:
     layout: Layout
     seconds: Seconds
     transport: str
-    """The faster PUBLISH_TRANSPORT."""
-
-    batch: Batch
+    """PUBLISH_TRANSPORT."""
 
     @property
-    def asynchronous(self) -> Flow:
-        """The step with MODE=async, by simulation."""
-        seconds = self.seconds
-        pipeline = Pipeline(
-            batch=self.batch.prompts,
-            concurrency=self.batch.prompts,
-            max_staleness=MAX_STALENESS,
-            group_seconds=seconds.generate + seconds.score,
-            spread=GROUP_SPREAD,
-            step_seconds=seconds.train + seconds.publish + seconds.rest,
-        )
-        return flow(pipeline)
+    def asynchronous_seconds(self) -> float:
+        """The seconds of a step with MODE=async, which makes groups while the trainer trains and publishes."""
+        return max(self.seconds.rollouts, self.seconds.learning)
 
 
-def predict(model: Model, batch: Batch, layout: Layout, measured: Rates, assumed: Assumptions = ASSUMED) -> Prediction:
+def predict(model: Model, batch: Batch, layout: Layout, measured: Rates) -> Prediction:
     """Predict a step's seconds. Scoring and the rest take the measured time, which does not depend on the model."""
-    work = batch.work
-    publishes = publish_seconds(model, layout, assumed)
-    transport = min(publishes, key=publishes.__getitem__)
+    transport, publish = publishing(model, layout)
     seconds = Seconds(
-        generate=generate_seconds(model, batch, layout, assumed),
-        score=work.completions * measured.score_completion,
-        train=train_seconds(model, batch, layout, assumed),
-        publish=publishes[transport],
+        generate=generate_seconds(model, batch, layout),
+        score=batch.work.completions * measured.score_completion,
+        train=train_seconds(model, batch, layout),
+        publish=publish,
         rest=measured.rest,
     )
-    return Prediction(layout, seconds, transport, batch)
+    return Prediction(layout, seconds, transport)
 
 
-def generate_seconds(model: Model, batch: Batch, layout: Layout, assumed: Assumptions) -> float:
+def generate_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     """Predict the seconds of generating. Sequences that an engine's cache cannot hold decode in a further wave."""
     work = batch.work
-    bandwidth = layout.rollout_gpus * BANDWIDTH * assumed.decode_utilisation
-    token_compute = 2 * model.parameters / (layout.rollout_gpus * FLOPS * assumed.prefill_utilisation)
+    bandwidth = layout.rollout_gpus * BANDWIDTH * ASSUMED.decode_utilisation
+    token_compute = 2 * model.parameters / (layout.rollout_gpus * FLOPS * ASSUMED.prefill_utilisation)
     token_read = (batch.prompt_tokens + batch.completion_tokens / 2) * model.kv_bytes / bandwidth
     sequences = math.ceil(work.completions / layout.rollout_nodes)
-    waves = math.ceil(sequences / cached_sequences(model, batch, layout.rollout_gpus, assumed))
-    iteration = waves * (model.parameters * WEIGHT_BYTES / bandwidth + assumed.iteration_overhead)
-    decoded = work.completion_tokens * (token_read + token_compute) + work.prompt_tokens * token_compute
+    waves = math.ceil(sequences / cached_sequences(model, batch, layout.rollout_gpus))
+    iteration = waves * (model.parameters * WEIGHT_BYTES / bandwidth + ASSUMED.iteration_overhead)
+    decoded = work.completions * batch.completion_tokens * token_read + work.tokens * token_compute
     return work.longest * iteration + decoded / layout.rollout_nodes
 
 
-def cached_sequences(model: Model, batch: Batch, gpus: int, assumed: Assumptions) -> int:
+def cached_sequences(model: Model, batch: Batch, gpus: int) -> int:
     """Return how many completions of mean length an engine's cache holds; 0 if the weights leave no room."""
-    free = gpus * MEMORY * assumed.cache_share - model.parameters * WEIGHT_BYTES
+    free = gpus * MEMORY * ASSUMED.cache_share - model.parameters * WEIGHT_BYTES
     return max(0, int(free / (model.kv_bytes * (batch.prompt_tokens + batch.completion_tokens))))
 
 
-def train_seconds(model: Model, batch: Batch, layout: Layout, assumed: Assumptions) -> float:
+def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     """Predict the longer of computing and of exchanging parameters and gradients, which FSDP does at the same time."""
     ranks = layout.trainer_nodes * layout.trainer_gpus
-    work = batch.work
-    compute = 6 * model.parameters * work.trained_tokens / (ranks * FLOPS * assumed.train_utilisation)
+    trained = batch.work.trained_tokens
+    compute = 6 * model.parameters * trained / (ranks * FLOPS * ASSUMED.train_utilisation)
     if layout.trainer_nodes == 1:
         return compute
-    micro_batches = work.updates - 1 + math.ceil(work.trained_tokens / ranks / batch.micro_batch_tokens)
+    # The update on replayed groups is a micro-batch of its own.
+    micro_batches = 1 + math.ceil(trained / ranks / MICRO_BATCH_TOKENS)
     # Every micro-batch gathers parameters before the forward and the backward pass, and reduces gradients after.
     exchanged = micro_batches * (2 * WEIGHT_BYTES + 4) * model.parameters
     share = (layout.trainer_nodes - 1) / layout.trainer_nodes
-    return max(compute, exchanged * share / assumed.node_bandwidth)
+    return max(compute, exchanged * share / ASSUMED.node_bandwidth)
 
 
-def publish_seconds(model: Model, layout: Layout, assumed: Assumptions) -> dict[str, float]:
-    """Predict the seconds by PUBLISH_TRANSPORT: every node reads the version from the volume, or gets a broadcast."""
+def publishing(model: Model, layout: Layout) -> tuple[str, float]:
+    """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast."""
     size = model.parameters * WEIGHT_BYTES
-    return {
-        "disk": size * (1 + layout.rollout_nodes) / assumed.volume_bandwidth,
-        "broadcast": size / assumed.node_bandwidth,
-    }
+    disk = size * (1 + layout.rollout_nodes) / ASSUMED.volume_bandwidth
+    broadcast = size / ASSUMED.node_bandwidth
+    return ("disk", disk) if disk <= max(DISK_SECONDS, broadcast) else ("broadcast", broadcast)
 
 
-def layouts(model: Model, batch: Batch, assumed: Assumptions = ASSUMED) -> Iterator[Layout]:
+def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
     """Yield every layout with enough memory, on the smallest nodes with enough memory."""
-    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n, assumed) >= 16)
+    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n) >= 16)
     state = model.parameters * STATE_BYTES
-    room = MEMORY * 0.9 - assumed.activation_bytes
+    room = MEMORY * 0.9 - ASSUMED.activation_bytes
     for trainer in NODE_GPUS:
         fewest = math.ceil(state / (room * trainer))
         # A model that needs several GPUs gets large nodes, because links between nodes are slower.

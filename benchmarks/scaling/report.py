@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from benchmarks.scaling.plan import ASSUMED, GPU, Assumptions, Batch, Layout, Model, Prediction, predict
-from benchmarks.scaling.simulate import SIMULATED
-from benchmarks.scaling.step import PHASES, Rates, Run, mean
+from benchmarks.scaling.plan import ASSUMED, GPU, TRAINED_SHARE, Assumptions, Batch, Layout, Model, Prediction
+from benchmarks.scaling.step import PHASES, Measured, Rates, mean
 
 GIGA = 1e9
-DISK_SECONDS = 1.0
-"""Publishing through the volume stays if it takes no longer, because a restarted worker needs the volume anyway."""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -25,68 +22,48 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def check(rates: Rates, fitted: Sequence[Run], unseen: Sequence[Run]) -> str:
-    """Return the rates, and predictions beside measurements."""
-    lines = ["fitted to", *(f"  {run.name}: {run.about}; {len(run.steps)} steps" for run in fitted), "milliseconds"]
+def check(rates: Rates, unseen: Mapping[str, Sequence[Measured]]) -> str:
+    """Return the fitted rates, and predictions beside measurements of runs that the rates were not fitted to."""
+    lines = ["fitted milliseconds"]
     lines += [f"  {f.name.replace('_', ' '):<17} {getattr(rates, f.name) * 1e3:9.3f}" for f in fields(rates)]
-    for run in unseen:
-        predicted = mean([rates.seconds(step.work) for step in run.steps])
-        measured = mean([step.seconds for step in run.steps])
+    for name, steps in unseen.items():
+        predicted = mean([rates.seconds(step.work) for step in steps])
+        measured = mean([step.seconds for step in steps])
         rows = []
-        for name in (*PHASES, "total"):
-            one, other = getattr(predicted, name), getattr(measured, name)
+        for phase in (*PHASES, "total"):
+            one, other = getattr(predicted, phase), getattr(measured, phase)
             error = f"{one / other - 1:+.0%}" if other > 0.05 else "-"
-            rows.append([f"  {'step' if name == 'total' else name}", f"{one:.2f}", f"{other:.2f}", error])
-        lines += ["", f"not seen: {run.name}: {run.about}; {len(run.steps)} steps"]
+            rows.append([f"  {phase}", f"{one:.2f}", f"{other:.2f}", error])
+        lines += ["", f"not seen: {name}, {len(steps)} steps"]
         lines += table(["  mean seconds", "predicted", "measured", "error"], rows)
     return "\n".join(lines)
 
 
-def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: float, measured: Rates) -> str:
+def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: float) -> str:
     """Return the assumptions, nodes and seconds of each model, and the changes to jobgroup.yaml."""
     lines = [
         f"a step: {batch.prompts} prompts of {batch.prompt_tokens} tokens, {batch.group_size} completions each of "
         f"{batch.completion_tokens} tokens on average and {batch.longest} at most,",
-        f"{batch.trained_share:.0%} of the groups with a gradient; the fewest {GPU} with which it takes at most "
+        f"{TRAINED_SHARE:.0%} of the groups with a gradient; the fewest {GPU} with which it takes at most "
         f"{step_seconds:g} s",
         "assumed",
     ]
     for field in fields(Assumptions):
         value = getattr(ASSUMED, field.name)
         lines.append(f"  {field.name.replace('_', ' ')} {f'{value / GIGA:g} GB' if value >= GIGA else f'{value:g}'}")
-    lines += ["", *_seconds(found), "", "share of the step"]
-    shares = [[m.label, *(f"{getattr(p.seconds, n) / p.seconds.total:.0%}" for n in PHASES)] for m, p in found]
-    lines += table(["model", *PHASES], shares)
-    lines += ["", f"with MODE=async, by simulation of {SIMULATED} steps", *_asynchronous(found)]
-    lines += ["", "seconds of a step if the cluster is half as fast as assumed"]
+    rows = []
     for model, one in found:
-        slow = predict(model, batch, one.layout, measured, assumed=ASSUMED.halved)
-        lines.append(f"  {model.label}: {slow.seconds.total:.0f}, with MODE=async {slow.asynchronous.step_seconds:.0f}")
+        layout, seconds = one.layout, one.seconds
+        nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
+        phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
+        rows.append([model.label, *nodes, str(layout.gpus), *phases, f"{one.asynchronous_seconds:.1f}"])
+    lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
     for model, one in found:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
         lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout).items()]
         lines += ["in volume.yaml", f"  size: {volume_gibibytes(model)}Gi", "and at launch"]
         lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))
     return "\n".join(lines)
-
-
-def _seconds(found: Sequence[tuple[Model, Prediction]]) -> list[str]:
-    rows = []
-    for model, one in found:
-        layout, seconds = one.layout, one.seconds
-        nodes = (f"{layout.rollout_nodes} x {layout.rollout_gpus}", f"{layout.trainer_nodes} x {layout.trainer_gpus}")
-        phases = [f"{getattr(seconds, phase):.1f}" for phase in (*PHASES, "total")]
-        rows.append([model.label, *nodes, str(layout.gpus), *phases, f"{3600 / seconds.total:.0f}"])
-    return table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "steps/h"], rows)
-
-
-def _asynchronous(found: Sequence[tuple[Model, Prediction]]) -> list[str]:
-    rows = []
-    for model, one in found:
-        flow = one.asynchronous
-        speed = (f"{flow.step_seconds:.1f}", f"{3600 / flow.step_seconds:.0f}", f"{flow.staleness:.1f}")
-        rows.append([model.label, *speed, str(flow.stalest), str(flow.dropped), f"{flow.idle:.0%}"])
-    return table(["model", "step", "steps/h", "staleness", "stalest", "dropped", "trainer waits"], rows)
 
 
 def changes(model: Model, layout: Layout) -> dict[tuple[str, str], str]:
@@ -122,7 +99,6 @@ def _rounded(least: int, needed: float) -> int:
 
 def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
     """Return the settings of the launch."""
-    disk = one.transport == "disk" or model.parameters * 2 * (1 + one.layout.rollout_nodes) / 2e9 <= DISK_SECONDS
     given = {
         "MODEL_NAME": model.name,
         "BATCH_SIZE": str(batch.prompts),
@@ -130,4 +106,4 @@ def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
         "MAX_NEW_TOKENS": str(batch.longest),
         "MIN_WORKERS": str(max(1, one.layout.rollout_nodes // 2)),
     }
-    return given if disk else given | {"PUBLISH_TRANSPORT": "broadcast"}
+    return given if one.transport == "disk" else given | {"PUBLISH_TRANSPORT": one.transport}

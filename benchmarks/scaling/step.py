@@ -1,8 +1,8 @@
 """A model of a step: seconds follow from its work and from rates, which are fitted to measured runs.
 
-generate = longest * decode_iteration + (completion_tokens * decode_token + prompt_tokens * prompt_token) / engines
+generate = longest * decode_iteration + tokens * token
 score    = completions * score_completion
-train    = updates * update + trained_tokens * trained_token
+train    = trained_tokens * trained_token
 publish  = publish
 rest     = rest
 """
@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
-
-PHASES = ("generate", "score", "train", "publish", "rest")
 
 
 @dataclass(frozen=True)
 class Work:
     """The work of a step."""
 
-    groups: float
     completions: float
-    prompt_tokens: float
-    """A group's prompt counts once."""
-    completion_tokens: float
+    tokens: float
+    """Tokens of prompts and completions that the engines compute; a group's prompt counts once."""
     longest: float
     """Tokens of the longest completion."""
     trained_tokens: float
     """Prompts and completions of the groups with a gradient, replayed ones included."""
-    updates: float
-    """Optimizer steps, those on replayed groups included."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,20 @@ class Seconds:
     @property
     def total(self) -> float:
         """The sum of the phases, as in MODE=sync."""
-        return float(sum(getattr(self, phase) for phase in PHASES))
+        return self.rollouts + self.learning
+
+    @property
+    def rollouts(self) -> float:
+        """The seconds from prompts to scored groups."""
+        return self.generate + self.score
+
+    @property
+    def learning(self) -> float:
+        """The seconds from scored groups to the next policy version."""
+        return self.train + self.publish + self.rest
+
+
+PHASES = tuple(field.name for field in fields(Seconds))
 
 
 @dataclass(frozen=True)
@@ -62,97 +68,67 @@ class Measured:
     work: Work
     seconds: Seconds
 
-
-@dataclass(frozen=True)
-class Run:
-    """The measured steps of a run, and a line about the run."""
-
-    name: str
-    about: str
-    steps: tuple[Measured, ...]
-
     @classmethod
-    def of_metrics(cls, name: str, about: str, lines: Sequence[dict[str, Any]], skip: int = 1) -> Self:
-        """Return the steps of the lines of a metrics.jsonl, without the first ones, which warm up."""
-        return cls(name, about, tuple(_measured(line) for line in lines[skip:]))
+    def of_metrics(cls, line: dict[str, float]) -> Self:
+        """Return the step of a line of metrics.jsonl; storing groups counts as scoring."""
+        work = Work(
+            completions=line["completions"],
+            tokens=line["prompt_tokens"] + line["completion_tokens"],
+            longest=line["length_max"],
+            trained_tokens=line.get("trained_tokens", 0.0),
+        )
+        generate, train, publish = line["seconds_generate"], line["seconds_train"], line["seconds_publish"]
+        score = line["seconds_score"] + line.get("seconds_store", 0.0)
+        return cls(
+            work, Seconds(generate, score, train, publish, line["seconds_step"] - generate - score - train - publish)
+        )
 
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read the file that ``write`` writes."""
-        return TypeAdapter(cls).validate_json(path.read_bytes())
 
-    def write(self, path: Path) -> None:
-        """Write the run as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-
-def _measured(line: dict[str, Any]) -> Measured:
-    trained = line.get("trained_tokens", 0.0)
-    fresh = line["groups"] > line["zero_variance_groups"]
-    work = Work(
-        groups=line["groups"],
-        completions=line["completions"],
-        prompt_tokens=line["prompt_tokens"],
-        completion_tokens=line["completion_tokens"],
-        longest=line["length_max"],
-        trained_tokens=trained,
-        updates=float(fresh) + float(line.get("replay_groups", 0.0) > 0),
-    )
-    phases = {
-        "generate": line["seconds_generate"],
-        # Runs of version 0.1 call it seconds_reward.
-        "score": line.get("seconds_score", line.get("seconds_reward", 0.0)) + line["seconds_store"],
-        "train": line["seconds_train"],
-        "publish": line["seconds_publish"],
-    }
-    return Measured(work, Seconds(**phases, rest=line["seconds_step"] - sum(phases.values())))
+def read(path: Path) -> list[Measured]:
+    """Read the steps of a metrics.jsonl, without the first one, which warms up."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Measured.of_metrics(line) for line in lines if line["step"] > 1 and "seconds_step" in line]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of each unit of work, of one engine and of all trainer nodes together."""
+    """Seconds of each unit of work, of all engines and of all trainer nodes together."""
 
     decode_iteration: float
-    decode_token: float
-    prompt_token: float
+    token: float
     score_completion: float
-    update: float
     trained_token: float
     publish: float
     rest: float
 
-    def seconds(self, work: Work, engines: int = 1) -> Seconds:
-        """Return the seconds of the work. Engines on one machine share its cores, so they count as one."""
-        decoded = work.completion_tokens * self.decode_token + work.prompt_tokens * self.prompt_token
+    def seconds(self, work: Work) -> Seconds:
+        """Return the seconds of the work."""
         return Seconds(
-            generate=work.longest * self.decode_iteration + decoded / engines,
+            generate=work.longest * self.decode_iteration + work.tokens * self.token,
             score=work.completions * self.score_completion,
-            train=work.updates * self.update + work.trained_tokens * self.trained_token,
+            train=work.trained_tokens * self.trained_token,
             publish=self.publish,
             rest=self.rest,
         )
 
 
-def fit(runs: Sequence[Run]) -> Rates:
+def fit(steps: Sequence[Measured]) -> Rates:
     """Return the rates with the least relative errors of the measured steps' seconds.
 
-    The runs must differ in length: with one length, iterations and tokens cannot be told apart. The model assumes that
+    The steps must differ in length: with one length, iterations and tokens cannot be told apart. The model assumes that
     a token of a prompt costs as much as a token of a completion without its iteration.
     """
-    steps = [step for run in runs for step in run.steps]
     works, seconds = [step.work for step in steps], [step.seconds for step in steps]
-    generate = _fit([[w.longest, w.completion_tokens + w.prompt_tokens] for w in works], [s.generate for s in seconds])
-    trained = [i for i, work in enumerate(works) if work.updates]
-    train = _fit([[works[i].updates, works[i].trained_tokens] for i in trained], [seconds[i].train for i in trained])
+    generate = _fit([[work.longest, work.tokens] for work in works], [one.generate for one in seconds])
+    trained = [step for step in steps if step.work.trained_tokens]
+    train = _fit([[step.work.trained_tokens] for step in trained], [step.seconds.train for step in trained])
     return Rates(
         decode_iteration=generate[0],
-        decode_token=generate[1],
-        prompt_token=generate[1],
-        score_completion=sum(s.score for s in seconds) / sum(w.completions for w in works),
-        update=train[0],
-        trained_token=train[1],
-        publish=float(np.median([s.publish for s in seconds])),
-        rest=float(np.median([s.rest for s in seconds])),
+        token=generate[1],
+        score_completion=sum(one.score for one in seconds) / sum(work.completions for work in works),
+        trained_token=train[0],
+        publish=float(np.median([one.publish for one in seconds])),
+        rest=float(np.median([one.rest for one in seconds])),
     )
 
 
@@ -172,4 +148,4 @@ def _fit(features: Sequence[Sequence[float]], measured: Sequence[float]) -> list
 
 def mean(values: Sequence[Seconds]) -> Seconds:
     """Return the mean of each phase."""
-    return Seconds(**{f.name: float(np.mean([getattr(value, f.name) for value in values])) for f in fields(Seconds)})
+    return Seconds(**{phase: float(np.mean([getattr(value, phase) for value in values])) for phase in PHASES})
