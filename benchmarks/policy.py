@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,81 +32,33 @@ from benchmarks.common.policy_worker import Played, Work
 from benchmarks.common.service import running
 from local_runner.environment import cores
 from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
-from services.core.errors import EXIT_CONFIGURATION, ConfigurationError, say_error
 from services.evaluation_head import checkpoint
 
 QUICK_BATTLES = 8
-
-
-@dataclass(frozen=True)
-class Side:
-    """The measurements of one side; times are in seconds unless their names say otherwise."""
-
-    models: int
-    start_seconds: float
-    seconds: float
-    battles: int
-    steps: int
-    battles_per_second: float
-    steps_per_second: float
-    decision_ms: dict[str, float]
-    worker_cpu_seconds: float
-    memory_mb: float
-    head: dict[str, Any] | None
-
-
-def prepare(options: argparse.Namespace) -> Path:
-    """Fill in the options that depend on others, and return the path of the policy.
-
-    Raises:
-        ConfigurationError: an option is wrong, or the policy cannot be loaded.
-    """
-    if not 1 <= options.num_workers <= options.total_battles:
-        raise ConfigurationError(
-            f"--num-workers is {options.num_workers}; allowed is 1 to --total-battles, {options.total_battles}"
-        )
-    options.batch_size = options.batch_size or options.num_workers
-    if options.device == "auto":
-        options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        options.save_dir.mkdir(parents=True, exist_ok=True)
-        policy: Path = options.policy or options.save_dir / f"cartpole-{options.width}x{options.layers}.pt2"
-        if not options.policy and not policy.exists():
-            checkpoint.save_policy(CartPolePolicy(options.width, options.layers, 0), policy, STATE, ACTION)
-        checkpoint.load(checkpoint.find(policy), torch.device(options.device))
-    except OSError as error:
-        raise ConfigurationError(f"--save-dir {options.save_dir} cannot be written to: {error.strerror}") from error
-    except (checkpoint.CheckpointError, RuntimeError) as error:
-        raise ConfigurationError(f"--policy, --device: {error}") from error
-    return policy
+DEADLINE_SECONDS = 1800.0
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIDES = ("batched_head", "one_model_per_worker")
 
 
 def play(options: argparse.Namespace, policy: Path, head: int | None) -> tuple[list[Played], float]:
     """Play all battles in workers that begin together; return what each played, and the seconds until all were ready.
 
     Raises:
-        SystemExit: a worker failed, or was not done after --deadline.
+        SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
-    seeds = range(options.seed, options.seed + options.total_battles)
-    works = [
-        Work(
-            f"worker-{i}", options.environment, list(seeds[i :: options.num_workers]), str(policy), options.device, head
-        )
-        for i in range(options.num_workers)
-    ]
-    command = [sys.executable, "-m", "benchmarks.common.policy_worker"]
+    count = options.num_workers
+    seeds = list(range(options.total_battles))
+    works = [Work(f"worker-{i}", options.environment, seeds[i::count], str(policy), DEVICE, head) for i in range(count)]
+    commands = [[sys.executable, "-m", "benchmarks.common.policy_worker", json.dumps(asdict(work))] for work in works]
     # Otherwise the threads of all workers would contend for the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // options.num_workers))}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // count))}
     started = time.monotonic()
-    with harness.programs(
-        [[*command, json.dumps(asdict(work))] for work in works], [environment] * len(works), options.deadline
-    ) as processes:
+    with harness.programs(commands, [environment] * count, DEADLINE_SECONDS) as processes:
         for work, process in zip(works, processes, strict=True):
             assert process.stdout is not None
             # A worker that fails closes its output; output_of then says so.
             if process.stdout.readline() != "ready\n":
                 harness.output_of(process, work.name)
-                raise SystemExit(f"error: {work.name} printed something else than that it is ready")
         ready_seconds = time.monotonic() - started
         for process in processes:
             assert process.stdin is not None
@@ -116,13 +68,13 @@ def play(options: argparse.Namespace, policy: Path, head: int | None) -> tuple[l
     return [Played(**json.loads(output.splitlines()[-1])) for output in outputs], ready_seconds
 
 
-def play_with_head(options: argparse.Namespace, policy: Path) -> tuple[Side, list[Played]]:
+def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     """Play with actions from the evaluation head."""
     variables = {
         "HEAD_POLICIES": f"policy={policy.resolve()}",
-        "HEAD_BATCH_SIZE": str(options.batch_size),
+        "HEAD_BATCH_SIZE": str(options.batch_size or options.num_workers),
         "HEAD_TIMEOUT_MS": str(options.timeout_ms),
-        "HEAD_DEVICE": options.device,
+        "HEAD_DEVICE": DEVICE,
         "JOBGROUP_TOKEN": "",
     }
     with running("evaluation_head", **variables) as service:
@@ -132,96 +84,62 @@ def play_with_head(options: argparse.Namespace, policy: Path) -> tuple[Side, lis
         cpu = sum(process.cpu_times()[:2]) - cpu_before
         stats = httpx.get(f"http://127.0.0.1:{service.port}/stats", trust_env=False).json()
         memory = service.memory_mb()
+    side = summary(played, 1, service.start_seconds + ready_seconds)
+    side["memory_mb"] += memory
     about = stats["policies"][0]
-    head = {
-        "cpu_seconds": cpu,
-        "memory_mb": memory,
+    return side | {
+        "head_cpu_seconds": cpu,
         "compute_seconds": about["compute_seconds"],
-        "batches": about["batches"],
         "mean_batch": about["states"] / about["batches"],
         "batch_sizes": about["batch_sizes"],
         "battles_counted": stats["episodes"]["finished"],
         "refused_as_overloaded": stats["overloaded"],
     }
-    return summary(played, 1, service.start_seconds + ready_seconds, head), played
 
 
-def summary(played: Sequence[Played], models: int, start_seconds: float, head: dict[str, Any] | None) -> Side:
+def summary(played: Sequence[Played], models: int, start_seconds: float) -> dict[str, Any]:
     """Add up what the workers of a side measured."""
     seconds = max(one.ended for one in played) - min(one.began for one in played)
-    battles, steps = sum(len(one.returns) for one in played), sum(one.steps for one in played)
+    returns = {seed: value for one in played for seed, value in one.returns.items()}
+    steps = sum(one.steps for one in played)
     waits = 1000 * np.concatenate([one.decision_seconds for one in played])
-    return Side(
-        models=models,
-        start_seconds=start_seconds,
-        seconds=seconds,
-        battles=battles,
-        steps=steps,
-        battles_per_second=battles / seconds,
-        steps_per_second=steps / seconds,
-        decision_ms={f"p{q}": float(np.percentile(waits, q)) for q in (50, 95, 99)},
-        worker_cpu_seconds=sum(one.cpu_seconds for one in played),
-        memory_mb=sum(one.memory_mb for one in played) + (head["memory_mb"] if head else 0.0),
-        head=head,
-    )
-
-
-def bound(side: Side, options: argparse.Namespace, cores: int) -> str:
-    """Return what limits the speed of the side with the head, by where its time went."""
-    assert side.head is not None
-    computing = side.head["compute_seconds"] / side.seconds
-    head_cpu = side.head["cpu_seconds"] / side.seconds
-    used = head_cpu + side.worker_cpu_seconds / side.seconds
-    if computing > 0.7:
-        return f"the policy: batches compute {computing:.0%} of the time; a larger batch costs little more, a GPU less"
-    if used > 0.9 * cores:
-        return (
-            f"processor time: head and workers use {used:.1f} of {cores} cores, and batches compute {computing:.0%} of "
-            "the time; the rest is environments and HTTP"
-        )
-    if head_cpu - computing > 0.8:
-        return f"the head's one event loop, which is busy {head_cpu - computing:.0%} of the time with HTTP and JSON"
-    if options.batch_size > options.num_workers:
-        return (
-            f"the timeout: {options.num_workers} workers never fill a batch of {options.batch_size}, so each waits "
-            f"{options.timeout_ms:g} ms"
-        )
-    return (
-        f"round trips: a worker waits {side.decision_ms['p50']:.1f} ms for an action, batches have "
-        f"{side.head['mean_batch']:.1f} states; more workers make larger batches"
-    )
+    return {
+        "models": models,
+        "start_seconds": start_seconds,
+        "seconds": seconds,
+        "battles": len(returns),
+        "steps": steps,
+        "battles_per_second": len(returns) / seconds,
+        "steps_per_second": steps / seconds,
+        "decision_ms": {f"p{q}": float(np.percentile(waits, q)) for q in (50, 95, 99)},
+        "worker_cpu_seconds": sum(one.cpu_seconds for one in played),
+        "memory_mb": sum(one.memory_mb for one in played),
+        "returns": returns,
+        "actions": {seed: value for one in played for seed, value in one.actions.items()},
+    }
 
 
 def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     """Play both sides and compare them; return the content of results.json."""
-    batched, played = play_with_head(options, policy)
-    own_played, ready_seconds = play(options, policy, None)
-    own = summary(own_played, options.num_workers, ready_seconds, None)
-    returns, own_returns, actions, own_actions = (
-        {seed: value for one in side for seed, value in getattr(one, name).items()}
-        for name in ("returns", "actions")
-        for side in (played, own_played)
-    )
-    differing = sorted(seed for seed in returns if returns[seed] != own_returns.get(seed))
+    head = play_with_head(options, policy)
+    played, ready_seconds = play(options, policy, None)
+    own = summary(played, options.num_workers, ready_seconds)
     return {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
-        "machine": {"cores": cores(), "device": options.device, "torch": torch.__version__},
-        "batched_head": asdict(batched),
-        "one_model_per_worker": asdict(own),
-        "speed_up": batched.steps_per_second / own.steps_per_second,
-        "memory_ratio": own.memory_mb / batched.memory_mb,
-        "bound": bound(batched, options, cores()),
-        "equal_returns": not differing,
-        "differing_seeds": differing,
-        "equal_actions": sum(actions[seed] == own_actions.get(seed) for seed in actions),
-        "returns": returns,
+        "machine": {"cores": cores(), "device": DEVICE, "torch": torch.__version__},
+        SIDES[0]: head,
+        SIDES[1]: own,
+        "speed_up": head["steps_per_second"] / own["steps_per_second"],
+        "memory_ratio": own["memory_mb"] / head["memory_mb"],
+        "differing_returns": [seed for seed, value in head["returns"].items() if own["returns"][seed] != value],
+        "differing_actions": [seed for seed, value in head["actions"].items() if own["actions"][seed] != value],
     }
 
 
 def show(found: dict[str, Any]) -> Table:
     """Return the sides as a table."""
     rows = []
-    for name in ("batched_head", "one_model_per_worker"):
+    for name in SIDES:
         side = found[name]
         speed = (f"{side['steps_per_second']:.0f}", f"{side['battles_per_second']:.2f}")
         waits = (f"{side['decision_ms']['p50']:.2f}", f"{side['decision_ms']['p95']:.2f}")
@@ -230,8 +148,23 @@ def show(found: dict[str, Any]) -> Table:
     return harness.table("actions from one head, and from a model in every worker", columns, rows)
 
 
+def conclusions(found: dict[str, Any]) -> list[str]:
+    """Return the ratios of the sides, where the head's time went, and whether both sides played alike."""
+    head = found[SIDES[0]]
+    computing, head_cpu = head["compute_seconds"] / head["seconds"], head["head_cpu_seconds"] / head["seconds"]
+    used = head_cpu + head["worker_cpu_seconds"] / head["seconds"]
+    values, total = sorted(head["returns"].values()), head["battles"]
+    return [
+        f"speed-up {found['speed_up']:.2f}, memory {found['memory_ratio']:.1f} times less",
+        f"with the head, batches of {head['mean_batch']:.1f} states compute {computing:.0%} of the time; the head uses "
+        f"{head_cpu:.1f} cores, with its workers {used:.1f} of {cores()}",
+        f"equal returns for {total - len(found['differing_returns'])} of {total} seeds ({values[0]:g} to "
+        f"{values[-1]:g}), the very same actions for {total - len(found['differing_actions'])}",
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the command line and measure; return the exit code."""
+    """Read the command line and measure; return 1 if a seed gives different returns."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy")
     parser.add_argument("--total-battles", type=int, default=64, help="episodes that each side plays")
     parser.add_argument("--num-workers", type=int, default=8, help="processes that play, one episode at a time each")
@@ -242,32 +175,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--policy", type=Path, help="a .pt2 file or a directory of versions")
     parser.add_argument("--width", type=int, default=2048, help="of the policy that is made without --policy")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where policies run")
-    parser.add_argument("--seed", type=int, default=0, help="of the first battle")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds that a side may take")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_BATTLES} battles")
     options = parser.parse_args(arguments)
     if options.quick:
         options.total_battles = QUICK_BATTLES
+    if not 1 <= options.num_workers <= options.total_battles:
+        parser.error(f"--num-workers is {options.num_workers}; allowed is 1 to {options.total_battles}, the battles")
     harness.end_in_order()
-    try:
-        policy = prepare(options)
-    except ConfigurationError as error:
-        say_error(error)
-        return EXIT_CONFIGURATION
+    options.save_dir.mkdir(parents=True, exist_ok=True)
+    policy = options.policy or options.save_dir / f"cartpole-{options.width}x{options.layers}.pt2"
+    if not options.policy:
+        checkpoint.save_policy(CartPolePolicy(options.width, options.layers, 0), policy, STATE, ACTION)
     found = measure(options, policy)
     path = options.save_dir / "results.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     Console().print(show(found))
-    total, values = len(found["returns"]), sorted(found["returns"].values())
-    print(f"speed-up {found['speed_up']:.2f}, memory {found['memory_ratio']:.1f} times less")
-    print(f"bound by {found['bound']}")
-    print(
-        f"equal returns for {total - len(found['differing_seeds'])} of {total} seeds ({values[0]:g} to "
-        f"{values[-1]:g}), the very same actions for {found['equal_actions']}"
-    )
-    print(f"written to {path}")
-    return 0 if found["equal_returns"] else 1
+    print("\n".join([*conclusions(found), f"written to {path}"]))
+    return int(bool(found["differing_returns"]))
 
 
 if __name__ == "__main__":

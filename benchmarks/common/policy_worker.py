@@ -44,9 +44,9 @@ class Work:
 class Played:
     """The measurements of a worker; times are seconds of the monotonic clock."""
 
-    returns: dict[int, float] = field(default_factory=dict)
+    returns: dict[str, float] = field(default_factory=dict)
     """The return of the episode of each seed."""
-    actions: dict[int, str] = field(default_factory=dict)
+    actions: dict[str, str] = field(default_factory=dict)
     """A hash of the actions in the episode of each seed."""
     steps: int = 0
     began: float = 0.0
@@ -74,7 +74,7 @@ def play(work: Work, environment: Any, decide: Decide) -> Played:
             done = transition.terminated or transition.truncated
         if isinstance(decide, Head):
             decide.report(episode, step, total, seed)
-        played.returns[seed], played.actions[seed] = total, actions.hexdigest()[:16]
+        played.returns[str(seed)], played.actions[str(seed)] = total, actions.hexdigest()[:16]
         played.steps += step
     played.ended = time.monotonic()
     played.cpu_seconds = time.process_time() - cpu_before
