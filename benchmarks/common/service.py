@@ -1,4 +1,4 @@
-"""A service in a process of its own, a client that costs a load generator little, and measurements with targets."""
+"""A service in a process of its own, a client that costs a load generator little, and figures with targets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import httpx
 import numpy as np
@@ -21,49 +22,19 @@ from benchmarks.common import harness
 START_SECONDS = 120.0
 
 
-@dataclass
-class Measured:
-    """A measurement of a service, its values by round, and its target."""
+class Figure(NamedTuple):
+    """A measured value of a service under a load, and its target if there is one."""
 
-    service: str
-    what: str
+    load: str
+    value: float
     unit: str
     at_least: float | None = None
     at_most: float | None = None
-    values: list[float] = field(default_factory=list)
-
-    @property
-    def target(self) -> str:
-        """The target as text; "" without a target."""
-        if self.at_least is not None:
-            return f">= {self.at_least:g}"
-        return "" if self.at_most is None else f"<= {self.at_most:g}"
-
-    @property
-    def is_met(self) -> bool:
-        """Return True when the median of the rounds meets the target."""
-        median = float(np.median(self.values))
-        return (self.at_least is None or median >= self.at_least) and (self.at_most is None or median <= self.at_most)
 
 
-class Record:
-    """The measurements of a service, over all rounds."""
-
-    def __init__(self, service: str) -> None:
-        self.name = service
-        self.measured: dict[str, Measured] = {}
-
-    def add(
-        self, what: str, value: float, unit: str, *, at_least: float | None = None, at_most: float | None = None
-    ) -> None:
-        """Add the value of a round."""
-        one = self.measured.setdefault(what, Measured(self.name, what, unit, at_least, at_most))
-        one.values.append(value)
-
-    def add_latencies(self, what: str, milliseconds: Sequence[float], *, at_most: float | None = None) -> None:
-        """Add median and 99th percentile of a round's latencies; the target is for the latter."""
-        self.add(f"{what}, p50", float(np.percentile(milliseconds, 50)), "ms")
-        self.add(f"{what}, p99", float(np.percentile(milliseconds, 99)), "ms", at_most=at_most)
+def percentile(load: str, share: int, milliseconds: Sequence[float], at_most: float | None = None) -> Figure:
+    """Return a percentile of latencies."""
+    return Figure(f"{load}, p{share}", float(np.percentile(milliseconds, share)), "ms", at_most=at_most)
 
 
 @dataclass(frozen=True)

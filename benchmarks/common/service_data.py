@@ -6,34 +6,33 @@ import asyncio
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.common.service import Record, connect, running
+from benchmarks.common.service import Figure, connect, percentile, running
 
 CLIENTS = 50
 
 
-def measure(record: Record, *, quick: bool, model: str | None) -> None:
+def figures(*, quick: bool) -> Iterator[Figure]:
     """Measure fifty clients at once on a GSM8K-sized file, and a file of a million rows."""
     rows = 100_000 if quick else 1_000_000
     with tempfile.TemporaryDirectory() as directory:
-        tokenizer = {} if model is None else {"MODEL_NAME": model}
-        settings = {"HF_DATASETS_CACHE": str(Path(directory) / "cache"), **tokenizer}
+        cache = str(Path(directory) / "cache")
         small = _write_rows(Path(directory) / "small.jsonl", 7_473)
-        with running("data_server", DATASET=str(small), **settings) as service:
+        with running("data_server", DATASET=str(small), HF_DATASETS_CACHE=cache) as service:
             latencies, seconds = asyncio.run(_ask_for_prompts(service.port, 20 if quick else 200))
-            record.add_latencies("50 clients", latencies, at_most=50)
-            record.add("50 clients, requests", len(latencies) / seconds, "1/s")
+            yield percentile("50 clients", 50, latencies)
+            yield percentile("50 clients", 99, latencies, at_most=50)
+            yield Figure("50 clients, requests", len(latencies) / seconds, "1/s")
         large = _write_rows(Path(directory) / "large.jsonl", rows)
         for start in ("first", "later"):
-            with running("data_server", DATASET=str(large), **settings) as service:
-                record.add(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
+            with running("data_server", DATASET=str(large), HF_DATASETS_CACHE=cache) as service:
+                yield Figure(f"{rows} rows, {start} start", service.start_seconds, "s", at_most=15)
                 latencies, _ = asyncio.run(_ask_for_prompts(service.port, 10 if quick else 100, shared=True))
                 memory = service.memory_mb()
-        record.add(f"{rows} rows, p99", float(np.percentile(latencies, 99)), "ms")
-        record.add(f"{rows} rows, memory", memory, "MB", at_most=1000)
+        yield percentile(f"{rows} rows", 99, latencies)
+        yield Figure(f"{rows} rows, memory", memory, "MB", at_most=1000)
 
 
 def _write_rows(path: Path, count: int) -> Path:

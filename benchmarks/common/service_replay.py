@@ -6,35 +6,37 @@ import asyncio
 import random
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from benchmarks.common.service import Record, connect, running, send_all
+from benchmarks.common.service import Figure, connect, percentile, running, send_all
 
 GROUP_SIZE = 8
 COMPLETION_TOKENS = 128
 
 
-def measure(record: Record, *, quick: bool) -> None:
+def figures(*, quick: bool) -> Iterator[Figure]:
     """Measure adding groups, drawing from 100,000, snapshots, and a restart."""
     count = 10_000 if quick else 100_000
     with tempfile.TemporaryDirectory() as directory:
         environment = {"REPLAY_DIR": directory, "REPLAY_CAPACITY": str(count)}
         with running("replay_buffer", **environment) as service:
-            record.add("groups added", count / _add(service.port, count), "1/s", at_least=500)
+            yield Figure("groups added", count / _add(service.port, count), "1/s", at_least=500)
             for strategy in ("priority", "recency", "uniform"):
                 latencies = asyncio.run(_sample(service.port, strategy, 30 if quick else 200))
-                record.add_latencies(f"64 of {count} by {strategy}", latencies, at_most=50)
-            record.add(f"{count} groups, memory", service.memory_mb(), "MB")
+                yield percentile(f"64 of {count} by {strategy}", 50, latencies)
+                yield percentile(f"64 of {count} by {strategy}", 99, latencies, at_most=50)
+            yield Figure(f"{count} groups, memory", service.memory_mb(), "MB")
             disk = sum(file.stat().st_blocks * 512 for file in Path(directory).iterdir()) / 1e6
-            record.add(f"{count} groups, disk", disk, "MB")
+            yield Figure(f"{count} groups, disk", disk, "MB")
             for path, what in (("/snapshots", "saved"), ("/snapshots/restore", "restored")):
                 seconds, _ = asyncio.run(send_all(service.port, 1, path, [orjson.dumps({"label": "benchmark"})]))
-                record.add(f"snapshot {what}", 1e3 * seconds, "ms")
+                yield Figure(f"snapshot {what}", 1e3 * seconds, "ms")
         with running("replay_buffer", **environment) as service:
-            record.add(f"restart with {count}", service.start_seconds, "s", at_most=10)
+            yield Figure(f"restart with {count}", service.start_seconds, "s", at_most=10)
 
 
 def _experiences(rng: np.random.Generator) -> list[dict[str, object]]:

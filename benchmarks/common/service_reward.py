@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import orjson
 
-from benchmarks.common.service import Record, connect, running, send_all
+from benchmarks.common.service import Figure, connect, percentile, running, send_all
 
 ITEMS = 500
 """Completions of a request."""
 
 
-def measure(record: Record, *, quick: bool) -> None:
+def figures(*, quick: bool) -> Iterator[Figure]:
     """Measure plain completions, and hostile ones among them, whose check runs into the timeout."""
     plain = [_plain(i) for i in range(5_000 if quick else 20_000)]
     # No two hostile completions are equal, so that no cache helps.
@@ -24,14 +23,14 @@ def measure(record: Record, *, quick: bool) -> None:
         _score(service.port, plain[:1000])
         seconds, replies = _score(service.port, plain)
         assert all(reply["reward"] == 1.0 for reply in replies)
-        record.add("plain answers", len(plain) / seconds, "1/s", at_least=5_000)
+        yield Figure("plain answers", len(plain) / seconds, "1/s", at_least=5_000)
         seconds, replies = _score(service.port, mixed)
         lost = sum(reply["status"] == "timeout" for reply in replies)
         assert lost == len(mixed) // 100, f"{lost} of {len(mixed)} answers timed out"
-        record.add("1 in 100 hostile", len(mixed) / seconds, "1/s", at_least=500)
+        yield Figure("1 in 100 hostile", len(mixed) / seconds, "1/s", at_least=500)
         latencies = asyncio.run(_plain_beside_hostile(service.port, 20 if quick else 60))
-        record.add("plain answer beside hostile ones, p99", float(np.percentile(latencies, 99)), "ms")
-        record.add("memory, workers included", service.memory_mb(), "MB")
+        yield percentile("plain answer beside hostile ones", 99, latencies)
+        yield Figure("memory, workers included", service.memory_mb(), "MB")
 
 
 def _plain(number: int) -> dict[str, str]:
