@@ -27,7 +27,6 @@ from local_runner.environment import cores
 PAGE = ROOT / "docs/benchmarks.md"
 KEPT = ROOT / "docs/benchmarks"
 RECORD = KEPT / "record.md"
-TRL_PYTHON = ".venv-trl/bin/python"
 WIDTH = 120
 BUSY_SECONDS = 3.0
 
@@ -40,52 +39,34 @@ class Benchmark:
     title: str
     module: str
     options: tuple[str, ...] = ()
-    quick: tuple[str, ...] = ()
-    """More options for a short run."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Defaults of environment variables that it needs."""
     needs: str = ""
     """An environment variable without which it is left out."""
 
 
-TRL = ("--trl-python", TRL_PYTHON)
-QUICK = ("--quick",)
-SGLANG_ON_CPU = (
-    "--device cpu --attention-backend torch_native --disable-overlap-schedule --max-total-tokens 16384 "
-    "--max-running-requests 64 --tp-size 1 --log-level warning"
-)
+TRL = ("--trl-python", ".venv-trl/bin/python")
+FLOAT32 = ("--dtype", "float32")
+SGLANG_ON_CPU = {
+    "ROLLOUT_ENGINE": "sglang",
+    "SGLANG_EXTRA_FLAGS": "--device cpu --attention-backend torch_native --disable-overlap-schedule "
+    "--max-total-tokens 16384 --max-running-requests 64 --tp-size 1 --log-level warning",
+}
+SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 
 BENCHMARKS = (
-    Benchmark("step", "One GRPO step against TRL", "benchmarks.step", TRL, QUICK),
-    Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "benchmarks.reward", TRL, QUICK),
-    Benchmark("rollouts", "Rollouts", "benchmarks.rollouts", ("--dtype", "float32"), QUICK),
+    Benchmark("step", "One GRPO step against TRL", "step", TRL),
+    Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
+    Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(
-        "rollouts-sglang",
-        "Rollouts by the real SGLang on the same CPU",
-        "benchmarks.rollouts",
-        ("--dtype", "float32", "--skip-baselines"),
-        QUICK,
-        environment={"ROLLOUT_ENGINE": "sglang", "SGLANG_EXTRA_FLAGS": SGLANG_ON_CPU},
-        needs="SGLANG_PYTHON",
+        "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
     ),
-    Benchmark(
-        "trainer",
-        "The update alone, against a bare forward and backward pass",
-        "benchmarks.trainer",
-        ("--tables", "speed"),
-        QUICK,
-    ),
-    Benchmark("memory", "Memory of the update", "benchmarks.trainer", ("--tables", "memory"), QUICK),
-    Benchmark("publishing", "Publishing weights", "benchmarks.publishing", quick=QUICK),
-    Benchmark("async", "Asynchronous against synchronous", "benchmarks.asynchronous", quick=QUICK),
-    Benchmark("services", "Data, reward and replay services", "benchmarks.services", ("--no-fail",), QUICK),
-    Benchmark("recovery", "What a death costs", "benchmarks.recovery", quick=QUICK),
-    Benchmark(
-        "policy",
-        "The evaluation head against a model in every worker",
-        "benchmarks.policy",
-        quick=QUICK,
-    ),
+    Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
+    Benchmark("publishing", "Publishing weights", "publishing"),
+    Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
+    Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
+    Benchmark("recovery", "What a death costs", "recovery"),
+    Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
 )
 
 
@@ -109,21 +90,20 @@ def machine() -> str:
     return f"{kind}, {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
 
 
-def measure(benchmark: Benchmark, *, quick: bool, more: Sequence[str] = ()) -> Measured:
-    """Run a benchmark.
+def measure(benchmark: Benchmark, more: Sequence[str]) -> Measured:
+    """Run a benchmark with ``more`` options.
 
     Raises:
         SystemExit: it failed; its messages are on stderr.
     """
-    command = ["-m", benchmark.module, *benchmark.options, *(benchmark.quick if quick else ()), *more]
-    print(f"python {' '.join(command)}", file=sys.stderr)
+    command = ["-m", f"benchmarks.{benchmark.module}", *benchmark.options, *more]
+    harness.say(f"python {' '.join(command)}")
     here = machine()
     environment = {**benchmark.environment, **os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1"}
     with harness.programs([[sys.executable, *command]], [environment], None) as [process]:
         output = harness.output_of(process, benchmark.module)
-    lines = [line.rstrip() for line in output.splitlines()]
-    date = datetime.now(tz=UTC).date().isoformat()
-    return Measured("python " + " ".join(command), date, here, "\n".join(lines).strip("\n"))
+    lines = "\n".join(line.rstrip() for line in output.splitlines())
+    return Measured("python " + " ".join(command), datetime.now(tz=UTC).date().isoformat(), here, lines.strip("\n"))
 
 
 def page() -> str:
@@ -162,15 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     harness.end_in_order()
     if more and len(given.only or ()) != 1:
         parser.error(f"{' '.join(more)}: options of a benchmark need --only with its name alone")
-    for benchmark in [] if given.page_only else BENCHMARKS:
-        if given.only and benchmark.name not in given.only:
-            continue
+    for name in [] if given.page_only else given.only or names:
+        benchmark = BENCHMARKS[names.index(name)]
         if benchmark.needs and not os.environ.get(benchmark.needs):
-            if given.only:
-                parser.error(f"{benchmark.name} needs {benchmark.needs} to be set; see docs/rollouts.md")
-            print(f"{benchmark.name} is left out: {benchmark.needs} is not set", file=sys.stderr)
+            harness.say(f"{name} is left out: {benchmark.needs} is not set; see docs/rollouts.md")
             continue
-        measured = measure(benchmark, quick=given.quick, more=more)
-        (KEPT / f"{benchmark.name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
+        measured = measure(benchmark, ["--quick", *more] if given.quick else more)
+        (KEPT / f"{name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
         print(measured.output)
     PAGE.write_text(page())

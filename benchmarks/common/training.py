@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -79,13 +78,6 @@ class Rank:
     seconds: list[float]
     """Seconds of each round for all ranks together, without the first round, which warms up."""
     peak_bytes: int
-    resting_bytes: int
-    """Memory between two rounds: weights, optimizer state, libraries."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """Memory that only a round needs: activations, gradients, logits."""
-        return self.peak_bytes - self.resting_bytes
 
 
 def run(work: Work, kind: Kind, ranks: int, threads: int) -> list[Rank]:
@@ -122,11 +114,9 @@ def measure_here(work: Work, kind: Kind) -> Rank:
             do_round(number)
             ranks.barrier()
             seconds.append(time.perf_counter() - started)
-    memory.release()
-    resting = psutil.Process().memory_info().rss
     # getrusage counts kibibytes on Linux and bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Rank(seconds[1:], peak, resting)
+    return Rank(seconds[1:], peak)
 
 
 def _update(work: Work, ranks: Ranks) -> Callable[[int], Any]:

@@ -21,9 +21,9 @@ def test_everything_kept_is_a_benchmark() -> None:
 
 @pytest.mark.parametrize("benchmark", runner.BENCHMARKS, ids=lambda b: b.name)
 def test_every_command_takes_its_options(benchmark: runner.Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(benchmark.module)
+    module = importlib.import_module(f"benchmarks.{benchmark.module}")
     with pytest.raises(SystemExit) as ended:
-        module.main([*benchmark.options, *benchmark.quick, "--help"])
+        module.main([*benchmark.options, "--quick", "--help"])
     assert ended.value.code == 0
     described = capsys.readouterr().out
-    assert all(option in described for option in (*benchmark.options, *benchmark.quick) if option.startswith("--"))
+    assert all(option in described for option in (*benchmark.options, "--quick") if option.startswith("--"))
