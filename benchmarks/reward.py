@@ -13,59 +13,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from rich.table import Table
 
-from benchmarks.common import harness, trl_side
+from benchmarks.common import harness
 from benchmarks.common.harness import spread
-from benchmarks.common.job import DEMO, run_job
-from benchmarks.common.job import Steps as JobSteps
-from benchmarks.common.trl_side import Steps, Work
+from benchmarks.common.job import DEMO
+from benchmarks.common.trl_side import Side, Steps, Work, train_job_group, train_trl
 from local_runner.environment import cores
 
 AVERAGED_STEPS = 3
 RATIO_TARGET = 0.25
 """The aim, as a share of TRL's seconds."""
 MOST_STEPS = 60
-
-
-@dataclass
-class Side:
-    """One of the two sides and its runs."""
-
-    name: str
-    target: float
-    runs: list[Steps] = field(default_factory=list)
-
-    @property
-    def counts(self) -> list[int | None]:
-        """The steps of each run until the mean reward was reached, or None if it never was."""
-        return [reached(run.rewards, self.target) for run in self.runs]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of each run until the mean reward was reached, or all."""
-        return [count or len(run.seconds) for run, count in zip(self.runs, self.counts, strict=True)]
-
-    @property
-    def seconds(self) -> list[float]:
-        """The seconds that these steps of each run took."""
-        return [sum(run.seconds[:steps]) for run, steps in zip(self.runs, self.steps, strict=True)]
-
-    @property
-    def last_reward(self) -> float:
-        """The mean reward of the last three of these steps, over all runs."""
-        pairs = zip(self.runs, self.steps, strict=True)
-        return statistics.fmean(reward for run, steps in pairs for reward in run.rewards[:steps][-AVERAGED_STEPS:])
-
-    def ratio(self, base: Side) -> str:
-        """Return the median seconds as a share of the other side's; "" if some run did not reach the reward."""
-        if None in self.counts:
-            return ""
-        # A run that did not reach the reward would need more seconds than it had.
-        bound = "less than " if None in base.counts else ""
-        return f"{bound}{statistics.median(self.seconds) / statistics.median(base.seconds):.2f}"
+SETTINGS = DEMO | {"EVAL_PROMPTS": "0", "NUM_EPOCHS": "100", "KEEP_MEMORY": "true"}
 
 
 def reached(rewards: Sequence[float], target: float) -> int | None:
@@ -76,7 +37,13 @@ def reached(rewards: Sequence[float], target: float) -> int | None:
     return None
 
 
-def work_of_the_demo() -> Work:
+def until(run: Steps, target: float) -> Steps:
+    """Return the steps of a run until the mean reward was reached, or all."""
+    count = reached(run.rewards, target)
+    return Steps(run.seconds[:count], run.rewards[:count])
+
+
+def work_of_the_demo(target: float, limit_seconds: float) -> Work:
     """Return the settings of demo.env as TRL needs them."""
     return Work(
         model=DEMO["MODEL_NAME"],
@@ -85,46 +52,32 @@ def work_of_the_demo() -> Work:
         completion_tokens=int(DEMO["MAX_NEW_TOKENS"]),
         learning_rate=float(DEMO["LEARNING_RATE"]),
         steps=MOST_STEPS,
+        target=target,
+        limit_seconds=limit_seconds,
     )
 
 
-def ours(seed: int, target: float, limit_seconds: float) -> Steps:
-    """Train with the job group."""
-    settings = {
-        **DEMO,
-        "MAX_STEPS": MOST_STEPS,
-        "EVAL_PROMPTS": 0,
-        "NUM_EPOCHS": 100,
-        "MIN_WORKERS": 1,
-        "KEEP_MEMORY": "true",
-        # TRL computes in float32 on every processor.
-        "COMPUTE_TYPE": "float32",
-        "SEED": seed,
-    }
+def show(sides: Sequence[Side], target: float) -> Table:
+    """Return steps, seconds, and the ratio to the last side, TRL, as a table.
 
-    def is_enough(steps: JobSteps) -> bool:
-        run = Steps.of_job(steps)
-        return reached(run.rewards, target) is not None or sum(run.seconds) > limit_seconds
-
-    return Steps.of_job(run_job("jobgroup.yaml", settings, {"rollout-server": 1, "ppo-trainer": 1}, is_enough))
-
-
-def show(sides: Sequence[Side]) -> Table:
-    """Return steps, seconds, and the ratio to the last side, TRL, as a table."""
+    A run that did not reach the reward would need more seconds than it had. So its side has no ratio, and the ratio of
+    the other side is a bound.
+    """
+    rows = []
+    are_reached = [[reached(run.rewards, target) is not None for run in side.runs] for side in sides]
+    base = statistics.median(sum(until(run, target).seconds) for run in sides[-1].runs)
+    for side, is_reached in zip(sides, are_reached, strict=True):
+        runs = [until(run, target) for run in side.runs]
+        seconds = [sum(run.seconds) for run in runs]
+        ratio = f"{statistics.median(seconds) / base:.2f}" if all(is_reached) else ""
+        bound = "less than " if ratio and not all(are_reached[-1]) else ""
+        last = statistics.fmean(reward for run in runs for reward in run.rewards[-AVERAGED_STEPS:])
+        counts = (f"{sum(is_reached)} of {len(runs)}", spread([len(run.seconds) for run in runs], 0))
+        rows.append((side.name, *counts, spread(seconds, 0), bound + ratio, f"{last:.2f}"))
     return harness.table(
-        f"to a mean reward of {sides[0].target:g}, float32, {cores()} cores; to reach: {RATIO_TARGET:g} of TRL's",
+        f"to a mean reward of {target:g}, float32, {cores()} cores; to reach: {RATIO_TARGET:g} of TRL's",
         ("", "reached", "steps", "seconds", "of TRL's", "mean reward of the last three"),
-        [
-            (
-                side.name,
-                f"{sum(count is not None for count in side.counts)} of {len(side.counts)}",
-                spread(side.steps, 0),
-                spread(side.seconds, 0),
-                side.ratio(sides[-1]),
-                f"{side.last_reward:.2f}",
-            )
-            for side in sides
-        ],
+        rows,
     )
 
 
@@ -137,20 +90,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse(arguments)
     if given.quick:
         given.reward, given.minutes = 0.3, 1.0
-    limit = 60 * given.minutes
-    work = replace(work_of_the_demo(), target=given.reward, limit_seconds=limit)
-    sides = [Side("ours", given.reward), Side("TRL", given.reward)]
+    work = work_of_the_demo(given.reward, 60 * given.minutes)
 
-    def measure(side: Side) -> str:
-        seed = len(side.runs)
-        if side is sides[0]:
-            side.runs.append(ours(seed, given.reward, limit))
-        else:
-            side.runs.append(trl_side.train(replace(work, seed=seed), given.trl_python))
-        return f"{side.seconds[-1]:.0f} s"
+    def is_enough(run: Steps) -> bool:
+        return reached(run.rewards, given.reward) is not None or sum(run.seconds) > 60 * given.minutes
 
-    harness.in_turn(sides, given.rounds, measure)
-    harness.finish(given, [show(sides)], {"work": work, "threads": cores(), "sides": sides})
+    sides = [
+        Side("ours", lambda seed: train_job_group(SETTINGS, work, seed, is_enough)),
+        Side("TRL", lambda seed: train_trl(work, seed, given.trl_python)),
+    ]
+    harness.in_turn(sides, given.rounds, Side.add_round)
+    runs = {side.name: side.runs for side in sides}
+    harness.finish(given, [show(sides, given.reward)], {"work": work, "threads": cores(), "runs": runs})
 
 
 if __name__ == "__main__":

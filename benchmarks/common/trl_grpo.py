@@ -61,7 +61,7 @@ def main() -> None:
         lr_scheduler_type="constant",
         max_steps=work["steps"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=work["bf16"],
+        bf16=False,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",

@@ -1,18 +1,19 @@
-"""TRL's side of the benchmarks of whole steps."""
+"""The two sides of the benchmarks of whole steps: the job group, and TRL's GRPOTrainer."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import orjson
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
-from benchmarks.common.job import QUESTIONS, RUN_SECONDS
+from benchmarks.common.job import QUESTIONS, RUN_SECONDS, run_job
 from benchmarks.common.job import Steps as JobSteps
 from local_runner.environment import cores
 from services.data_server.arithmetic import questions
@@ -28,12 +29,10 @@ class Work:
     completion_tokens: int
     learning_rate: float
     steps: int
-    bf16: bool = False
     target: float | None = None
     """Training stops when the mean reward of three steps is at least this."""
     limit_seconds: float | None = None
     """Training stops after the step in which it exceeds this time."""
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,53 @@ class Steps:
     seconds: list[float]
     rewards: list[float]
 
-    @classmethod
-    def of_job(cls, steps: JobSteps) -> Steps:
-        """Return the steps of a job group."""
-        return cls([step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps])
+
+@dataclass
+class Side:
+    """One of the two sides and its runs."""
+
+    name: str
+    train: Callable[[int], Steps]
+    """Trains with a seed."""
+    runs: list[Steps] = field(default_factory=list)
+
+    def add_round(self) -> str:
+        """Add a run with a seed of its own; return what to print of it."""
+        run = self.train(len(self.runs))
+        self.runs.append(run)
+        return f"{len(run.seconds)} steps in {sum(run.seconds):.0f} s"
 
 
-def train(work: Work, python: str) -> Steps:
+def train_job_group(
+    base: Mapping[str, object], work: Work, seed: int, is_enough: Callable[[Steps], bool] = lambda _: False
+) -> Steps:
+    """Train with the job group, one rollout node and one trainer node, by the settings ``base`` and those of the work.
+
+    It computes in float32, as TRL does on every processor.
+    """
+    settings = {
+        **base,
+        "MODEL_NAME": work.model,
+        "BATCH_SIZE": work.prompts,
+        "GROUP_SIZE": work.group_size,
+        "MAX_NEW_TOKENS": work.completion_tokens,
+        "LEARNING_RATE": work.learning_rate,
+        "COMPUTE_TYPE": "float32",
+        "ENGINE_DTYPE": "float32",
+        "PUBLISH_TYPE": "float32",
+        "MAX_STEPS": work.steps,
+        "MIN_WORKERS": 1,
+        "SEED": seed,
+    }
+    nodes = {"rollout-server": 1, "ppo-trainer": 1}
+    return _of_job(run_job("jobgroup.yaml", settings, nodes, lambda steps: is_enough(_of_job(steps))))
+
+
+def _of_job(steps: JobSteps) -> Steps:
+    return Steps([step["seconds_step"] for step in steps], [step["reward_mean"] for step in steps])
+
+
+def train_trl(work: Work, seed: int, python: str) -> Steps:
     """Run TRL's GRPOTrainer on the demo's questions by the interpreter ``python``, which must have TRL."""
     with tempfile.TemporaryDirectory() as directory:
         rows, _ = questions(
@@ -62,7 +101,14 @@ def train(work: Work, python: str) -> Steps:
         file.write_bytes(b"".join(orjson.dumps({"prompt": q.question, "answer": q.answer}) + b"\n" for q in rows))
         # TRL would look for a relative path on the hub.
         model = str(Path(work.model).resolve()) if Path(work.model).is_dir() else work.model
-        given = {**asdict(work), "model": model, "questions": str(file), "directory": directory, "threads": cores()}
+        given = {
+            **asdict(work),
+            "seed": seed,
+            "threads": cores(),
+            "model": model,
+            "questions": str(file),
+            "directory": directory,
+        }
         command = [python, str(ROOT / "benchmarks/common/trl_grpo.py"), json.dumps(given)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(cores())}
         with harness.programs([command], [environment], RUN_SECONDS) as [process]:

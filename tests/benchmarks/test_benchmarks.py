@@ -14,8 +14,7 @@ from benchmarks.common.job import DEMO
 from benchmarks.common.slow_engine import slowed
 from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
 from benchmarks.common.training import Work
-from benchmarks.common.trl_side import Steps
-from benchmarks.reward import Side
+from benchmarks.common.trl_side import Side, Steps
 from local_runner import spec
 
 
@@ -32,29 +31,33 @@ def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[
     assert reward.reached(rewards, 0.9) == count
 
 
+def never(_seed: int) -> Steps:
+    raise NotImplementedError
+
+
 def test_the_seconds_to_a_reward_end_with_the_step_that_reached_it() -> None:
     rewards = [0.0, 1.0, 1.0, 1.0, 1.0]
-    lucky, never = Steps([9.0, 1.0, 1.0, 2.0, 50.0], rewards), Steps([9.0, 1.0], [0.0, 0.0])
-    side = Side("ours", 0.9, [lucky, never])
-    assert side.counts == [4, None]
-    assert side.steps == [4, 2]
-    assert side.seconds == [13.0, 10.0]
-    assert side.last_reward == pytest.approx(3 / 5)
+    lucky, unlucky = Steps([9.0, 1.0, 1.0, 2.0, 50.0], rewards), Steps([9.0, 1.0], [0.0, 0.0])
+    assert reward.until(lucky, 0.9) == Steps([9.0, 1.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0])
+    assert reward.until(unlucky, 0.9) == unlucky
+    table = reward.show([Side("ours", never, [lucky, unlucky])], 0.9)
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == ["ours", "1 of 2", "3 (2 to 4)", "12 (10 to 13)", "", "0.60"]
 
 
 def test_who_never_reached_the_reward_has_no_ratio_and_bounds_that_of_the_other() -> None:
-    fast, never = Steps([1.0] * 3, [1.0] * 3), Steps([5.0] * 3, [0.0] * 3)
-    for sides, shown in [
-        ([Side("ours", 0.9, [fast]), Side("TRL", 0.9, [Steps([5.0] * 3, [1.0] * 3)])], ["0.20", "1.00"]),
-        ([Side("ours", 0.9, [fast]), Side("TRL", 0.9, [never])], ["less than 0.20", ""]),
-        ([Side("ours", 0.9, [never]), Side("TRL", 0.9, [fast])], ["", "1.00"]),
+    fast, slow, failed = Steps([1.0] * 3, [1.0] * 3), Steps([5.0] * 3, [1.0] * 3), Steps([5.0] * 3, [0.0] * 3)
+    for ours, theirs, shown in [
+        (fast, slow, ["0.20", "1.00"]),
+        (fast, failed, ["less than 0.20", ""]),
+        (failed, fast, ["", "1.00"]),
     ]:
-        table = reward.show(sides)
+        table = reward.show([Side("ours", never, [ours]), Side("TRL", never, [theirs])], 0.9)
         assert list(table.columns[4].cells) == shown
 
 
 def test_the_demos_settings_are_what_trl_gets() -> None:
-    work = reward.work_of_the_demo()
+    work = reward.work_of_the_demo(0.9, 60.0)
     assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
     # trl_grpo.py, which imports nothing of this project, has the same two of its own.
     assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
