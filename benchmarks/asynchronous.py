@@ -26,46 +26,50 @@ from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
 from local_runner.environment import cores
 
 
+@dataclass(frozen=True)
+class Round:
+    """The measurements of a run, without its first step."""
+
+    group_seconds: float
+    """Seconds a group."""
+    wait_seconds: float
+    """Seconds of a step in which training waits for groups."""
+    train_seconds: float
+    staleness: float
+    dropped: float
+    """Groups that were too stale."""
+
+
+def round_of(steps: Steps) -> Round:
+    """Return the measurements of a run."""
+    later = steps[1:]
+    waits = [sum(step.get(f"seconds_{name}", 0.0) for name in ("wait", "generate", "score")) for step in later]
+    return Round(
+        group_seconds=(steps[-1]["time"] - steps[0]["time"]) / sum(step["groups"] for step in later),
+        wait_seconds=statistics.fmean(waits),
+        train_seconds=statistics.fmean(step["seconds_train"] for step in later),
+        staleness=statistics.fmean(step["staleness_mean"] for step in later),
+        dropped=sum(step.get("groups_dropped_stale", 0.0) for step in later),
+    )
+
+
 @dataclass
 class Mode:
-    """A mode at a slowdown, and the measurements of its rounds."""
+    """A mode at a slowdown of rollouts, and its rounds."""
 
     slowdown: float
     max_staleness: int | None = None
     """The asynchronous mode's bound in policy versions; None in synchronous mode."""
-    group_seconds: list[float] = field(default_factory=list)
-    """Seconds a group."""
-    wait_seconds: list[float] = field(default_factory=list)
-    """Seconds of a step in which training waits for groups."""
-    train_seconds: list[float] = field(default_factory=list)
-    staleness: list[float] = field(default_factory=list)
-    dropped: list[float] = field(default_factory=list)
-    """Groups that were too stale."""
-
-    @property
-    def rollouts(self) -> str:
-        """The speed of rollouts, for the table."""
-        return f"{self.slowdown:g} x slower" if self.slowdown != 1 else "as they are"
-
-    @property
-    def mode(self) -> str:
-        """The mode and its bound, for the table."""
-        return "synchronous" if self.max_staleness is None else f"asynchronous, staleness at most {self.max_staleness}"
+    rounds: list[Round] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        """Slowdown and mode."""
-        return f"{self.rollouts}, {self.mode}"
+        """The mode and its bound."""
+        return "synchronous" if self.max_staleness is None else f"asynchronous, staleness at most {self.max_staleness}"
 
-    def add(self, steps: Steps) -> None:
-        """Add a round."""
-        later = steps[1:]
-        waits = [sum(step.get(f"seconds_{name}", 0.0) for name in ("wait", "generate", "score")) for step in later]
-        self.group_seconds.append((steps[-1]["time"] - steps[0]["time"]) / sum(step["groups"] for step in later))
-        self.wait_seconds.append(statistics.fmean(waits))
-        self.train_seconds.append(statistics.fmean(step["seconds_train"] for step in later))
-        self.staleness.append(statistics.fmean(step["staleness_mean"] for step in later))
-        self.dropped.append(sum(step.get("groups_dropped_stale", 0.0) for step in later))
+    def median(self, measurement: str) -> float:
+        """Return the median of a measurement over the rounds."""
+        return statistics.median(getattr(one, measurement) for one in self.rounds)
 
     def measure(self, settings: Mapping[str, object]) -> str:
         """Run a round; return what to print of it."""
@@ -75,8 +79,8 @@ class Mode:
             job_group, given["MAX_STALENESS"], nodes["collector"] = "jobgroup-async.yaml", self.max_staleness, 1
         with tempfile.TemporaryDirectory() as directory:
             path = job_group_with_slow_rollouts(job_group, self.slowdown, Path(directory))
-            self.add(run_job(str(path), given, nodes))
-        return f"{self.group_seconds[-1]:.2f} s a group"
+            self.rounds.append(round_of(run_job(str(path), given, nodes)))
+        return f"rollouts {self.slowdown:g} x slower: {self.rounds[-1].group_seconds:.2f} s a group"
 
 
 def modes_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[Mode]:
@@ -90,13 +94,13 @@ def modes_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[Mode]
 
 def show(modes: Sequence[Mode], title: str) -> Table:
     """Return the medians of the rounds, and the speed-up over the synchronous mode at the same slowdown, as a table."""
-    base = {mode.slowdown: statistics.median(mode.group_seconds) for mode in modes if mode.max_staleness is None}
+    base = {mode.slowdown: mode.median("group_seconds") for mode in modes if mode.max_staleness is None}
     rows = []
     for mode in modes:
-        measured = (mode.group_seconds, mode.wait_seconds, mode.train_seconds, mode.staleness, mode.dropped)
-        seconds, waits, trains, staleness, dropped = map(statistics.median, measured)
-        shown = (f"{base[mode.slowdown] / seconds:.2f}", f"{waits:.1f}", f"{trains:.1f}", f"{staleness:.1f}")
-        rows.append((mode.rollouts, mode.mode, spread(mode.group_seconds), *shown, f"{dropped:.0f}"))
+        seconds = spread([one.group_seconds for one in mode.rounds])
+        speed_up = f"{base[mode.slowdown] / mode.median('group_seconds'):.2f}"
+        others = [f"{mode.median(name):.1f}" for name in ("wait_seconds", "train_seconds", "staleness", "dropped")]
+        rows.append((f"{mode.slowdown:g} x slower", mode.name, seconds, speed_up, *others))
     columns = ("rollouts", "mode", "s a group", "speed-up", "waits s", "trains s", "staleness", "dropped")
     return harness.table(title, columns, rows)
 

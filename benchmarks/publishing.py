@@ -11,13 +11,14 @@ version; ``broadcast`` writes it there during the next step. No prompts are in f
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,6 @@ from trainer.service_thread import ServiceThread
 CASE_SECONDS = 500.0
 """Longest time that all publications of one model may take."""
 POLL_SECONDS = 0.02
-
-
-@dataclass
-class Measured:
-    """The measurements of one transport and model size."""
-
-    size: str
-    transport: str
-    megabytes: float = 0.0
-    """Size of the published weights."""
-    total_seconds: list[float] = field(default_factory=list)
-    pause_seconds: list[float] = field(default_factory=list)
-    volume_seconds: list[float] = field(default_factory=list)
-    """Seconds from the start until the version was on the volume."""
 
 
 def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
@@ -72,21 +59,22 @@ def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
                 total = time.perf_counter() - began
                 while (newest := store.newest()) is None or newest.version < version:
                     time.sleep(POLL_SECONDS)
-                times = {"total": total, "pause": metrics["pause_seconds"], "volume": time.perf_counter() - began}
+                volume = time.perf_counter() - began
                 if metrics["workers"] != workers:
                     raise SystemExit(
                         f"error: {metrics['workers']:.0f} of {workers} workers took version {version} by {transport}"
                     )
                 if number:
+                    times = {"total": total, "pause": metrics["pause_seconds"], "volume": volume}
                     size = (newest.path / "model.safetensors").stat().st_size
-                    measured.append({"transport": transport.value, "bytes": size, **times})
+                    measured.append({"transport": transport.value, "megabytes": size / 1e6, **times})
         for publisher in publishers.values():
             publisher.close()
     return measured
 
 
-def measure(size: str, rounds: int, workers: int) -> list[Measured]:
-    """Measure all transports with one model."""
+def measure(size: str, rounds: int, workers: int) -> list[dict[str, Any]]:
+    """Measure all transports with one model; return each publication's size and seconds."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         settings = {
@@ -102,32 +90,21 @@ def measure(size: str, rounds: int, workers: int) -> list[Measured]:
             command += ["--rounds", str(rounds), "--workers", str(workers)]
             with harness.programs([command], [group.environment("ppo-trainer")], CASE_SECONDS) as [process]:
                 output = harness.output_of(process, "the publishing trainer", group.logs("rollout-server"))
-    found = {transport.value: Measured(size, transport.value) for transport in Transport}
-    for record in json.loads(output.splitlines()[-1]):
-        into = found[record["transport"]]
-        into.megabytes = record["bytes"] / 1e6
-        into.total_seconds.append(record["total"])
-        into.pause_seconds.append(record["pause"])
-        into.volume_seconds.append(record["volume"])
-    return list(found.values())
+    publications = [{"size": size, **publication} for publication in json.loads(output.splitlines()[-1])]
+    return sorted(publications, key=itemgetter("transport"))
 
 
-def show(measured: Sequence[Measured], workers: int) -> Table:
+def show(measured: Sequence[dict[str, Any]], workers: int) -> Table:
     """Return medians and spreads as a table."""
+    rows = []
+    for (size, transport), group in itertools.groupby(measured, key=itemgetter("size", "transport")):
+        publications = list(group)
+        times = [spread([one[name] for one in publications]) for name in ("total", "pause", "volume")]
+        rows.append((size, f"{publications[0]['megabytes']:.0f}", transport, *times))
     return harness.table(
         f"{workers} workers, one trainer rank, {cores()} cores for all; seconds: median (least to most)",
         ("model", "MB", "transport", "total s", "pause s", "on the volume s"),
-        [
-            (
-                one.size,
-                f"{one.megabytes:.0f}",
-                one.transport,
-                spread(one.total_seconds),
-                spread(one.pause_seconds),
-                spread(one.volume_seconds),
-            )
-            for one in measured
-        ],
+        rows,
     )
 
 

@@ -1,22 +1,25 @@
-"""A rollout node whose engine is ``slow_engine.py``."""
+"""A rollout node whose embedded engine takes BENCHMARK_SLOWDOWN times as long for every call of its model.
+
+The engine sleeps for the added time, so that it takes no more of the processor, like an engine on another machine. The
+sleep is inside the engine, so new weights wait for running requests as long as they would wait for a slow engine's. The
+node's process starts this module again as its engine, with the address to listen on.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common.harness import ROOT
-from services.core.endpoints import Endpoint
 from services.core.errors import exit_code_of
-from services.rollout_server import commands
-from services.rollout_server.__main__ import main
-from services.rollout_server.commands import Command, engine_command
-from services.rollout_server.settings import EngineKind, RolloutSettings
 
 FACTOR = "BENCHMARK_SLOWDOWN"
-"""The environment variable with the slowdown of the engine."""
-
 COMMAND = "exec python -m services.rollout_server\n"
 
 
@@ -26,15 +29,42 @@ def job_group_with_slow_rollouts(job_group: str, slowdown: float, directory: Pat
     if COMMAND not in text:
         raise SystemExit(f"error: {job_group} starts its rollout nodes by another command than {COMMAND.strip()!r}")
     path = directory / job_group
-    command = f"exec env {FACTOR}={slowdown} python -m benchmarks.common.slow_rollouts\n"
-    path.write_text(text.replace(COMMAND, command))
+    path.write_text(text.replace(COMMAND, f"exec env {FACTOR}={slowdown} python -m benchmarks.common.slow_rollouts\n"))
     return path
 
 
-def _slow_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint) -> Command:
-    return replace(engine_command(settings, kind, address), module="benchmarks.common.slow_engine")
+def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    """Return a function that computes the same and takes ``factor`` times as long."""
+
+    @wraps(compute)
+    def slow(*arguments: Any, **named: Any) -> Any:
+        began = time.perf_counter()
+        result = compute(*arguments, **named)
+        time.sleep((factor - 1) * (time.perf_counter() - began))
+        return result
+
+    return slow
+
+
+def run_engine() -> None:
+    """Run the engine."""
+    from services.embedded_engine.__main__ import main
+    from services.embedded_engine.compute.scheduler import Scheduler
+
+    for name in ("admit", "decode"):
+        setattr(Scheduler, name, slowed(getattr(Scheduler, name), float(os.environ[FACTOR])))
+    main()
+
+
+def run_node() -> None:
+    """Run the rollout node."""
+    from services.rollout_server import commands
+    from services.rollout_server.__main__ import main
+
+    usual = commands.engine_command
+    commands.engine_command = lambda *of: replace(usual(*of), module="benchmarks.common.slow_rollouts")
+    main()
 
 
 if __name__ == "__main__":
-    commands.engine_command = _slow_command
-    sys.exit(exit_code_of(main))
+    sys.exit(exit_code_of(run_engine if "--port" in sys.argv else run_node))

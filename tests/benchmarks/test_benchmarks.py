@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import asynchronous, recovery, reward
-from benchmarks.asynchronous import Mode
 from benchmarks.common.harness import spread
 from benchmarks.common.job import DEMO
-from benchmarks.common.slow_engine import slowed
-from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
+from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts, slowed
 from benchmarks.common.training import Work
 from benchmarks.common.trl_side import Side, Steps
 from local_runner import spec
@@ -72,11 +70,9 @@ def test_seconds_lost_are_those_beyond_the_usual() -> None:
 
 
 def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
-    mode = Mode(slowdown=1.0)
     step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
-    mode.add([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
-    assert mode.group_seconds == [3.0]
-    assert mode.wait_seconds == [1.5]
+    found = asynchronous.round_of([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
+    assert (found.group_seconds, found.wait_seconds) == (3.0, 1.5)
 
 
 def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:
