@@ -19,10 +19,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.common import harness
+from benchmarks.common import harness, slow_rollouts
 from benchmarks.common.harness import spread
-from benchmarks.common.job import QUESTIONS, Steps, run_job
-from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts
+from benchmarks.common.job import QUESTIONS, Steps, run_job, write_job_group
 from local_runner.environment import cores
 
 
@@ -78,8 +77,9 @@ class Mode:
         if self.max_staleness is not None:
             job_group, given["MAX_STALENESS"], nodes["collector"] = "jobgroup-async.yaml", self.max_staleness, 1
         with tempfile.TemporaryDirectory() as directory:
-            path = job_group_with_slow_rollouts(job_group, self.slowdown, Path(directory))
-            self.rounds.append(round_of(run_job(str(path), given, nodes)))
+            command = f"exec env {slow_rollouts.FACTOR}={self.slowdown} python -m benchmarks.common.slow_rollouts"
+            path = write_job_group(Path(directory), job_group, {"rollout-server": command})
+            self.rounds.append(round_of(run_job(path, given, nodes)))
         return f"rollouts {self.slowdown:g} x slower: {self.rounds[-1].group_seconds:.2f} s a group"
 
 

@@ -14,7 +14,6 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,9 +23,11 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.common import harness, models, nodes
+from benchmarks.common import harness, models
 from benchmarks.common.harness import spread
+from benchmarks.common.job import running, write_job_group
 from local_runner.environment import cores
+from services.core.files import atomic_write
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy
@@ -83,14 +84,14 @@ def measure(size: str, rounds: int, workers: int) -> list[dict[str, Any]]:
             "ENGINE_DTYPE": "float32",
             "ROLLOUT_ENGINE": "embedded",
         }
-        with nodes.running(
-            directory, "rollout-server", settings, {"rollout-server": workers, "ppo-trainer": 1}
-        ) as group:
-            command = [sys.executable, "-m", "benchmarks.publishing", "--trainer"]
-            command += ["--rounds", str(rounds), "--workers", str(workers)]
-            with harness.programs([command], [group.environment("ppo-trainer")], CASE_SECONDS) as [process]:
-                output = harness.output_of(process, "the publishing trainer", group.logs("rollout-server"))
-    publications = [{"size": size, **publication} for publication in json.loads(output.splitlines()[-1])]
+        found = directory / "publications.json"
+        command = f"exec python -m benchmarks.publishing --rounds {rounds} --workers {workers} --trainer {found}"
+        path = write_job_group(
+            directory, "jobgroup.yaml", {"ppo-trainer": command}, only=["rollout-server", "ppo-trainer"]
+        )
+        with running(directory, path, settings, {"rollout-server": workers, "ppo-trainer": 1}) as job:
+            job.wait(found.exists, CASE_SECONDS)
+        publications = [{"size": size, **publication} for publication in json.loads(found.read_text())]
     return sorted(publications, key=itemgetter("transport"))
 
 
@@ -113,10 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.CommandLine("publishing", rounds=3, quick="the tiny model, one round")
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, default=list(models.SIZES))
     parser.add_argument("--workers", type=int, default=2, help="rollout nodes")
-    parser.add_argument("--trainer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     given = parser.parse(arguments)
     if given.trainer:
-        print(json.dumps(publish_rounds(given.rounds, given.workers)), flush=True)
+        atomic_write(given.trainer, json.dumps(publish_rounds(given.rounds, given.workers)))
         # The library threads of a broadcast group would delay a normal exit.
         os._exit(0)
     measured = []

@@ -25,21 +25,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from rich.table import Table
 
 from benchmarks.common import harness, models
 from benchmarks.common.harness import END_SECONDS, spread
-from benchmarks.common.job import Job, Steps, running
-from local_runner.directory import read_nodes
+from benchmarks.common.job import JOB_GROUP, Job, Steps, running
 from local_runner.processes import MARK
 from services.core import endpoints
 from services.core.endpoints import Task
 
 START_SECONDS = 300.0
 RECOVERY_SECONDS = 180.0
-POLL_SECONDS = 0.05
 
 ENGINE = "services.embedded_engine"
 """A part of the command line of an engine."""
@@ -104,29 +101,15 @@ def kill(job: Job, death: Death) -> None:
     psutil.wait_procs(killed, END_SECONDS)
 
 
-def get(job: Job, node: str, port: int, path: str) -> httpx.Response:
-    """Send a GET request to a node."""
-    nodes = read_nodes(job.run_dir)
-    assert nodes is not None, "the local runner writes this file before it starts a node"
-    return httpx.get(f"http://{nodes.endpoints[f'{node}:{port}']}{path}", timeout=2, trust_env=False)
-
-
-def is_healthy(job: Job, death: Death) -> bool:
-    """Return whether the node answers /health with 200."""
-    try:
-        return get(job, death.node, death.port, "/health").status_code == 200
-    except httpx.TransportError:
-        return False
-
-
 def replay_size(job: Job) -> int:
     """Return the number of groups in the replay buffer."""
-    return int(get(job, f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats").json()["size"])
+    return int(job.get(f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats")["size"])
 
 
 def wait_for_step(job: Job, step: int, seconds: float = RECOVERY_SECONDS) -> Steps:
     """Wait until a step is done, and return all steps."""
-    return job.wait(lambda steps: bool(steps) and steps[-1]["step"] >= step, seconds)
+    job.wait(lambda: any(done["step"] >= step for done in job.steps()[-1:]), seconds)
+    return job.steps()
 
 
 def step_seconds(steps: Sequence[dict[str, Any]]) -> float:
@@ -150,10 +133,7 @@ def kill_and_wait(job: Job, death: Death, steps: int, checkpoint_every: int) -> 
     killed, began = time.time(), time.monotonic()
     kill(job, death)
     done = before[-1]["step"]
-    while not is_healthy(job, death):
-        if time.monotonic() - began > RECOVERY_SECONDS:
-            raise SystemExit(f"error: {death.name} is not healthy {RECOVERY_SECONDS:g} s after its death")
-        time.sleep(POLL_SECONDS)
+    job.wait(lambda: job.get(death.node, death.port, "/health"), RECOVERY_SECONDS)
     death.back_seconds.append(time.monotonic() - began)
     # A trainer that resumes cuts metrics.jsonl back to its checkpoint, so later steps are new.
     new = [step for step in wait_for_step(job, done + steps) if step["time"] > killed]
@@ -196,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model = models.directory("tiny", directory / "model")
             settings = SETTINGS | {"MODEL_NAME": str(model), "CHECKPOINT_EVERY": str(given.checkpoint_every)}
             nodes = {"ppo-trainer": 1, "rollout-server": 2}
-            with running(directory, "jobgroup.yaml", settings, nodes) as job:
+            with running(directory, JOB_GROUP, settings, nodes) as job:
                 wait_for_step(job, 1, START_SECONDS)
                 harness.in_turn(deaths, 1, lambda death: kill_and_wait(job, death, given.steps, given.checkpoint_every))
     harness.finish(given, [show(deaths, given.steps, given.checkpoint_every)], deaths)

@@ -25,13 +25,13 @@ from typing import Any
 import httpx
 from rich.table import Table
 
-from benchmarks.common import harness, nodes
+from benchmarks.common import harness
 from benchmarks.common.harness import spread
+from benchmarks.common.job import running, write_job_group
 from local_runner.environment import cores
 from services.core.endpoints import ROUTER_PORT, Task
 
 START_SECONDS = 600.0
-POLL_SECONDS = 0.2
 REQUEST_SECONDS = 120.0
 ONE_BY_ONE = 4
 """Prompts of a round that are computed one after the other."""
@@ -62,25 +62,18 @@ def prompts(count: int) -> list[str]:
 @contextmanager
 def rollout_nodes(model: Path, dtype: str, count: int) -> Iterator[str]:
     """Run rollout nodes, and give the router's URL once all workers are registered."""
-    settings = {"MODEL_NAME": model.resolve(), "ENGINE_DTYPE": dtype}
-    task = Task.ROLLOUT_SERVER
-    with tempfile.TemporaryDirectory() as name, nodes.running(Path(name), task, settings, {task: count}) as group:
-        url = f"http://{group.run.addresses.find(task, 0, ROUTER_PORT)}"
-        end = time.monotonic() + START_SECONDS
-        while _workers(url) < count:
-            if time.monotonic() > end:
-                tails = "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in group.logs(task))
-                raise SystemExit(f"{tails}\nerror: the rollout nodes did not start in {START_SECONDS:g} s")
-            time.sleep(POLL_SECONDS)
-        yield url
+    settings, task = {"MODEL_NAME": model.resolve(), "ENGINE_DTYPE": dtype}, Task.ROLLOUT_SERVER
+    router = (f"{task}-0", ROUTER_PORT)
 
+    def are_registered() -> bool:
+        found = job.get(*router, "/workers")
+        return found is not None and len(found["workers"]) == count
 
-def _workers(url: str) -> int:
-    try:
-        reply = httpx.get(f"{url}/workers", timeout=5, trust_env=False)
-    except httpx.TransportError:
-        return 0
-    return len(reply.json()["workers"]) if reply.status_code == 200 else 0
+    with tempfile.TemporaryDirectory() as name:
+        path = write_job_group(Path(name), "jobgroup.yaml", {}, only=[task])
+        with running(Path(name), path, settings, {task: count}) as job:
+            job.wait(are_registered, START_SECONDS)
+            yield str(job.url(*router))
 
 
 def server(url: str, given: argparse.Namespace) -> Callable[[], float]:

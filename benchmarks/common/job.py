@@ -6,22 +6,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import orjson
+import yaml
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
 from local_runner import spec
+from local_runner.directory import read_nodes
 
+JOB_GROUP = ROOT / "jobgroup.yaml"
 RUN_ID = "benchmark"
 RUN_SECONDS = 3600.0
 """Longest time that a run may take."""
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.05
 
 DEMO = spec.env_file(ROOT / "demo.env")
 """The demo's settings."""
@@ -60,30 +64,59 @@ class Job:
         # The last line may be half written.
         return [orjson.loads(line) for line in lines if line.endswith(b"\n")]
 
-    def wait(self, is_enough: Callable[[Steps], bool], seconds: float = RUN_SECONDS) -> Steps:
-        """Wait until the steps are enough, or the run has succeeded, and return the steps.
+    def url(self, node: str, port: int) -> str | None:
+        """Return the URL of a node's port; None before the local runner has given addresses."""
+        nodes = read_nodes(self.run_dir)
+        return f"http://{nodes.endpoints[f'{node}:{port}']}" if nodes else None
+
+    def get(self, node: str, port: int, path: str) -> Any:
+        """Return the JSON of a node's reply to a GET request; None if the node does not answer with 200."""
+        url = self.url(node, port)
+        try:
+            reply = httpx.get(f"{url}{path}", timeout=2, trust_env=False) if url else None
+        except httpx.TransportError:
+            return None
+        return reply.json() if reply is not None and reply.is_success else None
+
+    def wait(self, is_enough: Callable[[], object], seconds: float = RUN_SECONDS) -> None:
+        """Wait until ``is_enough`` returns something true, or the run has succeeded.
 
         Raises:
             SystemExit: the run failed or took longer; the message has the end of its messages.
         """
         end = time.monotonic() + seconds
-        while not is_enough(steps := self.steps()):
+        while not is_enough():
             code = self.process.poll()
             if code == 0:
-                return self.steps()
+                return
             if code is not None or time.monotonic() > end:
-                why = f"not enough steps after {seconds:g} s" if code is None else f"the run ended with {code}"
+                why = f"not enough after {seconds:g} s" if code is None else f"the run ended with {code}"
                 raise SystemExit(f"{self.messages.read_text()[-3000:]}\nerror: {why}; its messages are above")
             time.sleep(POLL_SECONDS)
-        return steps
+
+
+def write_job_group(directory: Path, job_group: str, commands: Mapping[str, str], only: Sequence[str] = ()) -> Path:
+    """Write a copy of a job group, some of whose tasks run other commands, and return its path.
+
+    With ``only`` the copy has no other tasks, and its last task is its primary.
+    """
+    header, *tasks = yaml.safe_load_all((ROOT / job_group).read_text())
+    if only:
+        tasks = [task for task in tasks if task["name"] in only]
+        header = {"name": "benchmark", "execution": "parallel", "primary_tasks": [tasks[-1]["name"]]}
+    for task in tasks:
+        task["run"] = commands.get(task["name"], task["run"])
+    path = directory / "jobgroup.yaml"
+    path.write_text(yaml.safe_dump_all([header, *tasks]))
+    return path
 
 
 @contextmanager
 def running(
-    directory: Path, job_group: str, settings: Mapping[str, object], num_nodes: Mapping[str, int]
+    directory: Path, job_group: Path, settings: Mapping[str, object], num_nodes: Mapping[str, int]
 ) -> Iterator[Job]:
     """Run a job group with ``directory`` as its volume; stop it when the context ends."""
-    command = [sys.executable, "-m", "scripts.run_local", job_group]
+    command = [sys.executable, "-m", "scripts.run_local", str(job_group)]
     command += ["--shared-dir", str(directory), "--run-id", RUN_ID]
     for task, count in num_nodes.items():
         command += ["--num-nodes", f"{task}={count}"]
@@ -99,11 +132,12 @@ def running(
 
 
 def run_job(
-    job_group: str,
+    job_group: Path,
     settings: Mapping[str, object],
     num_nodes: Mapping[str, int],
     is_enough: Callable[[Steps], bool] = lambda _: False,
 ) -> Steps:
     """Run a job group to its end, or until its steps are enough, and return the steps."""
     with tempfile.TemporaryDirectory() as name, running(Path(name), job_group, settings, num_nodes) as job:
-        return job.wait(is_enough)
+        job.wait(lambda: is_enough(job.steps()))
+        return job.steps()

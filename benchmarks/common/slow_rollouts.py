@@ -13,24 +13,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import ROOT
 from services.core.errors import exit_code_of
 
 FACTOR = "BENCHMARK_SLOWDOWN"
-COMMAND = "exec python -m services.rollout_server\n"
-
-
-def job_group_with_slow_rollouts(job_group: str, slowdown: float, directory: Path) -> Path:
-    """Write a copy of a job group's YAML whose rollout nodes run this module, and return its path."""
-    text = (ROOT / job_group).read_text()
-    if COMMAND not in text:
-        raise SystemExit(f"error: {job_group} starts its rollout nodes by another command than {COMMAND.strip()!r}")
-    path = directory / job_group
-    path.write_text(text.replace(COMMAND, f"exec env {FACTOR}={slowdown} python -m benchmarks.common.slow_rollouts\n"))
-    return path
 
 
 def slowed(compute: Callable[..., Any], factor: float) -> Callable[..., Any]:

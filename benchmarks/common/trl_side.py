@@ -13,7 +13,7 @@ import orjson
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
-from benchmarks.common.job import QUESTIONS, RUN_SECONDS, run_job
+from benchmarks.common.job import JOB_GROUP, QUESTIONS, RUN_SECONDS, run_job
 from benchmarks.common.job import Steps as JobSteps
 from local_runner.environment import cores
 from services.data_server.arithmetic import questions
@@ -81,7 +81,7 @@ def train_job_group(
         "SEED": seed,
     }
     nodes = {"rollout-server": 1, "ppo-trainer": 1}
-    return _of_job(run_job("jobgroup.yaml", settings, nodes, lambda steps: is_enough(_of_job(steps))))
+    return _of_job(run_job(JOB_GROUP, settings, nodes, lambda steps: is_enough(_of_job(steps))))
 
 
 def _of_job(steps: JobSteps) -> Steps:

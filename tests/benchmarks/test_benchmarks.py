@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import asynchronous, recovery, reward
-from benchmarks.common.harness import spread
-from benchmarks.common.job import DEMO
-from benchmarks.common.slow_rollouts import job_group_with_slow_rollouts, slowed
+from benchmarks.common.harness import ROOT, spread
+from benchmarks.common.job import DEMO, write_job_group
+from benchmarks.common.slow_rollouts import slowed
 from benchmarks.common.training import Work
 from benchmarks.common.trl_side import Side, Steps
 from local_runner import spec
@@ -96,11 +96,19 @@ def test_slowed_work_takes_as_many_times_as_long() -> None:
 
 
 @pytest.mark.parametrize("job_group", ["jobgroup.yaml", "jobgroup-async.yaml"])
-def test_a_job_group_with_slow_rollouts_differs_in_these_alone(job_group: str, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    usual, slow = spec.load(root / job_group), spec.load(job_group_with_slow_rollouts(job_group, 4, tmp_path))
-    changed = [task.name for task, other in zip(usual.tasks, slow.tasks, strict=True) if task != other]
-    assert changed == ["rollout-server"]
+def test_a_job_group_with_another_command_differs_in_it_alone(job_group: str, tmp_path: Path) -> None:
+    usual = spec.load(ROOT / job_group)
+    changed = spec.load(write_job_group(tmp_path, job_group, {"rollout-server": "true"}))
+    different = [(task, other) for task, other in zip(usual.tasks, changed.tasks, strict=True) if task != other]
+    assert [(task.name, other.run) for task, other in different] == [("rollout-server", "true")]
+
+
+def test_a_job_group_of_some_tasks_ends_with_its_last(tmp_path: Path) -> None:
+    path = write_job_group(tmp_path, "jobgroup.yaml", {}, only=["rollout-server", "ppo-trainer"])
+    assert [(task.name, task.is_primary) for task in spec.load(path).tasks] == [
+        ("rollout-server", False),
+        ("ppo-trainer", True),
+    ]
 
 
 def test_prompts_that_are_not_shared_are_the_same_work_in_more_groups() -> None:
