@@ -92,7 +92,7 @@ def modes_of(slowdowns: Sequence[float], staleness: Sequence[int]) -> list[Mode]
     return modes
 
 
-def show(modes: Sequence[Mode], title: str) -> Table:
+def show(modes: Sequence[Mode]) -> Table:
     """Return the medians of the rounds, and the speed-up over the synchronous mode at the same slowdown, as a table."""
     base = {mode.slowdown: mode.median("group_seconds") for mode in modes if mode.max_staleness is None}
     rows = []
@@ -102,16 +102,13 @@ def show(modes: Sequence[Mode], title: str) -> Table:
         others = [f"{mode.median(name):.1f}" for name in ("wait_seconds", "train_seconds", "staleness", "dropped")]
         rows.append((f"{mode.slowdown:g} x slower", mode.name, seconds, speed_up, *others))
     columns = ("rollouts", "mode", "s a group", "speed-up", "waits s", "trains s", "staleness", "dropped")
-    return harness.table(title, columns, rows)
+    return harness.table("4 prompts of 4 completions of at most 12 tokens", columns, rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and measure."""
     parser = harness.CommandLine("asynchronous", rounds=2, quick="one round of four steps, one slowdown, one bound")
     parser.add_argument("--model", default=".cache/models/smollm2-135m")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=4)
-    parser.add_argument("--completion-tokens", type=int, default=12)
     parser.add_argument("--slowdowns", type=float, nargs="+", default=[1, 4], help="of rollouts")
     parser.add_argument("--staleness", type=int, nargs="+", default=[1, 2, 4], help="bounds in policy versions")
     parser.add_argument("--steps", type=int, default=6, help="steps of a round, the first of which warms up")
@@ -121,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {
         **QUESTIONS,
         "MODEL_NAME": given.model,
-        "BATCH_SIZE": given.prompts,
-        "GROUP_SIZE": given.group_size,
-        "MAX_NEW_TOKENS": given.completion_tokens,
+        "BATCH_SIZE": 4,
+        "GROUP_SIZE": 4,
+        "MAX_NEW_TOKENS": 12,
         "MAX_STEPS": given.steps,
         "OMP_NUM_THREADS": max(1, cores() // 2),
         # With an entropy term, groups without reward variance are computed as well.
@@ -132,8 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     modes = modes_of(given.slowdowns, given.staleness)
     harness.in_turn(modes, given.rounds, lambda mode: mode.measure(settings))
-    title = f"{given.prompts} prompts of {given.group_size} completions of at most {given.completion_tokens} tokens"
-    harness.finish(given, [show(modes, title)], {"settings": settings, "cores": cores(), "modes": modes})
+    harness.finish(given, [show(modes)], {"settings": settings, "cores": cores(), "modes": modes})
 
 
 if __name__ == "__main__":

@@ -62,9 +62,7 @@ def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
                     time.sleep(POLL_SECONDS)
                 volume = time.perf_counter() - began
                 if metrics["workers"] != workers:
-                    raise SystemExit(
-                        f"error: {metrics['workers']:.0f} of {workers} workers took version {version} by {transport}"
-                    )
+                    raise SystemExit(f"error: {metrics['workers']:.0f} of {workers} workers took version {version}")
                 if number:
                     times = {"total": total, "pause": metrics["pause_seconds"], "volume": volume}
                     size = (newest.path / "model.safetensors").stat().st_size

@@ -147,19 +147,15 @@ def kill_and_wait(job: Job, death: Death, steps: int, checkpoint_every: int) -> 
 
 def show(deaths: Sequence[Death], steps: int, checkpoint_every: int) -> Table:
     """Return medians and spreads as a table."""
+    rows = []
+    for death in deaths:
+        groups = [spread(values, 0) for values in (death.trained_again, death.left_out, death.replay_gone)]
+        rows.append((death.name, spread(death.seconds_lost, 1), spread(death.back_seconds, 1), *groups))
     return harness.table(
         f"steps of {SETTINGS['BATCH_SIZE']} groups, a checkpoint every {checkpoint_every} steps; seconds lost over "
         f"{steps} steps, groups; median (least to most)",
         ("killed", "seconds lost", "back after s", "trained again", "left out", "gone from replay"),
-        [
-            (
-                death.name,
-                spread(death.seconds_lost, 1),
-                spread(death.back_seconds, 1),
-                *(spread(groups, 0) for groups in (death.trained_again, death.left_out, death.replay_gone)),
-            )
-            for death in deaths
-        ],
+        rows,
     )
 
 
@@ -175,8 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             directory = Path(name)
             model = models.directory("tiny", directory / "model")
             settings = SETTINGS | {"MODEL_NAME": str(model), "CHECKPOINT_EVERY": str(given.checkpoint_every)}
-            nodes = {"ppo-trainer": 1, "rollout-server": 2}
-            with running(directory, JOB_GROUP, settings, nodes) as job:
+            with running(directory, JOB_GROUP, settings, {"ppo-trainer": 1, "rollout-server": 2}) as job:
                 wait_for_step(job, 1, START_SECONDS)
                 harness.in_turn(deaths, 1, lambda death: kill_and_wait(job, death, given.steps, given.checkpoint_every))
     harness.finish(given, [show(deaths, given.steps, given.checkpoint_every)], deaths)

@@ -172,8 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         with rollout_nodes(given.model, given.dtype, given.num_workers) as url:
             sides = measure(url, given)
-    results = {side.name: side.tokens_per_second for side in sides}
-    harness.finish(given, [show(sides, given)], {"tokens_per_second": results, "settings": vars(given)})
+    rates = {side.name: side.tokens_per_second for side in sides}
+    harness.finish(given, [show(sides, given)], {"tokens_per_second": rates, "settings": vars(given)})
 
 
 if __name__ == "__main__":

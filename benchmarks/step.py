@@ -46,10 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = harness.CommandLine("step", rounds=2, quick="one round of three steps")
     parser.add_argument("--trl-python", required=True, help="an interpreter with TRL; `make bench` installs one")
     parser.add_argument("--model", default=".cache/models/smollm2-135m")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--completion-tokens", type=int, default=12)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    for name, default in {"prompts": 8, "group-size": 8, "completion-tokens": 12}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=4, help="steps of a round, the first of which warms up")
     given = parser.parse(arguments)
     if given.quick:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.table import Table
 
@@ -27,46 +27,20 @@ TARGET = 0.8
 BARE = "bare forward and backward"
 
 
-@dataclass
-class Case:
-    """A way to compute the work, and its measurements by rank."""
-
-    name: str
-    work: Work
-    ranks: list[Rank]
-
-    @property
-    def seconds(self) -> list[float]:
-        """Seconds of each round."""
-        return self.ranks[0].seconds
-
-
 def threads() -> int:
     """Return OMP_NUM_THREADS or the number of cores: the threads of all ranks together."""
     return int(os.environ.get("OMP_NUM_THREADS", cores()))
 
 
-def measure(work: Work, ranks: int) -> Case:
-    """Measure the trainer's update, or with 0 ranks the bare pass."""
-    how = "shared prompts" if work.shares_prompts else "each its prompt"
-    name = f"{ranks} rank{'s' if ranks > 1 else ''}, {how}" if ranks else BARE
-    count = max(1, ranks)
-    case = Case(name, work, run(work, "update" if ranks else "bare", count, max(threads() // count, 1)))
-    harness.say(f"{name}: {statistics.median(case.seconds):.2f} s")
-    return case
-
-
-def show(cases: Sequence[Case]) -> Table:
+def show(work: Work, cases: Mapping[str, Sequence[Rank]]) -> Table:
     """Return seconds, tokens, and the ratio to the bare pass as a table."""
-    work = cases[0].work
-    base = statistics.median(cases[0].seconds)
+    base = statistics.median(cases[BARE][0].seconds)
     rows = []
-    for case in cases:
-        seconds = statistics.median(case.seconds)
-        peaks = " + ".join(f"{rank.peak_bytes / 1e9:.2f}" for rank in case.ranks)
-        rows.append(
-            (case.name, spread(case.seconds), f"{work.trained_tokens / seconds:.0f}", f"{base / seconds:.2f}", peaks)
-        )
+    for name, ranks in cases.items():
+        seconds = statistics.median(ranks[0].seconds)
+        speed = (f"{work.trained_tokens / seconds:.0f}", f"{base / seconds:.2f}")
+        peaks = " + ".join(f"{rank.peak_bytes / 1e9:.2f}" for rank in ranks)
+        rows.append((name, spread(ranks[0].seconds), *speed, peaks))
     return harness.table(
         f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
         f"{work.completion_tokens} each; {threads()} threads in all; to reach: {TARGET} of the bare pass",
@@ -85,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     given = parser.parse(arguments)
     work = harness.made_of(Work, given)
-    cases = [measure(work, 0)]
-    cases += [measure(replace(work, shares_prompts=shares), n) for n in given.ranks for shares in (True, False)]
-    harness.finish(given, [show(cases)], cases)
+    cases = {BARE: run(replace(work, is_bare=True), 1, threads())}
+    for ranks in given.ranks:
+        for shares in (True, False):
+            name = f"{ranks} rank{'s' if ranks > 1 else ''}, {'shared prompts' if shares else 'each its prompt'}"
+            cases[name] = run(replace(work, shares_prompts=shares), ranks, max(threads() // ranks, 1))
+            harness.say(f"{name}: {statistics.median(cases[name][0].seconds):.2f} s")
+    harness.finish(given, [show(work, cases)], {"work": work, "ranks": cases})
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -129,18 +130,24 @@ def _kill(running: Sequence[subprocess.Popen[str]]) -> None:
         process.kill()
 
 
-def output_of(process: subprocess.Popen[str], name: str, logs: Sequence[Path] = ()) -> str:
+def output_of(process: subprocess.Popen[str], name: str) -> str:
     """Wait for the end of a program and return its standard output.
 
     Raises:
-        SystemExit: the program failed or was killed at its deadline; the message has the ends of ``logs``.
+        SystemExit: the program failed or was killed at its deadline.
     """
     output, _ = process.communicate()
     if process.returncode:
-        tails = [f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs if log.exists()]
         why = "was killed" if process.returncode < 0 else f"ended with {process.returncode}"
-        raise SystemExit("\n".join([*tails, f"error: {name} {why}; its messages are above"]))
+        raise SystemExit(f"error: {name} {why}; its messages are above")
     return output
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.harness import ROOT
 from scripts.tiny_model import build_model, build_tokenizer, make
@@ -23,33 +22,23 @@ HALF_A_BILLION = {
 
 
 def directory(size: str, new: Path) -> Path:
-    """Return the model directory of a size; a model other than the pretrained one is written to ``new``.
-
-    Raises:
-        SystemExit: the pretrained model is missing.
-    """
+    """Return the model directory of a size; a model other than the pretrained one is written to ``new``."""
     if size == "135m":
-        if not (PRETRAINED / "config.json").exists():
-            raise SystemExit(f"error: no model in {PRETRAINED}; `make bench` and `make demo` put it there")
         return PRETRAINED
     if size == "tiny":
         make(new)
-        return new
-    return make_random(new, HALF_A_BILLION)
+    else:
+        _make_half_a_billion(new)
+    return new
 
 
-def make_random(new: Path, shape: dict[str, Any]) -> Path:
-    """Write a Qwen2 with random weights and the tiny model's tokenizer, and return its directory.
-
-    ``shape`` has the values that differ from the tiny model's configuration.
-    """
+def _make_half_a_billion(new: Path) -> None:
+    """Write a Qwen2 with random weights and the tiny model's tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tiny = build_model().config.to_dict()
     # transformers derives the list, one entry a layer, from the other values.
     del tiny["layer_types"]
-    config = Qwen2Config(**(tiny | {"max_position_embeddings": 32_768} | shape))
-    new.mkdir(parents=True, exist_ok=True)
+    config = Qwen2Config(**(tiny | HALF_A_BILLION))
     Qwen2ForCausalLM(config).save_pretrained(new)
     build_tokenizer().save_pretrained(new)
-    return new

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -59,9 +58,7 @@ def running(name: str, **environment: str) -> Iterator[Service]:
     Raises:
         SystemExit: it did not become healthy.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = harness.free_port()
     started = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", f"services.{name}", "--host", "127.0.0.1", "--port", str(port)],

@@ -6,12 +6,11 @@ import json
 import os
 import random
 import resource
-import socket
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from trainer.model.ranks import Ranks, join_ranks
 
 DEADLINE_SECONDS = 500.0
 
-Kind = Literal["update", "bare"]
-
 
 @dataclass(frozen=True)
 class Work:
@@ -41,6 +38,8 @@ class Work:
     rounds: int = 3
     shares_prompts: bool = True
     """True to compute a group's prompt once; otherwise every completion comes as its own group."""
+    is_bare: bool = False
+    """True for the bare pass instead of the trainer's update."""
 
     @property
     def trained_tokens(self) -> int:
@@ -80,19 +79,17 @@ class Rank:
     peak_bytes: int
 
 
-def run(work: Work, kind: Kind, ranks: int, threads: int) -> list[Rank]:
+def run(work: Work, ranks: int, threads: int) -> list[Rank]:
     """Measure in new processes, which join as under torchrun.
 
     Raises:
         SystemExit: a process failed, or took longer than DEADLINE_SECONDS.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    port = str(harness.free_port())
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     # The bare pass computes in float32, whatever the processor.
     environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": "float32"}
-    command = [sys.executable, "-m", "benchmarks.common.training", kind, json.dumps(asdict(work))]
+    command = [sys.executable, "-m", "benchmarks.common.training", json.dumps(asdict(work))]
     environments = [{**os.environ, **environment, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
     with harness.programs([command] * ranks, environments, DEADLINE_SECONDS) as processes:
         outputs = [harness.output_of(process, f"rank {rank}") for rank, process in enumerate(processes)]
@@ -102,12 +99,12 @@ def run(work: Work, kind: Kind, ranks: int, threads: int) -> list[Rank]:
 # --- in a process of its own -----------------------------------------------------------------------------------------
 
 
-def measure_here(work: Work, kind: Kind) -> Rank:
+def measure_here(work: Work) -> Rank:
     """Measure as one rank in this process."""
     memory.keep()
     seconds = []
     with join_ranks() as ranks:
-        do_round = _bare(work) if kind == "bare" else _update(work, ranks)
+        do_round = _bare(work) if work.is_bare else _update(work, ranks)
         for number in range(work.rounds + 1):
             ranks.barrier()
             started = time.perf_counter()
@@ -143,5 +140,5 @@ def _bare(work: Work) -> Callable[[int], None]:
 
 
 if __name__ == "__main__":
-    measured = measure_here(Work(**json.loads(sys.argv[2])), "bare" if sys.argv[1] == "bare" else "update")
+    measured = measure_here(Work(**json.loads(sys.argv[1])))
     print(f"\n{json.dumps(asdict(measured))}", flush=True)

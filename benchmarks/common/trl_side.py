@@ -27,8 +27,8 @@ class Work:
     prompts: int
     group_size: int
     completion_tokens: int
-    learning_rate: float
     steps: int
+    learning_rate: float = 1e-5
     target: float | None = None
     """Training stops when the mean reward of three steps is at least this."""
     limit_seconds: float | None = None

@@ -50,8 +50,7 @@ def plan(given: argparse.Namespace) -> str:
 
 def docs(given: argparse.Namespace) -> str:
     """Write the output of the commands in docs/scaling.md below them."""
-    text = with_output(DOCS.read_text())
-    DOCS.write_text(text)
+    DOCS.write_text(with_output(DOCS.read_text()))
     return f"{DOCS.name} written"
 
 
