@@ -103,7 +103,9 @@ def kill(job: Job, death: Death) -> None:
 
 def replay_size(job: Job) -> int:
     """Return the number of groups in the replay buffer."""
-    return int(job.get(f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats")["size"])
+    reply = job.get(f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats")
+    assert reply is not None, "the replay buffer is healthy before and after each death"
+    return int(reply.json()["size"])
 
 
 def wait_for_step(job: Job, step: int, seconds: float = RECOVERY_SECONDS) -> Steps:

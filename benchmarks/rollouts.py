@@ -66,8 +66,8 @@ def rollout_nodes(model: Path, dtype: str, count: int) -> Iterator[str]:
     router = (f"{task}-0", ROUTER_PORT)
 
     def are_registered() -> bool:
-        found = job.get(*router, "/workers")
-        return found is not None and len(found["workers"]) == count
+        reply = job.get(*router, "/workers")
+        return reply is not None and len(reply.json()["workers"]) == count
 
     with tempfile.TemporaryDirectory() as name:
         path = write_job_group(Path(name), "jobgroup.yaml", {}, only=[task])

@@ -69,14 +69,14 @@ class Job:
         nodes = read_nodes(self.run_dir)
         return f"http://{nodes.endpoints[f'{node}:{port}']}" if nodes else None
 
-    def get(self, node: str, port: int, path: str) -> Any:
-        """Return the JSON of a node's reply to a GET request; None if the node does not answer with 200."""
+    def get(self, node: str, port: int, path: str) -> httpx.Response | None:
+        """Return a node's reply to a GET request; None if the node does not answer with 200."""
         url = self.url(node, port)
         try:
             reply = httpx.get(f"{url}{path}", timeout=2, trust_env=False) if url else None
         except httpx.TransportError:
             return None
-        return reply.json() if reply is not None and reply.is_success else None
+        return reply if reply is not None and reply.is_success else None
 
     def wait(self, is_enough: Callable[[], object], seconds: float = RUN_SECONDS) -> None:
         """Wait until ``is_enough`` returns something true, or the run has succeeded.
