@@ -124,7 +124,6 @@ def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     own = summary(played, options.num_workers, ready_seconds)
     return {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
-        "machine": {"cores": cores(), "device": DEVICE, "torch": torch.__version__},
         SIDES[0]: head,
         SIDES[1]: own,
         "speed_up": head["steps_per_second"] / own["steps_per_second"],

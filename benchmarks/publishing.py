@@ -1,6 +1,6 @@
 """Measure how long publishing weights takes, and for how long it stops generation, by transport and model size.
 
-    python -m benchmarks.publishing [--sizes tiny 135m 0.5b] [--workers 2] [--rounds 3] [--quick] [--json FILE]
+    python -m benchmarks.publishing [--sizes tiny 135m 0.5b] [--rounds 3] [--quick] [--json FILE]
 
 The trainer's own publishers, on one rank, publish to real rollout nodes (router, embedded engines); every round
 publishes once by each transport. The total is the time of ``Publisher.publish``, for which training waits. The pause is
@@ -38,9 +38,11 @@ from trainer.service_thread import ServiceThread
 CASE_SECONDS = 500.0
 """Longest time that all publications of one model may take."""
 POLL_SECONDS = 0.02
+WORKERS = 2
+"""Rollout nodes."""
 
 
-def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
+def publish_rounds(rounds: int) -> list[dict[str, Any]]:
     """Publish as the trainer does, by the settings in the environment. The first version of each transport warms up."""
     measured = []
     with join_ranks() as ranks, ServiceThread() as thread:
@@ -61,8 +63,8 @@ def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
                 while (newest := store.newest()) is None or newest.version < version:
                     time.sleep(POLL_SECONDS)
                 volume = time.perf_counter() - began
-                if metrics["workers"] != workers:
-                    raise SystemExit(f"error: {metrics['workers']:.0f} of {workers} workers took version {version}")
+                if metrics["workers"] != WORKERS:
+                    raise SystemExit(f"error: {metrics['workers']:.0f} of {WORKERS} workers took version {version}")
                 if number:
                     times = {"total": total, "pause": metrics["pause_seconds"], "volume": volume}
                     size = (newest.path / "model.safetensors").stat().st_size
@@ -72,28 +74,28 @@ def publish_rounds(rounds: int, workers: int) -> list[dict[str, Any]]:
     return measured
 
 
-def measure(size: str, rounds: int, workers: int) -> list[dict[str, Any]]:
+def measure(size: str, rounds: int) -> list[dict[str, Any]]:
     """Measure all transports with one model; return each publication's size and seconds."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         settings = {
             "MODEL_NAME": models.directory(size, directory / "model"),
-            "MIN_WORKERS": workers,
+            "MIN_WORKERS": WORKERS,
             "ENGINE_DTYPE": "float32",
             "ROLLOUT_ENGINE": "embedded",
         }
         found = directory / "publications.json"
-        command = f"exec python -m benchmarks.publishing --rounds {rounds} --workers {workers} --trainer {found}"
+        command = f"exec python -m benchmarks.publishing --rounds {rounds} --trainer {found}"
         path = write_job_group(
             directory, "jobgroup.yaml", {"ppo-trainer": command}, only=["rollout-server", "ppo-trainer"]
         )
-        with running(directory, path, settings, {"rollout-server": workers, "ppo-trainer": 1}) as job:
+        with running(directory, path, settings, {"rollout-server": WORKERS, "ppo-trainer": 1}) as job:
             job.wait(found.exists, CASE_SECONDS)
         publications = [{"size": size, **publication} for publication in json.loads(found.read_text())]
     return sorted(publications, key=itemgetter("transport"))
 
 
-def show(measured: Sequence[dict[str, Any]], workers: int) -> Table:
+def show(measured: Sequence[dict[str, Any]]) -> Table:
     """Return medians and spreads as a table."""
     rows = []
     for (size, transport), group in itertools.groupby(measured, key=itemgetter("size", "transport")):
@@ -101,7 +103,7 @@ def show(measured: Sequence[dict[str, Any]], workers: int) -> Table:
         times = [spread([one[name] for one in publications]) for name in ("total", "pause", "volume")]
         rows.append((size, f"{publications[0]['megabytes']:.0f}", transport, *times))
     return harness.table(
-        f"{workers} workers, one trainer rank, {cores()} cores for all; seconds: median (least to most)",
+        f"{WORKERS} workers, one trainer rank, {cores()} cores for all; seconds: median (least to most)",
         ("model", "MB", "transport", "total s", "pause s", "on the volume s"),
         rows,
     )
@@ -111,18 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and measure."""
     parser = harness.CommandLine("publishing", rounds=3, quick="the tiny model, one round")
     parser.add_argument("--sizes", nargs="+", choices=models.SIZES, default=list(models.SIZES))
-    parser.add_argument("--workers", type=int, default=2, help="rollout nodes")
     parser.add_argument("--trainer", type=Path, help=argparse.SUPPRESS)
     given = parser.parse(arguments)
     if given.trainer:
-        atomic_write(given.trainer, json.dumps(publish_rounds(given.rounds, given.workers)))
+        atomic_write(given.trainer, json.dumps(publish_rounds(given.rounds)))
         # The library threads of a broadcast group would delay a normal exit.
         os._exit(0)
     measured = []
     for size in ["tiny"] if given.quick else given.sizes:
-        measured += measure(size, given.rounds, given.workers)
+        measured += measure(size, given.rounds)
         harness.say(f"{size}: done")
-    harness.finish(given, [show(measured, given.workers)], measured)
+    harness.finish(given, [show(measured)], measured)
 
 
 if __name__ == "__main__":

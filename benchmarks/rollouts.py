@@ -172,8 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         with rollout_nodes(given.model, given.dtype, given.num_workers) as url:
             sides = measure(url, given)
-    rates = {side.name: side.tokens_per_second for side in sides}
-    harness.finish(given, [show(sides, given)], {"tokens_per_second": rates, "settings": vars(given)})
+    harness.finish(given, [show(sides, given)], {side.name: side.tokens_per_second for side in sides})
 
 
 if __name__ == "__main__":

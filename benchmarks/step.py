@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Side("TRL", lambda seed: train_trl(work, seed, given.trl_python)),
     ]
     harness.in_turn(sides, given.rounds, Side.add_round)
-    runs = {side.name: side.runs for side in sides}
-    harness.finish(given, [show(work, sides)], {"work": work, "threads": cores(), "runs": runs})
+    harness.finish(given, [show(work, sides)], {"work": work, "runs": {side.name: side.runs for side in sides}})
 
 
 if __name__ == "__main__":
