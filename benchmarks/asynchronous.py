@@ -68,7 +68,7 @@ class Mode:
 
     def median(self, measurement: str) -> float:
         """Return the median of a measurement over the rounds."""
-        return statistics.median(getattr(one, measurement) for one in self.rounds)
+        return float(statistics.median(getattr(one, measurement) for one in self.rounds))
 
     def measure(self, settings: Mapping[str, object]) -> str:
         """Run a round; return what to print of it."""
