@@ -1,8 +1,8 @@
 """A registry of servers and their episodes that counts each episode once.
 
-A server is registered under its name. A server with an instance key, or one that is discovered and shows the key's
-fingerprint at /health, owns its name: another server with that name is refused until the owner is silent. An episode
-belongs to a server; its end counts once, however often and by whichever way it is reported.
+A server is registered under its name, or under the name by which it was discovered. A server with an instance key owns
+its name: another server with that name is refused until the owner is silent. An episode belongs to a server; its end
+counts once, however often it is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from services.protocol.evaluation import (
     FinishedEpisode,
     ServerMode,
     ServerState,
-    fingerprint,
 )
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
@@ -41,25 +40,19 @@ SILENT_SECONDS = 15.0
 IDLE_SECONDS = 300.0
 """An episode that was not heard of for so long counts as lost, as its server drops it after the same time."""
 
-_SHOWN = (
-    *("name", "state", "mode", "source", "url", "instance", "environment", "policy"),
-    *("requests", "states", "refused", "lost", "milliseconds", "detail"),
-)
-
 
 @dataclass
 class Server:
     """The record of one server."""
 
     name: str
-    instance: str | None = None
+    instance_key: str | None = None
     mode: ServerMode = ServerMode.IDLE
     heard: float = field(default_factory=time.monotonic)
     environment: str | None = None
     policy: str | None = None
     requests: int = 0
     states: int = 0
-    refused: int = 0
     lost: int = 0
     steps: int = 0
     returns: Moments = field(default_factory=Moments)
@@ -68,10 +61,8 @@ class Server:
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     # Of discovered servers only.
     url: str | None = None
-    source: str | None = None
     found: ServerState | None = None
     detail: str | None = None
-    milliseconds: float | None = None
 
     @property
     def age(self) -> float:
@@ -91,12 +82,22 @@ class Server:
     def row(self) -> dict[str, Any]:
         """Return the server's entry in /stats."""
         finished = self.returns.count
-        return {name: getattr(self, name) for name in _SHOWN} | {
+        return {
+            "name": self.name,
+            "state": self.state,
+            "mode": self.mode,
+            "url": self.url,
+            "environment": self.environment,
+            "policy": self.policy,
+            "requests": self.requests,
+            "states": self.states,
             "active": len(self.active),
             "finished": finished,
+            "lost": self.lost,
             "mean_steps": self.steps / finished if finished else None,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
+            "detail": self.detail,
         }
 
 
@@ -124,63 +125,56 @@ class Registry:
         Raises:
             ProblemError: another server has that name, or there are too many servers.
         """
-        instance = fingerprint(request.instance_key) if request.instance_key else None
-        # A server that was discovered, too, goes on under the name by which it was discovered.
-        known = next((s for s in self.servers.values() if instance is not None and s.instance == instance), None)
-        server = known or self.servers.get(request.server) or self._open(request.server)
-        if server.instance != instance:
-            if server.instance is not None and server.state is not ServerState.SILENT:
-                raise ProblemError(
-                    409,
-                    f"another server is called {request.server!r} and was heard {server.age:.0f} s ago; give "
-                    "ENVIRONMENT_SERVER_NAME another name, or wait until that one is silent",
-                )
+        server = self.servers.get(request.server) or self._open(request.server)
+        is_other = server.instance_key != request.instance_key
+        if server.mode is ServerMode.DRIVEN or (is_other and server.instance_key is not None and server.is_heard):
+            raise ProblemError(
+                409,
+                f"another server is called {request.server!r} and was heard {server.age:.0f} s ago; give "
+                "ENVIRONMENT_SERVER_NAME another name, or wait until that one is silent",
+            )
+        if is_other:
             self.lose(server)
-        server.instance = instance
+        server.instance_key = request.instance_key
         server.heard = time.monotonic()
         server.mode = ServerMode.PUSHING
         server.environment = request.environment or server.environment
         return server
 
-    def discovered(self, name: str, url: str, source: str) -> Server:
+    def discovered(self, name: str, url: str) -> Server:
         """Return the record of a server that discovery found.
 
         Raises:
             ProblemError: there are too many servers.
         """
         server = self.servers.get(name) or self._open(name)
-        server.url, server.source = url, source
+        server.url = url
         return server
-
-    def identify(self, server: Server, instance: str) -> None:
-        """Record the instance that answers at a discovered server's address.
-
-        If that instance pushes under another name, the two records become one, under the discovered name.
-        """
-        pushed = next((s for s in self.servers.values() if s.instance == instance and s.url is None), None)
-        if pushed is not None:
-            self._merge(pushed, server)
-        server.instance = instance
-
-    def twin(self, server: Server) -> Server | None:
-        """Return another discovered server that is the same instance at another address."""
-        others = (s for s in self.servers.values() if s is not server and s.url is not None)
-        return next((s for s in others if s.instance == server.instance), None)
 
     def vanished(self, name: str) -> None:
         """Record that a discovered server is gone. A server that pushes stays as long as it does."""
         server = self.servers[name]
-        server.url = server.source = server.found = server.detail = None
+        server.url = server.found = server.detail = None
         if server.mode is not ServerMode.PUSHING:
             self._remove(server)
 
-    def played(self, server: Server, policy: str, positions: Iterable[EpisodePosition], states: int) -> None:
-        """Record that states of a server were answered, at these positions of its episodes."""
+    def played(
+        self,
+        server: Server,
+        policy: str,
+        positions: Iterable[EpisodePosition],
+        states: int,
+        seconds: float | None = None,
+    ) -> None:
+        """Record that states of a server were answered, at these positions of its episodes.
+
+        ``seconds`` is the latency of the request, if the server sent one.
+        """
         server.policy = policy
         server.requests += 1
         server.states += states
         server.heard = time.monotonic()
-        self._meter.count_states(states)
+        self._meter.count(states, seconds)
         STATES.labels(policy).inc(states)
         for position in positions:
             if position.episode not in server.ended:
@@ -200,7 +194,7 @@ class Registry:
         server.active.pop(report.episode, None)
         server.steps += report.steps
         for returns in (server.returns, self.returns, self.newest_returns):
-            returns.add(Moments(1, report.episode_return))
+            returns.add(report.episode_return)
         FINISHED.labels(policy).inc()
 
     def lose(self, server: Server, episodes: Iterable[str] | None = None) -> None:
@@ -229,13 +223,3 @@ class Registry:
     def _remove(self, server: Server) -> None:
         self.lose(server)
         del self.servers[server.name]
-
-    def _merge(self, old: Server, new: Server) -> None:
-        new.active.update(old.active)
-        new.ended.update(old.ended)
-        for count in ("requests", "states", "refused", "lost", "steps"):
-            setattr(new, count, getattr(new, count) + getattr(old, count))
-        new.returns.add(old.returns)
-        new.mode, new.heard, new.policy = old.mode, old.heard, old.policy
-        new.environment = old.environment or new.environment
-        del self.servers[old.name]

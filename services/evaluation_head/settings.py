@@ -63,14 +63,10 @@ class HeadSettings(Settings):
         ge=0,
         le=1024,
         description="Episodes that the head plays at once on each discovered server; 0 leaves these servers alone. "
-        "Servers that push are never driven.",
+        "The first policy that fits the environment plays. Servers that push are never driven.",
     )
     head_drive_total: int | None = Field(
         default=None, ge=1, description="Episodes to play on each discovered server; by default without end."
-    )
-    head_drive_policy: str | None = Field(
-        default=None,
-        description="The policy that plays on discovered servers; default the first that fits the environment.",
     )
 
     @field_validator("head_policies")

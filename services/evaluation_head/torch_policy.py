@@ -37,8 +37,7 @@ class TorchPolicy(Policy):
         self._settings = settings
         self._device = _device(settings.head_device)
         self._loaded: checkpoint.Loaded | None = None
-        self._tried: tuple[int, ...] | None = None
-        self._reloads = 0
+        self._tried: checkpoint.Source | None = None
         self._batcher = Batcher(
             name,
             self._compute,
@@ -92,9 +91,6 @@ class TorchPolicy(Policy):
             "file": str(loaded.source.file),
             "device": str(self._device),
             "parameters": loaded.spec.parameters,
-            "state": loaded.spec.state.model_dump(),
-            "action": loaded.spec.action.model_dump(),
-            "reloads": self._reloads,
             "batch_size": self._settings.head_batch_size,
             "timeout_ms": self._settings.head_timeout_ms,
             "waiting": batcher.waiting,
@@ -107,24 +103,23 @@ class TorchPolicy(Policy):
     async def refresh(self) -> None:
         """See Policy."""
         try:
-            await self._reload()
+            source = await in_background(lambda: checkpoint.find(self._target))
+            if source in (self.loaded.source, self._tried):
+                return
+            # Tried once: a file that does not load now loads later only if it is written anew.
+            self._tried = source
+            new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
+            if (new.spec.state, new.spec.action) != (old.state, old.action):
+                raise checkpoint.CheckpointError(
+                    f"{source.file} has other states or actions; restart the head to use it"
+                )
         except checkpoint.CheckpointError as error:
             if str(error) != self.trouble:
                 log.warning("the new version is not used", policy=self.name, error=str(error))
             self.trouble = str(error)
-
-    async def _reload(self) -> None:
-        source = await in_background(lambda: checkpoint.find(self._target))
-        if source.stamp in (self.loaded.source.stamp, self._tried):
-            return
-        # Tried once: a file that does not load now loads later only if it is written anew.
-        self._tried = source.stamp
-        new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
-        if (new.spec.state, new.spec.action) != (old.state, old.action):
-            raise checkpoint.CheckpointError(f"{source.file} has other states or actions; restart the head to use it")
-        self._loaded, self.trouble = new, None
-        self._reloads += 1
-        log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
+        else:
+            self._loaded, self.trouble = new, None
+            log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
 
     def _encode(self, states: Sequence[State]) -> NDArray[np.float32]:
         """Return states as the module takes them, float32 [count, *shape].
@@ -132,13 +127,15 @@ class TorchPolicy(Policy):
         Raises:
             StatesRefusedError: a shape is wrong, or a number is not finite.
         """
-        shape = tuple(self.loaded.spec.state.shape)
+        spec = self.loaded.spec.state
+        shape = tuple(spec.shape)
         rows = _numbers(states)
         if rows is None or rows.shape != (len(states), *shape):
             arrays = [_numbers(state) for state in states]
-            at, array = next((i, a) for i, a in enumerate(arrays) if a is None or a.shape != shape)
-            has = "is not numbers of one shape" if array is None else f"has shape {list(array.shape)}"
-            raise StatesRefusedError(f"state {at} {has}; policy {self.name!r} takes numbers of shape {list(shape)}")
+            at = next(i for i, array in enumerate(arrays) if array is None or array.shape != shape)
+            raise StatesRefusedError(
+                f"state {at} does not fit: policy {self.name!r} takes numbers of shape {list(shape)}"
+            )
         with np.errstate(over="ignore"):
             narrow = rows.astype(np.float32)
         finite = np.isfinite(narrow).reshape(len(rows), -1).all(axis=1)

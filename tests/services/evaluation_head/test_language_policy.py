@@ -98,11 +98,10 @@ async def test_a_language_model_plays_a_text_environment(serving: Any, head: Any
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ([], "has no message"),
+        ([], "at least 1 item"),
         ([1.0, 2.0], "no list of messages"),
         ([{"role": "user"}], "0.content"),
         ([{"role": "boss", "content": "x"}], "0.role"),
-        ([{"role": "user", "content": "x" * 1_000_001}], "1000001 characters; allowed are 1000000"),
     ],
 )
 async def test_states_other_than_conversations_are_refused(
