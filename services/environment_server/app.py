@@ -97,8 +97,6 @@ class Server:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         return {
-            "name": self.settings.environment_server_name,
-            "environment": self.settings.environment,
             "active": len(self.table.active),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,

@@ -162,19 +162,20 @@ class EpisodeTable:
                 return StepResult(episode=item.episode, status=StepStatus.LOST, detail=detail)
             if item.step == ended.steps - 1 or ended.status is StepStatus.LOST:
                 return ended
-            return _refused(item.episode, ended.steps, f"the episode has ended after {ended.steps} steps")
+            detail = f"the episode has ended after {ended.steps} steps"
+            return StepResult(episode=item.episode, status=StepStatus.REFUSED, steps=ended.steps, detail=detail)
         if episode.last is not None and item.step == episode.steps - 1:
             return episode.last
         if item.step != episode.steps:
             detail = f"step {item.step} does not fit: the episode stands at step {episode.steps}"
-            return _refused(episode.id, episode.steps, detail)
+            return episode.result(StepStatus.REFUSED, detail=detail)
         return None
 
     def _settle(self, episode: Episode, outcome: Transition | Exception) -> StepResult:
         """Record a step's outcome in its episode."""
         episode.used = time.monotonic()
         if isinstance(outcome, ActionRefusedError):
-            return _refused(episode.id, episode.steps, str(outcome))
+            return episode.result(StepStatus.REFUSED, detail=str(outcome))
         if isinstance(outcome, Exception):
             log.warning("episode lost", steps=episode.steps, error=repr(outcome))
             result = episode.result(StepStatus.LOST, detail=str(outcome) or repr(outcome))
@@ -248,7 +249,3 @@ def _release(environment: Environment) -> None:
             log.warning("an environment failed to close", error=repr(error))
 
     threading.Thread(target=close, name="close-environment", daemon=True).start()
-
-
-def _refused(episode_id: str, steps: int, detail: str) -> StepResult:
-    return StepResult(episode=episode_id, status=StepStatus.REFUSED, steps=steps, detail=detail)

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client import Counter
-
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.episodes import EpisodeTable
@@ -27,8 +25,6 @@ from services.protocol.evaluation import (
 )
 
 log = get_logger(__name__)
-
-FAILED = Counter("environment_push_failed", "Requests to the evaluation head that were to no avail.")
 
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
@@ -116,7 +112,6 @@ class Player:
                 if len(actions) != len(episodes):
                     raise DependencyLostError(f"the head gave {len(actions)} actions for {len(episodes)} states")
             except (DependencyLostError, RequestRefusedError) as error:
-                FAILED.inc()
                 self._report(str(error))
                 self._table.touch([episode.episode for episode in episodes])
                 await asyncio.sleep(PAUSE_SECONDS)

@@ -21,7 +21,6 @@ def create_app(settings: HeadSettings) -> FastAPI:
         SERVICE,
         settings=settings,
         lifespan=head.running,
-        health=lambda: head.health,
         stats=head.stats,
         description=__doc__ or "",
         public=dashboard.PUBLIC,

@@ -68,7 +68,6 @@ class Batcher:
         self._batch, self._seconds, self._wait = BATCH.labels(name), COMPUTE.labels(name), WAIT.labels(name)
         self.waiting = 0
         """States whose batch has not started yet."""
-        self.computing_since: float | None = None
         self.sizes: Counter[int] = Counter()
         """Batches by their number of states."""
         self.states = 0
@@ -120,7 +119,7 @@ class Batcher:
 
     async def _decide(self, requests: Sequence[_Request], states: NDArray[np.float32]) -> None:
         """Compute the decisions for ``states`` [batch, *shape], the i-th of which belongs to the i-th request."""
-        self.computing_since = started = time.monotonic()
+        started = time.monotonic()
         for request in requests:
             self._wait.observe(started - request.arrived)
         decisions: Sequence[Decision | PolicyFailedError]
@@ -130,8 +129,6 @@ class Batcher:
         except Exception as error:  # noqa: BLE001
             log.warning("a batch failed", states=len(states), error=repr(error))
             decisions = [PolicyFailedError(f"the policy raised {type(error).__name__}: {error}")] * len(states)
-        finally:
-            self.computing_since = None
         seconds = time.monotonic() - started
         self.sizes[len(states)] += 1
         self.states += len(states)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 from torch.export import Dim
 
 from services.core.files import atomic_write
-from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.evaluation import ActionKind, ActionSpec, StateSpec
 from services.weights.policy_store import PolicyStore
 
 FILE_NAME = "policy.pt2"
@@ -36,12 +36,6 @@ class PolicySpec(BaseModel):
     state: StateSpec
     action: ActionSpec
     parameters: int = Field(default=0, ge=0)
-
-    @model_validator(mode="after")
-    def _is_of_numbers(self) -> PolicySpec:
-        if self.state.kind is not StateKind.NUMBERS or self.action.kind is ActionKind.TEXT:
-            raise ValueError("a torch policy takes numbers and gives an index or numbers")
-        return self
 
     @property
     def output_shape(self) -> list[int]:

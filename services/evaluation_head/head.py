@@ -20,7 +20,6 @@ from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import History, Meter, Moments
 from services.http.problems import ProblemError
-from services.protocol.base import Health
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 
 SERVICE = "evaluation-head"
@@ -40,7 +39,6 @@ class Head:
         self.history = History()
         self.driver = Driver(settings, self.policies, self.registry)
         self.discovery = Discovery(settings, self.driver.update)
-        self._started = time.monotonic()
         self._batched = (0, 0)
 
     @asynccontextmanager
@@ -96,19 +94,11 @@ class Head:
             action=actions[0] if request.state is not None else None,
         )
 
-    @property
-    def health(self) -> Health:
-        """Unhealthy when a policy hangs."""
-        hung = [name for name, policy in self.policies.items() if policy.is_hung]
-        about = {"policies": list(self.policies), **({"hung": hung} if hung else {})}
-        return Health(status="unhealthy" if hung else "healthy", service=SERVICE, **about)
-
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats and of the messages that /ws sends."""
         registry = self.registry
         return {
             "time": time.time(),
-            "uptime_seconds": round(time.monotonic() - self._started, 1),
             **self.meter.window(),
             "requests": self.meter.requests,
             "states": self.meter.states,
@@ -117,16 +107,10 @@ class Head:
                 "active": registry.active,
                 "finished": registry.returns.count,
                 "lost": registry.lost,
-                "reported_again": registry.repeated,
             },
             "returns": registry.returns.as_dict(),
             "policies": [
-                {
-                    "name": name,
-                    "kind": policy.kind,
-                    "trouble": "a batch computes for too long; restart the head" if policy.is_hung else policy.trouble,
-                    **policy.stats(),
-                }
+                {"name": name, "kind": policy.kind, "trouble": policy.trouble, **policy.stats()}
                 for name, policy in self.policies.items()
             ],
             "servers": [server.row() for _, server in sorted(registry.servers.items())],
@@ -155,7 +139,6 @@ class Head:
             "latency_p95": stats["latency_ms"]["p95"],
             "batch_size": states / batches if batches else None,
             "active": stats["episodes"]["active"],
-            "finished": stats["episodes"]["finished"],
             "mean_return": self.registry.newest_returns.as_dict()["mean"],
         }
 

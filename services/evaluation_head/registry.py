@@ -31,8 +31,6 @@ STATES = Counter("head_states", "States that were answered with actions.", ["pol
 ACTIVE = Gauge("head_episodes_active", "Episodes under way.")
 
 MAX_SERVERS = 1000
-MAX_ACTIVE = 10_000
-"""Episodes of a server under way; beyond it the oldest counts as lost. It bounds the memory a client can take."""
 KEPT_ENDED = 10_000
 """Ended episodes of a server that are remembered, so that a repeated report is recognised."""
 SILENT_SECONDS = 15.0
@@ -54,10 +52,9 @@ class Server:
     requests: int = 0
     states: int = 0
     lost: int = 0
-    steps: int = 0
     returns: Moments = field(default_factory=Moments)
-    active: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """When the episodes under way were heard of, the oldest first."""
+    active: dict[str, float] = field(default_factory=dict)
+    """When the episodes under way were heard of."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     # Of discovered servers only.
     url: str | None = None
@@ -81,7 +78,6 @@ class Server:
 
     def row(self) -> dict[str, Any]:
         """Return the server's entry in /stats."""
-        finished = self.returns.count
         return {
             "name": self.name,
             "state": self.state,
@@ -92,9 +88,8 @@ class Server:
             "requests": self.requests,
             "states": self.states,
             "active": len(self.active),
-            "finished": finished,
+            "finished": self.returns.count,
             "lost": self.lost,
-            "mean_steps": self.steps / finished if finished else None,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
             "detail": self.detail,
@@ -111,7 +106,6 @@ class Registry:
         self.newest_returns = Moments()
         """Returns since the dashboard's last point."""
         self.lost = 0
-        self.repeated = 0
         ACTIVE.set_function(lambda: self.active)
 
     @property
@@ -179,20 +173,15 @@ class Registry:
         for position in positions:
             if position.episode not in server.ended:
                 server.active[position.episode] = server.heard
-                server.active.move_to_end(position.episode)
-                if len(server.active) > MAX_ACTIVE:
-                    self.lose(server, [next(iter(server.active))])
 
     def finish(self, server: Server, report: FinishedEpisode, policy: str) -> None:
         """Count an episode's end, unless it was reported before."""
         if report.episode in server.ended:
-            self.repeated += 1
             return
         server.ended[report.episode] = None
         if len(server.ended) > KEPT_ENDED:
             server.ended.popitem(last=False)
         server.active.pop(report.episode, None)
-        server.steps += report.steps
         for returns in (server.returns, self.returns, self.newest_returns):
             returns.add(report.episode_return)
         FINISHED.labels(policy).inc()

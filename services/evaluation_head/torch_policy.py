@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,20 @@ from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, Sta
 
 log = get_logger(__name__)
 
-HUNG_SECONDS = 60.0
-"""A batch that computes for longer makes the head unhealthy, because only a restart ends the batch's thread."""
-
 
 class TorchPolicy(Policy):
     """A policy whose states are numbers and whose actions are an index or numbers."""
 
     kind = "torch"
+    loaded: checkpoint.Loaded
+    """The checkpoint in use."""
 
     def __init__(self, name: str, target: Path, settings: HeadSettings) -> None:
         super().__init__(name)
         self._target = target
         self._settings = settings
-        self._device = _device(settings.head_device)
-        self._loaded: checkpoint.Loaded | None = None
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
         self._tried: checkpoint.Source | None = None
         self._batcher = Batcher(
             name,
@@ -45,15 +43,9 @@ class TorchPolicy(Policy):
             timeout_seconds=settings.head_timeout_ms / 1000,
         )
 
-    @property
-    def loaded(self) -> checkpoint.Loaded:
-        """The checkpoint in use."""
-        assert self._loaded is not None, "the policy is used before it is entered"
-        return self._loaded
-
     async def __aenter__(self) -> TorchPolicy:
         try:
-            self._loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
+            self.loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
         except checkpoint.CheckpointError as error:
             raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
@@ -76,12 +68,6 @@ class TorchPolicy(Policy):
         if environment.action != spec.action:
             return f"{mine} gives {_words(spec.action)}, {other} takes {_words(environment.action)}"
         return None
-
-    @property
-    def is_hung(self) -> bool:
-        """See Policy."""
-        since = self._batcher.computing_since
-        return since is not None and time.monotonic() - since > HUNG_SECONDS
 
     def stats(self) -> dict[str, Any]:
         """See Policy."""
@@ -118,7 +104,7 @@ class TorchPolicy(Policy):
                 log.warning("the new version is not used", policy=self.name, error=str(error))
             self.trouble = str(error)
         else:
-            self._loaded, self.trouble = new, None
+            self.loaded, self.trouble = new, None
             log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
 
     def _encode(self, states: Sequence[State]) -> NDArray[np.float32]:
@@ -127,8 +113,7 @@ class TorchPolicy(Policy):
         Raises:
             StatesRefusedError: a shape is wrong, or a number is not finite.
         """
-        spec = self.loaded.spec.state
-        shape = tuple(spec.shape)
+        shape = tuple(self.loaded.spec.state.shape)
         rows = _numbers(states)
         if rows is None or rows.shape != (len(states), *shape):
             arrays = [_numbers(state) for state in states]
@@ -150,15 +135,6 @@ class TorchPolicy(Policy):
         version = loaded.source.version
         failed = PolicyFailedError(f"policy {self.name!r}, version {version}, gave NaN or infinity for a state")
         return [Decision(a, version) if ok else failed for a, ok in zip(actions, finite, strict=True)]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"HEAD_DEVICE is {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | None:
