@@ -34,7 +34,7 @@ WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch s
 Compute = Callable[[NDArray[np.float32]], Sequence[Decision | PolicyFailedError]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     """A request for ``count`` decisions, and the decisions so far."""
 
@@ -120,7 +120,7 @@ class Batcher:
     async def _decide(self, requests: Sequence[_Request], states: NDArray[np.float32]) -> None:
         """Compute the decisions for ``states`` [batch, *shape], the i-th of which belongs to the i-th request."""
         started = time.monotonic()
-        for request in requests:
+        for request in set(requests):
             self._wait.observe(started - request.arrived)
         decisions: Sequence[Decision | PolicyFailedError]
         try:
