@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.environment_server.catalogue import Catalogue
-from services.environment_server.episodes import MAX_EPISODES, MAX_STUCK, EpisodeTable
+from services.environment_server.catalogue import open_environment
+from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app, model_response
@@ -26,12 +24,12 @@ from services.protocol.base import Health
 from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,
+    EnvironmentInfo,
     EnvironmentServerHealth,
     ResetReply,
     ResetRequest,
     StepReply,
     StepRequest,
-    fingerprint,
 )
 
 log = get_logger(__name__)
@@ -39,24 +37,18 @@ log = get_logger(__name__)
 SERVICE = "environment-server"
 MAX_BODY_BYTES = 16 * 2**20
 SWEEP_SECONDS = 1.0
+IDLE_SECONDS = 300.0
+"""An episode that nobody steps for so long is dropped: its client is gone. A head's restart takes less."""
 KEPT_REPLIES = 1000
 
 
-class EnvironmentsReply(BaseModel):
-    """Reply of GET /environments: the ids that requests may name, and the one for requests that name none."""
-
-    default: str
-    environments: list[str]
-
-
 class Server:
-    """The state behind the routes."""
+    """The state behind the routes. ``table`` exists while the server runs."""
+
+    table: EpisodeTable
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
-        self.catalogue = Catalogue(settings)
-        self.table = EpisodeTable(settings, self.catalogue)
-        self.instance_key = secrets.token_hex(16)
         self.player: Player | None = None
         self._replies: OrderedDict[str, asyncio.Future[ResetReply]] = OrderedDict()
 
@@ -67,18 +59,28 @@ class Server:
         Raises:
             ConfigurationError: ENVIRONMENT cannot be made.
         """
-        try:
-            (await in_background(await self.catalogue.maker(self.settings.environment))).close()
-        # Environments are other people's code and may raise anything when they are made.
-        except Exception as error:
-            raise ConfigurationError(f"ENVIRONMENT is {self.settings.environment!r}: {error!r}") from error
+        settings = self.settings
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self.catalogue.close)
-            stack.callback(lambda: self.table.close(list(self.table.active)))
+            try:
+                make = await stack.enter_async_context(
+                    open_environment(settings.environment, settings.environment_text_turns)
+                )
+                trial = await in_background(make)
+            # Environments are other people's code and may raise anything when they are made.
+            except Exception as error:
+                raise ConfigurationError(f"ENVIRONMENT is {settings.environment!r}: {error!r}") from error
+            trial.close()
+            info = EnvironmentInfo(
+                id=settings.environment,
+                state=trial.state_spec,
+                action=trial.action_spec,
+                max_steps=settings.environment_max_steps,
+            )
+            self.table = EpisodeTable(info, make, settings.environment_step_seconds)
+            stack.callback(self.table.drop_idle, 0.0)
             stack.callback(asyncio.create_task(self._sweep()).cancel)
-            if self.settings.eval_head_endpoint is not None:
-                player = Player(self.settings, self.settings.eval_head_endpoint, self.table, self.instance_key)
-                self.player = await stack.enter_async_context(player.playing())
+            if settings.eval_head_endpoint is not None:
+                self.player = await stack.enter_async_context(Player(settings, self.table).playing())
             yield
 
     @property
@@ -86,10 +88,8 @@ class Server:
         """Healthy, unless too many environments hang."""
         about = EnvironmentServerHealth(
             name=self.settings.environment_server_name,
-            instance=fingerprint(self.instance_key),
             environment=self.settings.environment,
             pushing=self.player is not None,
-            max_episodes=MAX_EPISODES,
         )
         is_well = self.table.stuck <= MAX_STUCK
         return Health(status="healthy" if is_well else "unhealthy", service=SERVICE, **about.model_dump())
@@ -97,10 +97,7 @@ class Server:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         return {
-            "name": self.settings.environment_server_name,
-            "environment": self.settings.environment,
             "active": len(self.table.active),
-            "active_by_environment": Counter(episode.environment_id for episode in self.table.active.values()),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,
             "push": None if self.player is None else self.player.stats(),
@@ -114,7 +111,7 @@ class Server:
         """
         reply = self._replies.get(request.request_id or "")
         if reply is None:
-            reply = asyncio.ensure_future(self.table.reset(request.environment, request.episodes, request.seed))
+            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:
@@ -130,7 +127,7 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            if dropped := self.table.drop_idle():
+            if dropped := self.table.drop_idle(IDLE_SECONDS):
                 log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
 
 
@@ -147,12 +144,6 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         max_body_bytes=MAX_BODY_BYTES,
     )
 
-    @app.get("/environments", response_model=EnvironmentsReply)
-    async def get_environments() -> Response:
-        """List the environments that requests may name."""
-        listed = server.catalogue.listed()
-        return model_response(EnvironmentsReply(default=settings.environment, environments=listed))
-
     @app.post("/reset", response_model=ResetReply)
     async def post_reset(request: ResetRequest) -> Response:
         """Begin episodes."""
@@ -166,7 +157,7 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
     @app.post("/close", response_model=CloseReply)
     async def post_close(request: CloseRequest) -> Response:
         """End episodes early."""
-        closed = server.table.close(request.episodes)
+        closed = await server.table.close(request.episodes)
         return model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
 
     return app

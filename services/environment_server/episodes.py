@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,10 +16,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from services.core.logs import get_logger
-from services.environment_server.catalogue import Catalogue, Environment, UnknownEnvironmentError
+from services.environment_server.catalogue import Environment, MakeEnvironment
 from services.environment_server.environments import ActionRefusedError, EnvironmentHungError, Transition
 from services.environment_server.runner import Runner
-from services.environment_server.settings import EnvironmentSettings
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
     EnvironmentInfo,
@@ -43,8 +43,6 @@ MAX_EPISODES = 1024
 """Episodes held at once: as many as one /reset may begin. It bounds the memory that clients can take."""
 MAX_STUCK = 8
 """Threads that hang. With more of them the server is unhealthy, because nothing but a restart ends them."""
-IDLE_SECONDS = 300.0
-"""An episode that nobody steps for so long is dropped: its client is gone. A head's restart takes less."""
 KEPT_ENDED = 10_000
 """Ended episodes of which the last result is kept for clients that ask for it again."""
 
@@ -54,13 +52,13 @@ class Episode:
     """An episode that can be stepped."""
 
     id: str
-    environment_id: str
     environment: Environment
     used: float
     steps: int = 0
     episode_return: float = 0.0
     last: StepResult | None = None
-    running: asyncio.Future[StepResult] | None = field(default=None, repr=False)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a step is taken."""
 
     def result(self, status: StepStatus, **members: Any) -> StepResult:
         """Return a result with the episode's steps and return so far."""
@@ -70,15 +68,21 @@ class Episode:
 
 
 class EpisodeTable:
-    """All episodes of a server."""
+    """All episodes of a server.
 
-    def __init__(self, settings: EnvironmentSettings, catalogue: Catalogue) -> None:
-        self._settings = settings
-        self._catalogue = catalogue
+    Args:
+        info: the environment of all episodes.
+        make: makes the environment for one episode.
+        step_seconds: the limit of one reset or step.
+    """
+
+    def __init__(self, info: EnvironmentInfo, make: MakeEnvironment, step_seconds: float) -> None:
+        self.info = info
+        self._make = make
+        self._runner = Runner(step_seconds)
         self.active: dict[str, Episode] = {}
         self._beginning = 0
         self._ended: OrderedDict[str, StepResult] = OrderedDict()
-        self._runner = Runner(settings.environment_step_seconds)
         self.counts = dict.fromkeys(_COUNTERS, 0)
 
     @property
@@ -86,13 +90,12 @@ class EpisodeTable:
         """Environments that hang."""
         return self._runner.stuck
 
-    async def reset(self, environment_id: str | None, count: int, seed: int | None) -> ResetReply:
+    async def reset(self, count: int, seed: int | None) -> ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
 
         Raises:
-            ProblemError: there is no such environment, no room for the episodes, or the environment fails.
+            ProblemError: there is no room for the episodes, or the environment fails.
         """
-        name = environment_id or self._settings.environment
         if self.stuck > MAX_STUCK:
             raise ProblemError(503, f"{self.stuck} environments hang; this server has to be restarted")
         free = MAX_EPISODES - len(self.active) - self._beginning
@@ -105,69 +108,52 @@ class EpisodeTable:
         first = secrets.randbelow(2**31) if seed is None else seed
         self._beginning += count
         try:
-            begun = await self._begin(name, [(first + i) % 2**31 for i in range(count)])
+            starts = await self._begin([(first + i) % 2**31 for i in range(count)])
         finally:
             self._beginning -= count
-        starts = [self._add(name, *begin) for begin in begun]
-        environment = begun[0][1]
-        info = EnvironmentInfo(
-            id=name,
-            state=environment.state_spec,
-            action=environment.action_spec,
-            max_steps=self._settings.environment_max_steps,
-        )
-        return ResetReply.model_construct(environment=info, episodes=starts)
+        return ResetReply.model_construct(environment=self.info, episodes=starts)
 
-    async def _begin(self, name: str, seeds: Sequence[int]) -> list[tuple[int, Environment, State]]:
-        try:
-            make = await self._catalogue.maker(name)
-        except UnknownEnvironmentError as unknown:
-            raise ProblemError(422, f"{unknown}; GET /environments lists others") from unknown
+    async def _begin(self, seeds: Sequence[int]) -> list[EpisodeStart]:
         made: dict[int, Environment] = {}
 
         def begin(seed: int) -> State | Awaitable[State]:
-            made[seed] = make()
+            made[seed] = self._make()
             return made[seed].reset(seed)
 
         states: list[State | Exception] = await self._runner.run([partial(begin, seed) for seed in seeds])
-        begun: list[tuple[int, Environment, State]] = []
-        error: Exception | None = None
-        for seed, state in zip(seeds, states, strict=True):
-            if isinstance(state, Exception):
-                error = error or state
-            else:
-                begun.append((seed, made[seed], state))
-        if error is None:
-            return begun
-        for _, environment, _ in begun:
-            self._release(environment)
-        if isinstance(error, EnvironmentHungError):
-            raise ProblemError(503, str(error), {"Retry-After": "5"}) from error
-        raise ProblemError(422, f"{name!r} cannot be begun: {error!r}; GET /environments lists others") from error
+        begun = {seed: state for seed, state in zip(seeds, states, strict=True) if not isinstance(state, Exception)}
+        if len(begun) < len(seeds):
+            for seed in begun:
+                _release(made[seed])
+            error = next(state for state in states if isinstance(state, Exception))
+            raise ProblemError(503, f"{self.info.id!r} cannot be begun: {error!r}", {"Retry-After": "5"})
+        return [self._add(seed, made[seed], state) for seed, state in begun.items()]
 
-    def _add(self, environment_id: str, seed: int, environment: Environment, state: State) -> EpisodeStart:
-        episode = Episode(secrets.token_hex(8), environment_id, environment, time.monotonic())
+    def _add(self, seed: int, environment: Environment, state: State) -> EpisodeStart:
+        episode = Episode(secrets.token_hex(8), environment, time.monotonic())
         self.active[episode.id] = episode
         self._count("begun")
         return EpisodeStart(episode=episode.id, seed=seed, state=state)
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""
-        steps: list[tuple[Episode, StepItem]] = []
-        answers: list[StepResult | asyncio.Future[StepResult]] = []
-        for item in items:
-            answer = self._answer_without_stepping(item)
-            if answer is None:
-                episode = self.active[item.episode]
-                answer = episode.running = asyncio.get_running_loop().create_future()
-                steps.append((episode, item))
-            answers.append(answer)
         # In a task of its own, so that a client that leaves does not leave episodes half stepped.
-        await asyncio.shield(asyncio.ensure_future(self._take(steps)))
-        return [answer if isinstance(answer, StepResult) else await asyncio.shield(answer) for answer in answers]
+        return await asyncio.shield(asyncio.ensure_future(self._step(items)))
 
-    def _answer_without_stepping(self, item: StepItem) -> StepResult | asyncio.Future[StepResult] | None:
-        """Return the result of a step that was taken, is being taken or cannot be taken; None for a step to take."""
+    async def _step(self, items: Sequence[StepItem]) -> list[StepResult]:
+        async with AsyncExitStack() as stack:
+            # Sorted, so that two requests for the same episodes never wait for each other.
+            for episode_id in sorted(item.episode for item in items):
+                if episode_id in self.active:
+                    await stack.enter_async_context(self.active[episode_id].lock)
+            known = {item.episode: self._result_without_step(item) for item in items}
+            steps = [(self.active[item.episode], item.action) for item in items if known[item.episode] is None]
+            outcomes = await self._runner.run([partial(episode.environment.step, action) for episode, action in steps])
+            taken = {e.id: self._settle(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)}
+            return [known[item.episode] or taken[item.episode] for item in items]
+
+    def _result_without_step(self, item: StepItem) -> StepResult | None:
+        """Return the result of a step that was taken or cannot be taken; None for a step to take."""
         episode = self.active.get(item.episode)
         if episode is None:
             ended = self._ended.get(item.episode)
@@ -176,30 +162,22 @@ class EpisodeTable:
                 return StepResult(episode=item.episode, status=StepStatus.LOST, detail=detail)
             if item.step == ended.steps - 1 or ended.status is StepStatus.LOST:
                 return ended
-            return _refused(item.episode, ended.steps, f"the episode has ended after {ended.steps} steps")
-        if episode.running is not None and item.step == episode.steps:
-            return episode.running
+            detail = f"the episode has ended after {ended.steps} steps"
+            return StepResult(episode=item.episode, status=StepStatus.REFUSED, steps=ended.steps, detail=detail)
         if episode.last is not None and item.step == episode.steps - 1:
             return episode.last
         if item.step != episode.steps:
             detail = f"step {item.step} does not fit: the episode stands at step {episode.steps}"
-            return _refused(episode.id, episode.steps, detail)
+            return episode.result(StepStatus.REFUSED, detail=detail)
         return None
-
-    async def _take(self, steps: Sequence[tuple[Episode, StepItem]]) -> None:
-        jobs = [partial(episode.environment.step, item.action) for episode, item in steps]
-        for (episode, _), outcome in zip(steps, await self._runner.run(jobs), strict=True):
-            running, episode.running = episode.running, None
-            assert running is not None
-            running.set_result(self._settle(episode, outcome))
 
     def _settle(self, episode: Episode, outcome: Transition | Exception) -> StepResult:
         """Record a step's outcome in its episode."""
         episode.used = time.monotonic()
         if isinstance(outcome, ActionRefusedError):
-            return _refused(episode.id, episode.steps, str(outcome))
+            return episode.result(StepStatus.REFUSED, detail=str(outcome))
         if isinstance(outcome, Exception):
-            log.warning("episode lost", environment=episode.environment_id, steps=episode.steps, error=repr(outcome))
+            log.warning("episode lost", steps=episode.steps, error=repr(outcome))
             result = episode.result(StepStatus.LOST, detail=str(outcome) or repr(outcome))
             # A hung environment is still in use by its thread.
             self._end(episode, result, release=not isinstance(outcome, EnvironmentHungError))
@@ -209,7 +187,7 @@ class EpisodeTable:
         self._count("steps")
         if outcome.terminated:
             status = StepStatus.TERMINATED
-        elif outcome.truncated or episode.steps >= self._settings.environment_max_steps:
+        elif outcome.truncated or episode.steps >= self.info.max_steps:
             status = StepStatus.TRUNCATED
         else:
             status = StepStatus.RUNNING
@@ -229,28 +207,21 @@ class EpisodeTable:
         del self.active[episode.id]
         self._count(how)
         if release:
-            self._release(episode.environment)
+            _release(episode.environment)
 
-    def _release(self, environment: Environment) -> None:
-        threading.Thread(target=_close, args=(environment,), name="close-environment", daemon=True).start()
-
-    def close(self, episode_ids: Sequence[str]) -> int:
+    async def close(self, episode_ids: Sequence[str]) -> int:
         """End episodes early and return how many there were. An episode that is being stepped ends after the step."""
         found = [self.active[i] for i in dict.fromkeys(episode_ids) if i in self.active]
         for episode in found:
-            if episode.running is None:
-                self._drop(episode, "closed")
-            else:
-                episode.running.add_done_callback(partial(self._close_stepped, episode.id))
+            async with episode.lock:
+                if episode.id in self.active:
+                    self._drop(episode, "closed")
         return len(found)
 
-    def _close_stepped(self, episode_id: str, _step: asyncio.Future[StepResult]) -> None:
-        self.close([episode_id])
-
-    def drop_idle(self) -> int:
-        """Drop the episodes that nobody stepped for IDLE_SECONDS and return how many there were."""
-        oldest = time.monotonic() - IDLE_SECONDS
-        idle = [e for e in self.active.values() if e.used < oldest and e.running is None]
+    def drop_idle(self, seconds: float) -> int:
+        """Drop the episodes that nobody stepped for ``seconds`` and return how many there were."""
+        oldest = time.monotonic() - seconds
+        idle = [e for e in self.active.values() if e.used < oldest and not e.lock.locked()]
         for episode in idle:
             self._drop(episode, "lost")
         return len(idle)
@@ -267,13 +238,14 @@ class EpisodeTable:
         ACTIVE.set(len(self.active))
 
 
-def _close(environment: Environment) -> None:
-    try:
-        environment.close()
-    # Environments are other people's code and may raise anything; this episode is over in any case.
-    except Exception as error:  # noqa: BLE001
-        log.warning("an environment failed to close", error=repr(error))
+def _release(environment: Environment) -> None:
+    """Close an environment in a thread, because closing may take long."""
 
+    def close() -> None:
+        try:
+            environment.close()
+        # Environments are other people's code and may raise anything; this episode is over in any case.
+        except Exception as error:  # noqa: BLE001
+            log.warning("an environment failed to close", error=repr(error))
 
-def _refused(episode_id: str, steps: int, detail: str) -> StepResult:
-    return StepResult(episode=episode_id, status=StepStatus.REFUSED, steps=steps, detail=detail)
+    threading.Thread(target=close, name="close-environment", daemon=True).start()

@@ -24,7 +24,6 @@ RULES = (
     "Solve the question step by step. To calculate, write <calc>12*3.5</calc> and stop; the result comes as the next "
     "message. End with the answer as a number behind ####."
 )
-MAX_CALLS = 8
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 
@@ -78,7 +77,7 @@ class QuestionWithCalculator(Conversation):
         self._messages.append({"role": "assistant", "content": text})
         if not calls or "####" in text:
             return Transition(list(self._messages), await self._score(text), terminated=True)
-        results = "\n".join(_answer(expression) for expression in calls[:MAX_CALLS])
+        results = "\n".join(_answer(expression) for expression in calls)
         self._messages.append({"role": "user", "content": results})
         return Transition(list(self._messages), 0.0, truncated=self._left == 0)
 

@@ -20,7 +20,6 @@ class GuessingGame(Conversation):
     """A number to guess. The right guess has reward 1, any other 0."""
 
     def __init__(self, turns: int) -> None:
-        self._turns = turns
         self._left = turns
         self._secret = 0
         self._messages: list[dict[str, str]] = []
@@ -28,7 +27,7 @@ class GuessingGame(Conversation):
     async def reset(self, seed: int) -> State:
         """Draw the number."""
         self._secret = random.Random(seed).randint(1, LARGEST)
-        self._messages = [{"role": "user", "content": RULES.format(turns=self._turns)}]
+        self._messages = [{"role": "user", "content": RULES.format(turns=self._left)}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:

@@ -1,18 +1,24 @@
-"""Environments of gymnasium."""
+"""Environments of gymnasium: observations as numbers, actions as an index or numbers."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import gymnasium
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+from gymnasium.wrappers import FlattenObservation
 
-from services.environment_server import spaces
-from services.environment_server.environments import EnvironmentBrokenError, Transition
-from services.protocol.evaluation import Action, State
+from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
+from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 
 class GymnasiumEnvironment:
-    """One episode's environment of gymnasium. Its calls block while they compute."""
+    """One episode's environment of gymnasium. Its calls block while they compute.
+
+    A Box of observations keeps its shape; observations of any other space are flattened to a vector.
+    """
 
     def __init__(self, environment_id: str) -> None:
         """Make the environment.
@@ -20,33 +26,66 @@ class GymnasiumEnvironment:
         Raises:
             gymnasium.error.Error: there is no such environment, or it lacks a package.
             ImportError: the module before the colon cannot be imported.
-            spaces.UnsupportedSpaceError: its states or actions have no form on the wire.
+            ValueError: the states are not a fixed number of numbers, or the actions neither an index nor numbers.
         """
-        self._environment = gymnasium.make(environment_id, disable_env_checker=True)
-        self.state_spec = spaces.state_spec(self._environment.observation_space)
-        self.action_spec = spaces.action_spec(self._environment.action_space)
+        self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
+        if not isinstance(self._environment.observation_space, Box):
+            self._environment = FlattenObservation(self._environment)
+        observations, actions = self._environment.observation_space, self._environment.action_space
+        if not isinstance(observations, Box):
+            raise ValueError(f"its observations, {observations}, have no fixed number of numbers")
+        self.state_spec = StateSpec(kind=StateKind.NUMBERS, shape=list(observations.shape))
+        if isinstance(actions, Discrete):
+            self.action_spec = ActionSpec(kind=ActionKind.INDEX, count=int(actions.n), start=int(actions.start))
+        elif isinstance(actions, Box):
+            self.action_spec = ActionSpec(kind=ActionKind.NUMBERS, shape=list(actions.shape))
+        else:
+            raise ValueError(f"its actions, {actions}, are neither an index nor numbers")
 
     def reset(self, seed: int) -> State:
         """Begin the episode and return its first state. The same seed begins the same episode."""
         observation, _ = self._environment.reset(seed=seed)
-        return spaces.encode_state(self._environment.observation_space, observation)
+        return _encoded(observation)
 
     def step(self, action: Action) -> Transition:
-        """Take an action.
+        """Take an action. Numbers beyond a Box's bounds are clipped to them.
 
         Raises:
             ActionRefusedError: it does not fit.
             EnvironmentBrokenError: the observation or the reward is not finite.
             Exception: whatever the environment raises.
         """
-        decoded = spaces.decode_action(self._environment.action_space, action)
-        observation, reward, terminated, truncated, _ = self._environment.step(decoded)
+        observation, reward, terminated, truncated, _ = self._environment.step(self._decoded(action))
         value = float(reward)
         if not math.isfinite(value):
             raise EnvironmentBrokenError(f"the environment gave the reward {value}")
-        state = spaces.encode_state(self._environment.observation_space, observation)
-        return Transition(state, value, bool(terminated), bool(truncated))
+        return Transition(_encoded(observation), value, bool(terminated), bool(truncated))
 
     def close(self) -> None:
         """Close the environment."""
         self._environment.close()
+
+    def _decoded(self, action: Action) -> Any:
+        """Return an action as the environment takes it."""
+        space = self._environment.action_space
+        refusal = ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
+        if isinstance(space, Discrete):
+            if type(action) is not int or not space.start <= action < space.start + space.n:
+                raise refusal
+            return np.int64(action)
+        try:
+            array = np.asarray(action)
+        except ValueError as error:  # lists of different lengths
+            raise refusal from error
+        if array.dtype.kind not in "iuf" or array.shape != space.shape or not np.isfinite(array).all():
+            raise refusal
+        return np.clip(array, space.low, space.high).astype(space.dtype)
+
+
+def _encoded(observation: Any) -> State:
+    """Return an observation as JSON has it, nested lists of numbers."""
+    array = np.asarray(observation)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise EnvironmentBrokenError("the environment gave an observation that is not finite")
+    encoded: State = array.tolist()
+    return encoded

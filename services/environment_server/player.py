@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from prometheus_client import Counter
-
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.environment_server.catalogue import Catalogue
 from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import HttpClient, RequestRefusedError
@@ -22,12 +20,11 @@ from services.protocol.evaluation import (
     EvaluateRequest,
     FinishedEpisode,
     OngoingEpisode,
+    StateKind,
     StepStatus,
 )
 
 log = get_logger(__name__)
-
-FAILED = Counter("environment_push_failed", "Requests to the evaluation head that were to no avail.")
 
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries. After it the episodes are marked as in use and the request is sent again."""
@@ -38,10 +35,11 @@ PAUSE_SECONDS = 2.0
 class Player:
     """Keeps ENVIRONMENT_PUSH_EPISODES episodes going."""
 
-    def __init__(self, settings: EnvironmentSettings, head: str, table: EpisodeTable, instance_key: str) -> None:
+    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable) -> None:
         self._settings = settings
         self._table = table
-        self._instance_key = instance_key
+        self._instance_key = secrets.token_hex(16)
+        head = str(settings.eval_head_endpoint)
         self._head = HttpClient(
             head, token=settings.token, service="evaluation-head", timeout=REQUEST_SECONDS, deadline=REQUEST_SECONDS
         )
@@ -53,7 +51,7 @@ class Player:
     def stats(self) -> dict[str, Any]:
         """Return counts, and in ``trouble`` why episodes do not go on at the moment."""
         return {
-            "head": self._settings.eval_head_endpoint,
+            "head": self._head.url,
             "finished": self._finished,
             "lost": self._lost,
             "trouble": self._trouble,
@@ -64,7 +62,7 @@ class Player:
         """Play until the context ends."""
         count = self._settings.environment_push_episodes
         # Conversations take different times and go on alone. States of numbers share one request.
-        sizes = [1] * count if Catalogue.is_conversation(self._settings.environment) else [count]
+        sizes = [1] * count if self._table.info.state.kind is StateKind.MESSAGES else [count]
         async with self._head, asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._play(size)) for size in sizes]
             yield self
@@ -90,7 +88,7 @@ class Player:
         self._begun += count
         while True:
             try:
-                reply = await self._table.reset(None, count, seed)
+                reply = await self._table.reset(count, seed)
             except ProblemError as error:
                 self._report(f"no episode can be begun: {error.detail}")
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -114,7 +112,6 @@ class Player:
                 if len(actions) != len(episodes):
                     raise DependencyLostError(f"the head gave {len(actions)} actions for {len(episodes)} states")
             except (DependencyLostError, RequestRefusedError) as error:
-                FAILED.inc()
                 self._report(str(error))
                 self._table.touch([episode.episode for episode in episodes])
                 await asyncio.sleep(PAUSE_SECONDS)
@@ -135,7 +132,7 @@ class Player:
             if result.status in (StepStatus.REFUSED, StepStatus.LOST):
                 # An action that does not fit would not fit the second time either.
                 self._lost += 1
-                self._table.close([episode.episode])
+                await self._table.close([episode.episode])
                 self._report(f"an episode was given up: {result.detail}")
                 continue
             episode.follow(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import socket
 
-from pydantic import AnyHttpUrl, Field, TypeAdapter, field_validator
+from pydantic import AnyHttpUrl, Field
 
 from services.core.settings import Settings
 
@@ -17,7 +17,7 @@ class EnvironmentSettings(Settings):
         default="CartPole-v1",
         min_length=1,
         max_length=100,
-        description="The environment of requests that name none: a gymnasium id, `module:Id` for one that a module of "
+        description="The environment that this server hosts: a gymnasium id, `module:Id` for one that a module of "
         "yours registers, `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a "
         "calculator) or `guessing` (a number to guess).",
     )
@@ -41,7 +41,7 @@ class EnvironmentSettings(Settings):
         description="Answers that a built-in text environment allows before the episode is truncated.",
     )
 
-    eval_head_endpoint: str | None = Field(
+    eval_head_endpoint: AnyHttpUrl | None = Field(
         default=None,
         description="Address of an evaluation head, `http://host:8080`. When set, this server plays episodes of its "
         "own and asks that head for the actions.",
@@ -58,15 +58,6 @@ class EnvironmentSettings(Settings):
     environment_push_seed: int = Field(
         default=0, ge=0, lt=2**31, description="Seed of the first episode played with EVAL_HEAD_ENDPOINT."
     )
-
-    @field_validator("eval_head_endpoint")
-    @classmethod
-    def _is_an_address(cls, text: str | None) -> str | None:
-        if text is None:
-            return None
-        address = text if "://" in text else f"http://{text}"
-        TypeAdapter(AnyHttpUrl).validate_python(address)
-        return address.rstrip("/")
 
 
 def default_name() -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from services.evaluation_head import dashboard
-from services.evaluation_head.discovery import Source
 from services.evaluation_head.head import SERVICE, Head
 from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app, model_response
@@ -17,14 +14,13 @@ from services.protocol.evaluation import DiscoveryReply, EvaluateReply, Evaluate
 MAX_BODY_BYTES = 16 * 2**20
 
 
-def create_app(settings: HeadSettings, sources: Mapping[str, Source] | None = None) -> FastAPI:
-    """Return the evaluation head's application, which looks for servers in ``sources``, by default the settings'."""
-    head = Head(settings, sources)
+def create_app(settings: HeadSettings) -> FastAPI:
+    """Return the evaluation head's application."""
+    head = Head(settings)
     app = create_service_app(
         SERVICE,
         settings=settings,
         lifespan=head.running,
-        health=lambda: head.health,
         stats=head.stats,
         description=__doc__ or "",
         public=dashboard.PUBLIC,

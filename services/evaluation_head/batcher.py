@@ -1,17 +1,16 @@
 """Gathers the states of many requests into batches for one policy.
 
 A batch starts when it is full, or when its oldest state has waited for the timeout. It computes in a thread of its own
-while the next one gathers. Requests are read whole before their states come here, and replies are written after their
-batches, so a slow client delays nobody else.
+while the states of the next one arrive. Requests are read whole before their states come here, and replies are written
+after their batches, so a slow client delays nobody else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -35,30 +34,25 @@ WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch s
 Compute = Callable[[NDArray[np.float32]], Sequence[Decision | PolicyFailedError]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
-    """A request's states [count, *shape], and the decisions so far."""
+    """A request for ``count`` decisions, and the decisions so far."""
 
-    states: NDArray[np.float32]
+    count: int
     done: asyncio.Future[list[Decision]]
     arrived: float = field(default_factory=time.monotonic)
     decisions: list[Decision] = field(default_factory=list)
 
-    def fail(self, error: PolicyFailedError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def take(self, decisions: Sequence[Decision | PolicyFailedError]) -> None:
-        for decision in decisions:
-            if isinstance(decision, PolicyFailedError):
-                self.fail(decision)
-                return
-            self.decisions.append(decision)
-        if len(self.decisions) == len(self.states) and not self.done.done():
+    def take(self, decision: Decision | PolicyFailedError) -> None:
+        """Take the decision for the request's next state; end the request with the last one or with an error."""
+        if self.done.done():
+            return
+        if isinstance(decision, PolicyFailedError):
+            self.done.set_exception(decision)
+            return
+        self.decisions.append(decision)
+        if len(self.decisions) == self.count:
             self.done.set_result(self.decisions)
-
-
-_Part = tuple[_Request, NDArray[np.float32]]
 
 
 class Batcher:
@@ -68,14 +62,12 @@ class Batcher:
         self._compute = compute
         self._batch_size = batch_size
         self._timeout = timeout_seconds
-        self._queue: deque[_Part] = deque()
-        self._arrived = asyncio.Event()
+        self._queue: asyncio.Queue[tuple[_Request, NDArray[np.float32]]] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"policy-{name}")
         self._running: asyncio.Task[None] | None = None
         self._batch, self._seconds, self._wait = BATCH.labels(name), COMPUTE.labels(name), WAIT.labels(name)
         self.waiting = 0
-        """States that no batch has taken yet."""
-        self.computing_since: float | None = None
+        """States whose batch has not started yet."""
         self.sizes: Counter[int] = Counter()
         """Batches by their number of states."""
         self.states = 0
@@ -90,8 +82,6 @@ class Batcher:
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._running
-        for request, _states in self._queue:
-            request.fail(PolicyFailedError("the head ends"))
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def submit(self, states: NDArray[np.float32]) -> list[Decision]:
@@ -104,10 +94,10 @@ class Batcher:
         if self.waiting and self.waiting + len(states) > policy.MAX_WAITING:
             rate = self.states / self.compute_seconds if self.compute_seconds else float(self._batch_size)
             raise OverloadedError(self.waiting, retry_after=min(30, 1 + int(self.waiting / rate)))
-        request = _Request(states, asyncio.get_running_loop().create_future())
-        self._queue.append((request, states))
+        request = _Request(len(states), asyncio.get_running_loop().create_future())
+        for state in states:
+            self._queue.put_nowait((request, state))
         self.waiting += len(states)
-        self._arrived.set()
         try:
             return await request.done
         finally:
@@ -116,58 +106,34 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            await self._gather()
-            if batch := self._take():
-                await self._decide(batch)
-
-    async def _gather(self) -> None:
-        """Return when a batch is full or its oldest state has waited long enough."""
-        while not self._queue:
-            self._arrived.clear()
-            await self._arrived.wait()
-        end = self._queue[0][0].arrived + self._timeout
-        while self.waiting < self._batch_size and (left := end - time.monotonic()) > 0:
-            self._arrived.clear()
+            batch = [await self._queue.get()]
+            left = batch[0][0].arrived + self._timeout - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
-                    await self._arrived.wait()
+                    # After the timeout this still takes the states that are there, because it does not wait for them.
+                    while len(batch) < self._batch_size:
+                        batch.append(await self._queue.get())
+            self.waiting -= len(batch)
+            if batch := [(request, state) for request, state in batch if not request.done.done()]:
+                await self._decide([request for request, _ in batch], np.stack([state for _, state in batch]))
 
-    def _take(self) -> list[_Part]:
-        """Return the next batch: requests with those of their states that are in it."""
-        batch: list[_Part] = []
-        room = self._batch_size
-        while self._queue and room:
-            request, states = self._queue.popleft()
-            if len(states) > room:
-                self._queue.appendleft((request, states[room:]))
-                states = states[:room]
-            self.waiting -= len(states)
-            if not request.done.done():
-                batch.append((request, states))
-                room -= len(states)
-        return batch
-
-    async def _decide(self, batch: Sequence[_Part]) -> None:
-        self.computing_since = started = time.monotonic()
-        for request, _ in batch:
+    async def _decide(self, requests: Sequence[_Request], states: NDArray[np.float32]) -> None:
+        """Compute the decisions for ``states`` [batch, *shape], the i-th of which belongs to the i-th request."""
+        started = time.monotonic()
+        for request in set(requests):
             self._wait.observe(started - request.arrived)
-        states = np.concatenate([part for _, part in batch])
+        decisions: Sequence[Decision | PolicyFailedError]
         try:
             decisions = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, states)
         # A policy is anybody's module and may raise anything. Its clients are told, and the next batch goes on.
         except Exception as error:  # noqa: BLE001
             log.warning("a batch failed", states=len(states), error=repr(error))
-            for request, _ in batch:
-                request.fail(PolicyFailedError(f"the policy raised {type(error).__name__}: {error}"))
-            return
-        finally:
-            self.computing_since = None
+            decisions = [PolicyFailedError(f"the policy raised {type(error).__name__}: {error}")] * len(states)
         seconds = time.monotonic() - started
         self.sizes[len(states)] += 1
         self.states += len(states)
         self.compute_seconds += seconds
         self._batch.observe(len(states))
         self._seconds.observe(seconds)
-        left = iter(decisions)
-        for request, part in batch:
-            request.take(list(itertools.islice(left, len(part))))
+        for request, decision in zip(requests, decisions, strict=True):
+            request.take(decision)

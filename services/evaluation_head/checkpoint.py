@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field
 from torch.export import Dim
 
 from services.core.files import atomic_write
-from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from services.protocol.evaluation import ActionKind, ActionSpec, StateSpec
 from services.weights.policy_store import PolicyStore
 
 FILE_NAME = "policy.pt2"
@@ -37,16 +37,6 @@ class PolicySpec(BaseModel):
     action: ActionSpec
     parameters: int = Field(default=0, ge=0)
 
-    @model_validator(mode="after")
-    def _has_a_form(self) -> PolicySpec:
-        if self.state.kind is not StateKind.NUMBERS:
-            raise ValueError("states of a torch policy are numbers")
-        if self.action.kind is ActionKind.INDEX and not self.action.count:
-            raise ValueError("an action that is an index needs a count")
-        if self.action.kind not in (ActionKind.INDEX, ActionKind.NUMBERS):
-            raise ValueError("actions of a torch policy are an index or numbers")
-        return self
-
     @property
     def output_shape(self) -> list[int]:
         """Shape of the module's output for one state."""
@@ -55,11 +45,11 @@ class PolicySpec(BaseModel):
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint file; ``stamp`` changes when the file is replaced."""
+    """A checkpoint file; ``modified`` is the time in nanoseconds at which it was written."""
 
     version: int | None
     file: Path
-    stamp: tuple[int, ...]
+    modified: int
 
 
 @dataclass(frozen=True)
@@ -122,17 +112,12 @@ def find(target: Path) -> Source:
     Raises:
         CheckpointError: there is no such file.
     """
-    file = target
     try:
         newest = PolicyStore(target).newest()
-        file = target if newest is None else newest.path / FILE_NAME
-        about = file.stat()
+        file = newest.path / FILE_NAME if newest else target
+        return Source(newest.version if newest else None, file, file.stat().st_mtime_ns)
     except OSError as error:
-        raise CheckpointError(f"no policy at {file}: {error.strerror}") from error
-    if file.is_dir():
-        raise CheckpointError(f"{file} has no versions; needed is {file}/v000001/{FILE_NAME}, or a .pt2 file")
-    stamp = (newest.version if newest else 0, about.st_mtime_ns, about.st_size, about.st_ino)
-    return Source(newest.version if newest else None, file, stamp)
+        raise CheckpointError(f"no policy at {target}: {error}") from error
 
 
 def load(source: Source, device: torch.device) -> Loaded:
@@ -145,20 +130,14 @@ def load(source: Source, device: torch.device) -> Loaded:
     try:
         module = torch.export.load(source.file, extra_files=about).module().to(device)
         spec = PolicySpec.model_validate_json(about[_SPEC])
-    except ValidationError as error:
-        why = error.errors()[0]["msg"]
-        raise CheckpointError(
-            f"{source.file} was not written by save_policy: its {_SPEC} is not right ({why})"
-        ) from error
+        with torch.inference_mode():
+            shapes = [list(module(torch.zeros(n, *spec.state.shape, device=device)).shape) for n in (1, 3)]
     # torch raises errors of many types for a file that is damaged or something else.
     except Exception as error:
-        raise CheckpointError(f"{source.file} cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
-    for count in (1, 3):
-        try:
-            with torch.inference_mode():
-                shape = list(module(torch.zeros(count, *spec.state.shape, device=device)).shape)
-        except Exception as error:
-            raise CheckpointError(f"{source.file} fails on {count} states: {type(error).__name__}: {error}") from error
-        if shape != [count, *spec.output_shape]:
-            raise CheckpointError(f"{source.file} gives {shape} for {count} states, not {[count, *spec.output_shape]}")
+        raise CheckpointError(
+            f"{source.file} cannot be read: {type(error).__name__}: {str(error)[:300]}; needed is a .pt2 file of "
+            f"save_policy, or a directory of versions with v000001/{FILE_NAME}"
+        ) from error
+    if shapes != [[n, *spec.output_shape] for n in (1, 3)]:
+        raise CheckpointError(f"{source.file} gives {shapes[0]} for one state, not {[1, *spec.output_shape]}")
     return Loaded(spec, module, source, device)

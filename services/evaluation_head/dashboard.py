@@ -18,23 +18,15 @@ from services.run_page.routes import HEADERS
 
 STATIC = Path(__file__).parent / "static"
 SHARED = Path(run_page.__file__).parent / "static"
-# Shared with the run page, so that both have one style, one chart and one way to write a number.
-_SHARED_FILES = (
-    "style.css",
-    *("api.js", "chart.js", "colors.js", "dom.js", "download.js", "format.js", "paint.js", "picture.js", "series.js"),
-)
-FILES: dict[str, Path] = {
-    **{name: SHARED / name for name in _SHARED_FILES},
-    **{path.name: path for path in STATIC.iterdir() if path.suffix in (".js", ".css")},
-}
+# The run page's files come first, so that both pages have one style, one chart and one way to write a number.
+FILES = {p.name: p for folder in (SHARED, STATIC) for p in folder.iterdir() if p.suffix in (".js", ".css")}
 PUBLIC = ("/", "/dashboard", *(f"/static/{name}" for name in FILES))
 """Paths that a browser may load before it has the token; they contain no data."""
 
 TOKEN_SECONDS = 10.0
 SEND_SECONDS = 10.0
-MAX_WATCHERS = 200
-# Close codes for refused clients, from the range 4000 to 4999 that RFC 6455 leaves to applications.
-REFUSED, BUSY = 4401, 4429
+REFUSED = 4401
+"""Close code for clients without the token, from the range 4000 to 4999 that RFC 6455 leaves to applications."""
 
 
 def add_dashboard(app: FastAPI, head: Head) -> None:
@@ -42,7 +34,6 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
     token = head.settings.token
     page = (STATIC / "dashboard.html").read_text()
     page = page.replace('data-asks-token="false"', f'data-asks-token="{str(token is not None).lower()}"')
-    watchers: set[WebSocket] = set()
 
     @app.get("/", include_in_schema=False)
     async def get_root() -> Response:
@@ -62,10 +53,6 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
         if not await _has_token(socket, token):
             await socket.close(REFUSED, 'send the token, {"token": JOBGROUP_TOKEN}, first')
             return
-        if len(watchers) >= MAX_WATCHERS:
-            await socket.close(BUSY, f"{MAX_WATCHERS} watch already")
-            return
-        watchers.add(socket)
         draining = app.state.lifecycle.draining
         try:
             await run_until_first_ends(_send(socket, head), _receive(socket), draining.wait())
@@ -73,8 +60,6 @@ def add_dashboard(app: FastAPI, head: Head) -> None:
                 await socket.close(1001, "the head ends")
         except (WebSocketDisconnect, TimeoutError, RuntimeError):
             pass  # the client left, or reads too slowly
-        finally:
-            watchers.discard(socket)
 
 
 def _add_file(app: FastAPI, name: str, path: Path) -> None:

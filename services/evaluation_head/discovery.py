@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from urllib.parse import urlsplit
-
-from prometheus_client import Counter
 
 from services.core.logs import get_logger
 from services.core.tasks import in_background
@@ -18,26 +16,13 @@ from services.protocol.evaluation import DiscoveredServer, DiscoveryReply
 
 log = get_logger(__name__)
 
-FAILED = Counter("head_discovery_failed", "Looks for environment servers that failed, by source.", ["source"])
-
 INTERVAL_SECONDS = 30.0
 """Time between two looks: a new server takes minutes to start, and SkyPilot's API server seconds to answer."""
 TIMEOUT_SECONDS = 60.0
 """Limit of one source's answer."""
 
 Source = Callable[[], list[DiscoveredServer]]
-"""Returns the servers that there are now; may block. Raises DiscoveryError where it cannot tell."""
-
-
-def sources_of(settings: HeadSettings) -> dict[str, Source]:
-    """Return the sources that the settings name."""
-    sources: dict[str, Source] = {}
-    if settings.addresses:
-        sources["addresses"] = partial(given_servers, settings.addresses)
-    if settings.skypilot_api_server_endpoint is not None:
-        sources["clusters"] = partial(skypilot.find_clusters, settings.game_server_prefix, settings.game_server_port)
-        sources["services"] = partial(skypilot.find_replicas, settings.game_server_prefix)
-    return sources
+"""Returns the servers that there are now; may block. Raises an error of any type where it cannot tell."""
 
 
 def given_servers(urls: Sequence[str]) -> list[DiscoveredServer]:
@@ -48,19 +33,18 @@ def given_servers(urls: Sequence[str]) -> list[DiscoveredServer]:
 class Discovery:
     """Asks the sources at an interval and on demand. A source that fails keeps its former servers."""
 
-    def __init__(
-        self,
-        sources: Mapping[str, Source],
-        prefix: str | None,
-        on_change: Callable[[list[DiscoveredServer]], None],
-    ) -> None:
-        self._sources = sources
-        self._prefix = prefix
+    def __init__(self, settings: HeadSettings, on_change: Callable[[list[DiscoveredServer]], None]) -> None:
         self._on_change = on_change
+        self._prefix = settings.game_server_prefix if settings.skypilot_api_server_endpoint else None
+        self._sources: dict[str, Source] = {}
+        if settings.addresses:
+            self._sources["addresses"] = partial(given_servers, settings.addresses)
+        if self._prefix is not None:
+            self._sources["clusters"] = partial(skypilot.find_clusters, self._prefix, settings.game_server_port)
+            self._sources["services"] = partial(skypilot.find_replicas, self._prefix)
         self._found: dict[str, list[DiscoveredServer]] = {}
         self._errors: dict[str, str] = {}
         self._asked: float | None = None
-        self._look: asyncio.Task[None] | None = None
         self._pending: dict[str, asyncio.Future[list[DiscoveredServer]]] = {}
 
     def reply(self) -> DiscoveryReply:
@@ -89,27 +73,24 @@ class Discovery:
             await asyncio.sleep(INTERVAL_SECONDS)
 
     async def look(self) -> None:
-        """Ask all sources. Callers that come meanwhile wait for the same look."""
-        if self._look is None or self._look.done():
-            self._look = asyncio.create_task(self._ask_all())
-        await asyncio.shield(self._look)
-
-    async def _ask_all(self) -> None:
+        """Ask all sources."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources.items()))
         self._asked = time.monotonic()
         self._on_change(self.servers)
 
     async def _ask(self, name: str, source: Source) -> None:
-        # A call that hangs cannot be ended, so no second one is made beside it.
+        # One call at a time: callers that come meanwhile wait for it, and a call that hangs cannot be ended.
         pending = self._pending.get(name)
         if pending is None or pending.done():
             pending = self._pending[name] = asyncio.ensure_future(in_background(source))
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
                 self._found[name] = await asyncio.shield(pending)
-        except (TimeoutError, skypilot.DiscoveryError) as error:
-            reason = str(error) or f"no answer within {TIMEOUT_SECONDS:g} s; is the API server overloaded?"
-            FAILED.labels(name).inc()
+        # SkyPilot's SDK may raise anything.
+        except Exception as error:  # noqa: BLE001
+            is_late = isinstance(error, TimeoutError)
+            why = f"no answer within {TIMEOUT_SECONDS:g} s" if is_late else f"{type(error).__name__}: {error}"
+            reason = f"{why}; needed: package skypilot, SKYPILOT_API_SERVER_ENDPOINT, SKYPILOT_SERVICE_ACCOUNT_TOKEN"
             if self._errors.get(name) != reason:
                 log.warning("servers cannot be looked for", source=name, error=reason)
             self._errors[name] = reason

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.evaluation_head.policy import OverloadedError, Policy, PolicyFailedError, StatesRefusedError
+from services.evaluation_head.policy import OverloadedError, Policy
 from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
@@ -46,12 +45,6 @@ PROBE_SECONDS = 5.0
 """Limit of an answer to a question for health, and to closing episodes."""
 REQUEST_SECONDS = 60.0
 """Limit of one request with its retries: a server that is away for less keeps its episodes."""
-MAX_STEPS = 100_000
-"""An episode that has not ended after so many steps is given up: its environment may have no end."""
-
-
-class ProtocolError(Exception):
-    """An answer that does not fit the request."""
 
 
 class Link:
@@ -79,18 +72,18 @@ class Link:
         """Ask for the server's health, and play while the server is well, until cancelled."""
         async with self._http:
             while True:
-                if await self._is_well() and self._may_drive():
+                if await self._is_well() and self._room() > 0:
                     await self._drive()
                 await asyncio.sleep(PROBE_INTERVAL_SECONDS)
 
     async def _is_well(self) -> bool:
         """Ask for the server's health and record it; return whether the server can be played on."""
-        server, started = self._server, time.monotonic()
+        server = self._server
         try:
             response = await self._http.send_once("GET", "/health", seconds=PROBE_SECONDS)
             health = EnvironmentServerHealth.model_validate_json(response.content)
         except DependencyLostError as error:
-            server.found, server.detail, server.milliseconds = ServerState.UNREACHABLE, str(error), None
+            server.found, server.detail = ServerState.UNREACHABLE, str(error)
             return False
         except ValidationError:
             # A server that starts does not tell its environment yet.
@@ -99,21 +92,9 @@ class Link:
             server.detail = None if is_starting else f"{self._http.url} is no environment server (/health)"
             return False
         server.found = ServerState.CONNECTED if response.status_code == 200 else ServerState.STARTING
-        server.detail = None
-        server.milliseconds = round(1000 * (time.monotonic() - started), 1)
         server.environment = health.environment
-        self._registry.identify(server, health.instance)
-        return server.found is ServerState.CONNECTED and not health.pushing
-
-    def _may_drive(self) -> bool:
-        if self._server.is_heard or self._room() <= 0:
-            return False
-        # One server at two addresses is driven at one of them.
-        twin = self._registry.twin(self._server)
-        if twin is None or twin.mode is not ServerMode.DRIVEN:
-            return True
-        self._server.detail = f"the same server as {twin.name}"
-        return False
+        server.detail = f"plays by itself, as {health.name}" if health.pushing else None
+        return server.found is ServerState.CONNECTED and not (health.pushing or server.is_heard)
 
     def _room(self) -> int:
         """Return how many episodes may be begun now."""
@@ -122,31 +103,31 @@ class Link:
         return room if total is None else min(room, total - self._begun)
 
     async def _drive(self) -> None:
-        """Play until there is nothing left to play, or the server fails."""
+        """Play until there is nothing left to play, or the server or the policy fails."""
         server = self._server
         server.mode = ServerMode.DRIVEN
-        policy: Policy | None = None
         try:
-            while True:
-                if self._room() > 0:
-                    policy = await self._begin(self._room())
-                if policy is None or not self._episodes:
-                    return
-                try:
-                    await self._advance(policy)
-                except OverloadedError as error:
-                    await asyncio.sleep(error.retry_after)
-        except (DependencyLostError, RequestRefusedError) as error:
-            server.found, server.detail = ServerState.UNREACHABLE, str(error)
-            log.warning("a server is lost", server=server.name, error=str(error))
-        except (ProtocolError, PolicyFailedError, StatesRefusedError) as error:
+            await self._play()
+        except (DependencyLostError, RequestRefusedError, ProblemError) as error:
             server.detail = error.detail if isinstance(error, ProblemError) else str(error)
             log.warning("playing was broken off", server=server.name, error=server.detail)
-            await self._give_up(self._episodes)
+            await self._close(self._episodes)
         finally:
             server.mode = ServerMode.IDLE
             self._registry.lose(server, list(self._episodes))
             self._episodes.clear()
+
+    async def _play(self) -> None:
+        policy: Policy | None = None
+        while True:
+            if self._room() > 0:
+                policy = await self._begin(self._room())
+            if policy is None or not self._episodes:
+                return
+            try:
+                await self._advance(policy)
+            except OverloadedError as error:
+                await asyncio.sleep(error.retry_after)
 
     async def _begin(self, count: int) -> Policy | None:
         """Begin episodes and return the policy that plays them; None where no policy fits the environment."""
@@ -154,24 +135,22 @@ class Link:
         reply = await self._http.call("POST", "/reset", ResetReply, request)
         begun = {start.episode: OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes}
         if len(reply.episodes) != count or len(begun.keys() - self._episodes.keys()) != count:
-            raise ProtocolError(f"{count} episodes were asked for, /reset gave others")
-        wanted = self._settings.head_drive_policy
-        candidates = [self._policies[wanted]] if wanted else list(self._policies.values())
-        misfits = [policy.misfit(reply.environment) for policy in candidates]
+            raise DependencyLostError(f"{count} episodes were asked for, /reset gave others")
+        misfits = [policy.misfit(reply.environment) for policy in self._policies.values()]
         if None not in misfits:
             self._server.detail = "; ".join(map(str, misfits))
-            await self._give_up(begun)
+            await self._close(begun)
             return None
         self._begun += count
         self._episodes |= begun
-        return candidates[misfits.index(None)]
+        return list(self._policies.values())[misfits.index(None)]
 
     async def _advance(self, policy: Policy) -> None:
         """Take one action in every episode.
 
         Raises:
-            OverloadedError: the policy has no room; nothing was done.
-            Exception: see ``_drive``, which handles the others.
+            ProblemError: the policy gave no actions; after OverloadedError nothing was done.
+            DependencyLostError: the server does not answer, or breaks the protocol.
         """
         episodes = list(self._episodes.values())
         decisions = await policy.act([episode.state for episode in episodes])
@@ -179,13 +158,9 @@ class Link:
         steps = [episode.step_with(action) for episode, (action, _) in zip(episodes, decisions, strict=True)]
         reply = await self._http.call("POST", "/step", StepReply, StepRequest.model_construct(steps=steps))
         if [result.episode for result in reply.results] != [episode.episode for episode in episodes]:
-            raise ProtocolError("/step answered for other episodes than it was asked for")
+            raise DependencyLostError("/step answered for other episodes than it was asked for")
         for episode, result in zip(episodes, reply.results, strict=True):
             self._take(episode, result, policy)
-        if endless := [e.episode for e in self._episodes.values() if e.steps >= MAX_STEPS]:
-            log.warning("episodes without end were given up", server=self._server.name, episodes=len(endless))
-            self._server.detail = f"{len(endless)} episodes did not end within {MAX_STEPS} steps"
-            await self._give_up(endless)
 
     def _take(self, episode: OngoingEpisode, result: StepResult, policy: Policy) -> None:
         if result.status in (StepStatus.LOST, StepStatus.REFUSED):
@@ -195,20 +170,17 @@ class Link:
             return
         total = episode.episode_return + result.reward
         if result.steps != episode.steps + 1 or not math.isfinite(total) or result.state is None:
-            raise ProtocolError(f"/step counts {result.steps} steps after {episode.steps}, or gives no state")
+            raise DependencyLostError(f"/step counts {result.steps} steps after {episode.steps}, or gives no state")
         episode.follow(result)
         if result.status is not StepStatus.RUNNING:
             del self._episodes[episode.episode]
             self._registry.finish(self._server, episode.report, policy.name)
 
-    async def _give_up(self, episodes: Iterable[str]) -> None:
-        """End episodes early, here and, if the server is still there, on the server."""
-        ids = list(episodes)
+    async def _close(self, episodes: Iterable[str]) -> None:
+        """End episodes on the server, if it is still there."""
+        request = CloseRequest(episodes=list(episodes))
         with contextlib.suppress(DependencyLostError, RequestRefusedError):
-            await self._http.call("POST", "/close", CloseReply, CloseRequest(episodes=ids), deadline=PROBE_SECONDS)
-        self._registry.lose(self._server, ids)
-        for episode in ids:
-            self._episodes.pop(episode, None)
+            await self._http.call("POST", "/close", CloseReply, request, deadline=PROBE_SECONDS)
 
 
 class Driver:
@@ -233,7 +205,7 @@ class Driver:
             if name in self._links or server.url is None:
                 continue
             try:
-                record = self._registry.discovered(name, server.url, server.source)
+                record = self._registry.discovered(name, server.url)
             except ProblemError as error:
                 log.warning("a discovered server is left out", server=name, error=error.detail)
                 continue

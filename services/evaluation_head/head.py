@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,14 @@ from typing import Any
 from fastapi import FastAPI
 
 from services.core.errors import ConfigurationError
-from services.evaluation_head.discovery import Discovery, Source, sources_of
+from services.evaluation_head.discovery import Discovery
 from services.evaluation_head.driver import Driver
 from services.evaluation_head.language_policy import LanguagePolicy
-from services.evaluation_head.policy import OverloadedError, Policy, StatesRefusedError
+from services.evaluation_head.policy import OverloadedError, Policy
 from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
 from services.evaluation_head.statistics import History, Meter, Moments
 from services.http.problems import ProblemError
-from services.protocol.base import Health
 from services.protocol.evaluation import EvaluateReply, EvaluateRequest
 
 SERVICE = "evaluation-head"
@@ -32,20 +31,14 @@ RELOAD_SECONDS = 5.0
 class Head:
     """The state behind the routes."""
 
-    def __init__(self, settings: HeadSettings, sources: Mapping[str, Source] | None = None) -> None:
-        """Make a head that looks for servers in ``sources``, by default those of the settings."""
+    def __init__(self, settings: HeadSettings) -> None:
         self.settings = settings
         self.policies: dict[str, Policy] = {}
         self.meter = Meter()
         self.registry = Registry(self.meter)
         self.history = History()
         self.driver = Driver(settings, self.policies, self.registry)
-        self.discovery = Discovery(
-            sources_of(settings) if sources is None else sources,
-            settings.game_server_prefix if settings.skypilot_api_server_endpoint else None,
-            self.driver.update,
-        )
-        self._started = time.monotonic()
+        self.discovery = Discovery(settings, self.driver.update)
         self._batched = (0, 0)
 
     @asynccontextmanager
@@ -60,10 +53,6 @@ class Head:
             raise ConfigurationError(
                 "HEAD_POLICIES is empty: name a policy, as --policies cartpole=policies/cartpole or "
                 "--policies llm=http://rollout-server:30000"
-            )
-        if settings.head_drive_policy is not None and settings.head_drive_policy not in settings.policies:
-            raise ConfigurationError(
-                f"HEAD_DRIVE_POLICY is {settings.head_drive_policy!r}; allowed is one of {list(settings.policies)}"
             )
         async with AsyncExitStack() as stack:
             for name, target in settings.policies.items():
@@ -92,17 +81,11 @@ class Head:
         states = request.all_states
         try:
             decisions = await policy.act(states) if states else []
-        except StatesRefusedError:
-            server.refused += 1
-            self.meter.refused += 1
-            raise
         except OverloadedError:
             self.meter.overloaded += 1
             raise
-        # Meanwhile the server's record may have been merged with the record of a discovered server, or dropped.
-        server = self.registry.pushing(request)
-        self.registry.played(server, policy.name, request.episodes or (), len(states))
-        self.meter.count_request(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.registry.played(server, policy.name, request.episodes or (), len(states), seconds)
         actions = [decision.action for decision in decisions]
         return EvaluateReply.model_construct(
             policy=policy.name,
@@ -111,38 +94,23 @@ class Head:
             action=actions[0] if request.state is not None else None,
         )
 
-    @property
-    def health(self) -> Health:
-        """Unhealthy when a policy hangs."""
-        hung = [name for name, policy in self.policies.items() if policy.is_hung]
-        about = {"policies": list(self.policies), **({"hung": hung} if hung else {})}
-        return Health(status="unhealthy" if hung else "healthy", service=SERVICE, **about)
-
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats and of the messages that /ws sends."""
         registry = self.registry
         return {
             "time": time.time(),
-            "uptime_seconds": round(time.monotonic() - self._started, 1),
             **self.meter.window(),
             "requests": self.meter.requests,
             "states": self.meter.states,
-            "refused": self.meter.refused,
             "overloaded": self.meter.overloaded,
             "episodes": {
                 "active": registry.active,
                 "finished": registry.returns.count,
                 "lost": registry.lost,
-                "reported_again": registry.repeated,
             },
             "returns": registry.returns.as_dict(),
             "policies": [
-                {
-                    "name": name,
-                    "kind": policy.kind,
-                    "trouble": "a batch computes for too long; restart the head" if policy.is_hung else policy.trouble,
-                    **policy.stats(),
-                }
+                {"name": name, "kind": policy.kind, "trouble": policy.trouble, **policy.stats()}
                 for name, policy in self.policies.items()
             ],
             "servers": [server.row() for _, server in sorted(registry.servers.items())],
@@ -171,7 +139,6 @@ class Head:
             "latency_p95": stats["latency_ms"]["p95"],
             "batch_size": states / batches if batches else None,
             "active": stats["episodes"]["active"],
-            "finished": stats["episodes"]["finished"],
             "mean_return": self.registry.newest_returns.as_dict()["mean"],
         }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -18,8 +18,6 @@ from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.evaluation import ActionKind, EnvironmentInfo, State, StateKind
 
-MAX_CHARACTERS = 1_000_000
-"""Characters of one conversation: more than any model's context, and little enough to tokenise."""
 ANSWER_SECONDS = 120.0
 """Limit of one answer, with retries and the wait for a place in the rollout server's batch."""
 VERSION_SECONDS = 5.0
@@ -33,7 +31,7 @@ class _Turn(BaseModel):
     content: str
 
 
-_Conversation = TypeAdapter(list[_Turn])
+_CONVERSATION = TypeAdapter(Annotated[list[_Turn], Field(min_length=1)])
 
 
 class _Message(BaseModel):
@@ -73,7 +71,6 @@ class LanguagePolicy(Policy):
         self._version: int | None = None
         self._waiting = 0
         self._states = 0
-        self._truncated = 0
 
     async def __aenter__(self) -> LanguagePolicy:
         await self._http.__aenter__()
@@ -112,7 +109,6 @@ class LanguagePolicy(Policy):
             "url": self._http.url,
             "waiting": self._waiting,
             "states": self._states,
-            "truncated": self._truncated,
         }
 
     async def refresh(self) -> None:
@@ -145,22 +141,16 @@ class LanguagePolicy(Policy):
         if choice.finish_reason == "abort" or choice.message.content is None:
             raise PolicyFailedError(f"the rollout server gave no text (finish_reason {choice.finish_reason!r})")
         self._states += 1
-        self._truncated += choice.finish_reason == "length"
         # If the weights changed meanwhile, no single version chose the answer.
         return Decision(choice.message.content, version if version == self._version else None)
 
 
 def _conversation(index: int, state: State) -> list[dict[str, str]]:
     try:
-        turns = _Conversation.validate_python(state)
+        return [turn.model_dump() for turn in _CONVERSATION.validate_python(state)]
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "it"
         raise StatesRefusedError(
             f'state {index} is no list of messages {{"role", "content"}}: {where}: {first["msg"]}'
         ) from error
-    if not turns:
-        raise StatesRefusedError(f"state {index} has no message")
-    if (size := sum(len(turn.content) for turn in turns)) > MAX_CHARACTERS:
-        raise StatesRefusedError(f"state {index} has {size} characters; allowed are {MAX_CHARACTERS}")
-    return [turn.model_dump() for turn in turns]

@@ -57,11 +57,6 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
     @abstractmethod
     async def __aenter__(self) -> Self: ...
 
-    @property
-    def is_hung(self) -> bool:
-        """True when the policy has computed for so long that only a restart of the head helps."""
-        return False
-
     @abstractmethod
     async def act(self, states: Sequence[State]) -> list[Decision]:
         """Return one decision a state, in order.

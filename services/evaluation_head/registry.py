@@ -1,8 +1,8 @@
 """A registry of servers and their episodes that counts each episode once.
 
-A server is registered under its name. A server with an instance key, or one that is discovered and shows the key's
-fingerprint at /health, owns its name: another server with that name is refused until the owner is silent. An episode
-belongs to a server; its end counts once, however often and by whichever way it is reported.
+A server is registered under its name, or under the name by which it was discovered. A server with an instance key owns
+its name: another server with that name is refused until the owner is silent. An episode belongs to a server; its end
+counts once, however often it is reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from services.protocol.evaluation import (
     FinishedEpisode,
     ServerMode,
     ServerState,
-    fingerprint,
 )
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
@@ -32,8 +31,6 @@ STATES = Counter("head_states", "States that were answered with actions.", ["pol
 ACTIVE = Gauge("head_episodes_active", "Episodes under way.")
 
 MAX_SERVERS = 1000
-MAX_ACTIVE = 10_000
-"""Episodes of a server under way; beyond it the oldest counts as lost. It bounds the memory a client can take."""
 KEPT_ENDED = 10_000
 """Ended episodes of a server that are remembered, so that a repeated report is recognised."""
 SILENT_SECONDS = 15.0
@@ -41,37 +38,28 @@ SILENT_SECONDS = 15.0
 IDLE_SECONDS = 300.0
 """An episode that was not heard of for so long counts as lost, as its server drops it after the same time."""
 
-_SHOWN = (
-    *("name", "state", "mode", "source", "url", "instance", "environment", "policy"),
-    *("requests", "states", "refused", "lost", "milliseconds", "detail"),
-)
-
 
 @dataclass
 class Server:
     """The record of one server."""
 
     name: str
-    instance: str | None = None
+    instance_key: str | None = None
     mode: ServerMode = ServerMode.IDLE
     heard: float = field(default_factory=time.monotonic)
     environment: str | None = None
     policy: str | None = None
     requests: int = 0
     states: int = 0
-    refused: int = 0
     lost: int = 0
-    steps: int = 0
     returns: Moments = field(default_factory=Moments)
-    active: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """When the episodes under way were heard of, the oldest first."""
+    active: dict[str, float] = field(default_factory=dict)
+    """When the episodes under way were heard of."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
     # Of discovered servers only.
     url: str | None = None
-    source: str | None = None
     found: ServerState | None = None
     detail: str | None = None
-    milliseconds: float | None = None
 
     @property
     def age(self) -> float:
@@ -90,13 +78,21 @@ class Server:
 
     def row(self) -> dict[str, Any]:
         """Return the server's entry in /stats."""
-        finished = self.returns.count
-        return {name: getattr(self, name) for name in _SHOWN} | {
+        return {
+            "name": self.name,
+            "state": self.state,
+            "mode": self.mode,
+            "url": self.url,
+            "environment": self.environment,
+            "policy": self.policy,
+            "requests": self.requests,
+            "states": self.states,
             "active": len(self.active),
-            "finished": finished,
-            "mean_steps": self.steps / finished if finished else None,
+            "finished": self.returns.count,
+            "lost": self.lost,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
+            "detail": self.detail,
         }
 
 
@@ -110,7 +106,6 @@ class Registry:
         self.newest_returns = Moments()
         """Returns since the dashboard's last point."""
         self.lost = 0
-        self.repeated = 0
         ACTIVE.set_function(lambda: self.active)
 
     @property
@@ -124,83 +119,71 @@ class Registry:
         Raises:
             ProblemError: another server has that name, or there are too many servers.
         """
-        instance = fingerprint(request.instance_key) if request.instance_key else None
-        # A server that was discovered, too, goes on under the name by which it was discovered.
-        known = next((s for s in self.servers.values() if instance is not None and s.instance == instance), None)
-        server = known or self.servers.get(request.server) or self._open(request.server)
-        if server.instance != instance:
-            if server.instance is not None and server.state is not ServerState.SILENT:
-                raise ProblemError(
-                    409,
-                    f"another server is called {request.server!r} and was heard {server.age:.0f} s ago; give "
-                    "ENVIRONMENT_SERVER_NAME another name, or wait until that one is silent",
-                )
+        server = self.servers.get(request.server) or self._open(request.server)
+        is_other = server.instance_key != request.instance_key
+        if server.mode is ServerMode.DRIVEN or (is_other and server.instance_key is not None and server.is_heard):
+            raise ProblemError(
+                409,
+                f"another server is called {request.server!r} and was heard {server.age:.0f} s ago; give "
+                "ENVIRONMENT_SERVER_NAME another name, or wait until that one is silent",
+            )
+        if is_other:
             self.lose(server)
-        server.instance = instance
+        server.instance_key = request.instance_key
         server.heard = time.monotonic()
         server.mode = ServerMode.PUSHING
         server.environment = request.environment or server.environment
         return server
 
-    def discovered(self, name: str, url: str, source: str) -> Server:
+    def discovered(self, name: str, url: str) -> Server:
         """Return the record of a server that discovery found.
 
         Raises:
             ProblemError: there are too many servers.
         """
         server = self.servers.get(name) or self._open(name)
-        server.url, server.source = url, source
+        server.url = url
         return server
-
-    def identify(self, server: Server, instance: str) -> None:
-        """Record the instance that answers at a discovered server's address.
-
-        If that instance pushes under another name, the two records become one, under the discovered name.
-        """
-        pushed = next((s for s in self.servers.values() if s.instance == instance and s.url is None), None)
-        if pushed is not None:
-            self._merge(pushed, server)
-        server.instance = instance
-
-    def twin(self, server: Server) -> Server | None:
-        """Return another discovered server that is the same instance at another address."""
-        others = (s for s in self.servers.values() if s is not server and s.url is not None)
-        return next((s for s in others if s.instance == server.instance), None)
 
     def vanished(self, name: str) -> None:
         """Record that a discovered server is gone. A server that pushes stays as long as it does."""
         server = self.servers[name]
-        server.url = server.source = server.found = server.detail = None
+        server.url = server.found = server.detail = None
         if server.mode is not ServerMode.PUSHING:
             self._remove(server)
 
-    def played(self, server: Server, policy: str, positions: Iterable[EpisodePosition], states: int) -> None:
-        """Record that states of a server were answered, at these positions of its episodes."""
+    def played(
+        self,
+        server: Server,
+        policy: str,
+        positions: Iterable[EpisodePosition],
+        states: int,
+        seconds: float | None = None,
+    ) -> None:
+        """Record that states of a server were answered, at these positions of its episodes.
+
+        ``seconds`` is the latency of the request, if the server sent one.
+        """
         server.policy = policy
         server.requests += 1
         server.states += states
         server.heard = time.monotonic()
-        self._meter.count_states(states)
+        self._meter.count(states, seconds)
         STATES.labels(policy).inc(states)
         for position in positions:
             if position.episode not in server.ended:
                 server.active[position.episode] = server.heard
-                server.active.move_to_end(position.episode)
-                if len(server.active) > MAX_ACTIVE:
-                    self.lose(server, [next(iter(server.active))])
 
     def finish(self, server: Server, report: FinishedEpisode, policy: str) -> None:
         """Count an episode's end, unless it was reported before."""
         if report.episode in server.ended:
-            self.repeated += 1
             return
         server.ended[report.episode] = None
         if len(server.ended) > KEPT_ENDED:
             server.ended.popitem(last=False)
         server.active.pop(report.episode, None)
-        server.steps += report.steps
         for returns in (server.returns, self.returns, self.newest_returns):
-            returns.add(Moments(1, report.episode_return))
+            returns.add(report.episode_return)
         FINISHED.labels(policy).inc()
 
     def lose(self, server: Server, episodes: Iterable[str] | None = None) -> None:
@@ -229,13 +212,3 @@ class Registry:
     def _remove(self, server: Server) -> None:
         self.lose(server)
         del self.servers[server.name]
-
-    def _merge(self, old: Server, new: Server) -> None:
-        new.active.update(old.active)
-        new.ended.update(old.ended)
-        for count in ("requests", "states", "refused", "lost", "steps"):
-            setattr(new, count, getattr(new, count) + getattr(old, count))
-        new.returns.add(old.returns)
-        new.mode, new.heard, new.policy = old.mode, old.heard, old.policy
-        new.environment = old.environment or new.environment
-        del self.servers[old.name]

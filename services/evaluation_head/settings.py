@@ -26,7 +26,9 @@ class HeadSettings(Settings):
         default=5.0, ge=0, le=10_000, description="Time that a state waits for others to share its batch."
     )
     head_device: str = Field(
-        default="auto", description="Where torch policies run: `auto`, `cpu`, `cuda`, or `cuda:1`."
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Where torch policies run: `auto`, `cpu`, `cuda`, or `cuda:1`.",
     )
     head_llm_concurrency: int = Field(default=64, ge=1, description="Conversations sent to a rollout server at once.")
     head_llm_max_tokens: int = Field(default=512, ge=1, description="Longest answer of a language model, in tokens.")
@@ -63,27 +65,19 @@ class HeadSettings(Settings):
         ge=0,
         le=1024,
         description="Episodes that the head plays at once on each discovered server; 0 leaves these servers alone. "
-        "Servers that push are never driven.",
+        "The first policy that fits the environment plays. Servers that push are never driven.",
     )
     head_drive_total: int | None = Field(
         default=None, ge=1, description="Episodes to play on each discovered server; by default without end."
-    )
-    head_drive_policy: str | None = Field(
-        default=None,
-        description="The policy that plays on discovered servers; default the first that fits the environment.",
     )
 
     @field_validator("head_policies")
     @classmethod
     def _policies_are_named(cls, text: str) -> str:
         parts = text.split()
-        for part in parts:
-            if not _POLICY.fullmatch(part):
-                raise ValueError(
-                    f"{part!r} is not of the form name=target, with a name of letters, digits, '.', '_', '-'"
-                )
-        if len({part.split("=")[0] for part in parts}) < len(parts):
-            raise ValueError("a policy's name occurs twice")
+        names = {part.split("=")[0] for part in parts}
+        if len(names) < len(parts) or not all(_POLICY.fullmatch(part) for part in parts):
+            raise ValueError("needed are name=target, with different names of letters, digits, '.', '_', '-'")
         return text
 
     @field_validator("game_server_addresses")

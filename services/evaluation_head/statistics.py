@@ -6,15 +6,15 @@ import asyncio
 import math
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-WINDOW_SECONDS = 10
+WINDOW_SECONDS = 10.0
 HISTORY_SECONDS = 600
-KEPT_LATENCIES = 200
-"""Latencies kept of each second: enough for percentiles of the window."""
+KEPT_ANSWERS = 2000
+"""Answers kept for rates and percentiles; with more of them in WINDOW_SECONDS the window is shorter."""
 
 
 @dataclass
@@ -25,14 +25,12 @@ class Moments:
     mean: float = 0.0
     squares: float = 0.0
 
-    def add(self, other: Moments) -> None:
-        """Combine with the moments of other values (Chan, Golub and LeVeque 1983, eq. 2.1)."""
-        if not other.count:
-            return
-        count, change = self.count + other.count, other.mean - self.mean
-        self.squares += other.squares + change**2 * self.count * other.count / count
-        self.mean += change * other.count / count
-        self.count = count
+    def add(self, value: float) -> None:
+        """Count a value (Welford 1962)."""
+        self.count += 1
+        change = value - self.mean
+        self.mean += change / self.count
+        self.squares += change * (value - self.mean)
 
     def as_dict(self) -> dict[str, float | int | None]:
         """Return count, mean and standard deviation for /stats; None where there are too few values."""
@@ -40,58 +38,40 @@ class Moments:
         return {"count": self.count, "mean": self.mean if self.count else None, "deviation": deviation}
 
 
-@dataclass
-class _Second:
-    """Requests and states of one second, and latencies of some of the requests."""
-
-    at: int
-    requests: int = 0
-    states: int = 0
-    milliseconds: list[float] = field(default_factory=list)
+class _Answer(NamedTuple):
+    at: float
+    states: int
+    seconds: float | None
 
 
 class Meter:
     """Counts requests and states as they are answered."""
 
     def __init__(self) -> None:
-        self._seconds: deque[_Second] = deque(maxlen=WINDOW_SECONDS + 1)
+        self._answers: deque[_Answer] = deque(maxlen=KEPT_ANSWERS)
         self.requests = 0
         self.states = 0
         self.overloaded = 0
-        self.refused = 0
 
-    def count_request(self, seconds: float) -> None:
-        """Count a request that was answered after ``seconds``."""
-        now = self._now()
-        self.requests += 1
-        now.requests += 1
-        if len(now.milliseconds) < KEPT_LATENCIES:
-            now.milliseconds.append(1000 * seconds)
-
-    def count_states(self, states: int) -> None:
-        """Count states that got actions."""
+    def count(self, states: int, seconds: float | None) -> None:
+        """Count states that got actions; ``seconds`` is the latency of their request to /evaluate, if there was one."""
+        self._answers.append(_Answer(time.monotonic(), states, seconds))
         self.states += states
-        self._now().states += states
+        self.requests += seconds is not None
 
     def window(self) -> dict[str, Any]:
         """Return rates a second and latencies of the newest WINDOW_SECONDS."""
         now = time.monotonic()
-        newest = [second for second in self._seconds if second.at >= now - WINDOW_SECONDS]
+        newest = [answer for answer in self._answers if answer.at >= now - WINDOW_SECONDS]
         span = max(1.0, now - newest[0].at) if newest else WINDOW_SECONDS
-        latencies = [ms for second in newest for ms in second.milliseconds]
+        latencies = [1000 * answer.seconds for answer in newest if answer.seconds is not None]
         return {
-            "requests_per_second": round(sum(second.requests for second in newest) / span, 2),
-            "states_per_second": round(sum(second.states for second in newest) / span, 2),
+            "requests_per_second": round(len(latencies) / span, 2),
+            "states_per_second": round(sum(answer.states for answer in newest) / span, 2),
             "latency_ms": {
                 f"p{p}": round(float(np.percentile(latencies, p)), 3) if latencies else None for p in (50, 95, 99)
             },
         }
-
-    def _now(self) -> _Second:
-        at = int(time.monotonic())
-        if not self._seconds or self._seconds[-1].at != at:
-            self._seconds.append(_Second(at))
-        return self._seconds[-1]
 
 
 class History:

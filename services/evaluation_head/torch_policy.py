@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,21 @@ from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, Sta
 
 log = get_logger(__name__)
 
-HUNG_SECONDS = 60.0
-"""A batch that computes for longer makes the head unhealthy, because only a restart ends the batch's thread."""
-
 
 class TorchPolicy(Policy):
     """A policy whose states are numbers and whose actions are an index or numbers."""
 
     kind = "torch"
+    loaded: checkpoint.Loaded
+    """The checkpoint in use."""
 
     def __init__(self, name: str, target: Path, settings: HeadSettings) -> None:
         super().__init__(name)
         self._target = target
         self._settings = settings
-        self._device = _device(settings.head_device)
-        self._loaded: checkpoint.Loaded | None = None
-        self._tried: tuple[int, ...] | None = None
-        self._reloads = 0
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
+        self._tried: checkpoint.Source | None = None
         self._batcher = Batcher(
             name,
             self._compute,
@@ -46,15 +43,9 @@ class TorchPolicy(Policy):
             timeout_seconds=settings.head_timeout_ms / 1000,
         )
 
-    @property
-    def loaded(self) -> checkpoint.Loaded:
-        """The checkpoint in use."""
-        assert self._loaded is not None, "the policy is used before it is entered"
-        return self._loaded
-
     async def __aenter__(self) -> TorchPolicy:
         try:
-            self._loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
+            self.loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
         except checkpoint.CheckpointError as error:
             raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
@@ -78,12 +69,6 @@ class TorchPolicy(Policy):
             return f"{mine} gives {_words(spec.action)}, {other} takes {_words(environment.action)}"
         return None
 
-    @property
-    def is_hung(self) -> bool:
-        """See Policy."""
-        since = self._batcher.computing_since
-        return since is not None and time.monotonic() - since > HUNG_SECONDS
-
     def stats(self) -> dict[str, Any]:
         """See Policy."""
         batcher, loaded = self._batcher, self.loaded
@@ -92,9 +77,6 @@ class TorchPolicy(Policy):
             "file": str(loaded.source.file),
             "device": str(self._device),
             "parameters": loaded.spec.parameters,
-            "state": loaded.spec.state.model_dump(),
-            "action": loaded.spec.action.model_dump(),
-            "reloads": self._reloads,
             "batch_size": self._settings.head_batch_size,
             "timeout_ms": self._settings.head_timeout_ms,
             "waiting": batcher.waiting,
@@ -107,24 +89,23 @@ class TorchPolicy(Policy):
     async def refresh(self) -> None:
         """See Policy."""
         try:
-            await self._reload()
+            source = await in_background(lambda: checkpoint.find(self._target))
+            if source in (self.loaded.source, self._tried):
+                return
+            # Tried once: a file that does not load now loads later only if it is written anew.
+            self._tried = source
+            new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
+            if (new.spec.state, new.spec.action) != (old.state, old.action):
+                raise checkpoint.CheckpointError(
+                    f"{source.file} has other states or actions; restart the head to use it"
+                )
         except checkpoint.CheckpointError as error:
             if str(error) != self.trouble:
                 log.warning("the new version is not used", policy=self.name, error=str(error))
             self.trouble = str(error)
-
-    async def _reload(self) -> None:
-        source = await in_background(lambda: checkpoint.find(self._target))
-        if source.stamp in (self.loaded.source.stamp, self._tried):
-            return
-        # Tried once: a file that does not load now loads later only if it is written anew.
-        self._tried = source.stamp
-        new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
-        if (new.spec.state, new.spec.action) != (old.state, old.action):
-            raise checkpoint.CheckpointError(f"{source.file} has other states or actions; restart the head to use it")
-        self._loaded, self.trouble = new, None
-        self._reloads += 1
-        log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
+        else:
+            self.loaded, self.trouble = new, None
+            log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
 
     def _encode(self, states: Sequence[State]) -> NDArray[np.float32]:
         """Return states as the module takes them, float32 [count, *shape].
@@ -136,9 +117,10 @@ class TorchPolicy(Policy):
         rows = _numbers(states)
         if rows is None or rows.shape != (len(states), *shape):
             arrays = [_numbers(state) for state in states]
-            at, array = next((i, a) for i, a in enumerate(arrays) if a is None or a.shape != shape)
-            has = "is not numbers of one shape" if array is None else f"has shape {list(array.shape)}"
-            raise StatesRefusedError(f"state {at} {has}; policy {self.name!r} takes numbers of shape {list(shape)}")
+            at = next(i for i, array in enumerate(arrays) if array is None or array.shape != shape)
+            raise StatesRefusedError(
+                f"state {at} does not fit: policy {self.name!r} takes numbers of shape {list(shape)}"
+            )
         with np.errstate(over="ignore"):
             narrow = rows.astype(np.float32)
         finite = np.isfinite(narrow).reshape(len(rows), -1).all(axis=1)
@@ -153,15 +135,6 @@ class TorchPolicy(Policy):
         version = loaded.source.version
         failed = PolicyFailedError(f"policy {self.name!r}, version {version}, gave NaN or infinity for a state")
         return [Decision(a, version) if ok else failed for a, ok in zip(actions, finite, strict=True)]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"HEAD_DEVICE is {name!r}: {str(error).splitlines()[0]}") from error
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | None:

@@ -7,7 +7,6 @@ numbers, or the text of a completion.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
@@ -38,7 +37,6 @@ class ActionKind(StrEnum):
     """The form of actions."""
 
     INDEX = "index"
-    INDICES = "indices"
     NUMBERS = "numbers"
     TEXT = "text"
 
@@ -53,7 +51,7 @@ class StateSpec(WireModel):
 class ActionSpec(WireModel):
     """The form of a policy's or environment's actions.
 
-    ``shape`` is for numbers and indices; the indices are the ``count`` integers from ``start`` on.
+    ``shape`` is for numbers; an index is one of the ``count`` integers from ``start`` on.
     """
 
     kind: ActionKind
@@ -183,26 +181,20 @@ class EnvironmentInfo(WireModel):
 
 
 class EnvironmentServerHealth(WireModel):
-    """Further fields of an environment server's GET /health, which the head reads.
-
-    ``instance`` is the fingerprint of the server's ``instance_key``, which changes with each start.
-    """
+    """Further fields of an environment server's GET /health, which the head reads."""
 
     name: Name
-    instance: str = Field(min_length=1, max_length=64)
     environment: str = Field(min_length=1, max_length=100)
     pushing: bool
-    max_episodes: int
 
 
 class ResetRequest(StrictModel):
-    """Body of POST /reset: begins ``episodes`` episodes of an environment, by default the server's own.
+    """Body of POST /reset: begins ``episodes`` episodes of the server's environment.
 
     The i-th episode has seed ``seed`` + i; the same seed begins the same episode. A repeated ``request_id`` gets the
     same episodes again.
     """
 
-    environment: str | None = Field(default=None, min_length=1, max_length=100)
     episodes: int = Field(default=1, ge=1, le=1024)
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=100)
@@ -325,8 +317,3 @@ class OngoingEpisode:
         assert result.state is not None
         self.state, self.steps = result.state, result.steps
         self.episode_return += result.reward
-
-
-def fingerprint(instance_key: str) -> str:
-    """Return the public form of a server's ``instance_key``: it identifies the server but gives no access."""
-    return hashlib.sha256(instance_key.encode()).hexdigest()[:16]

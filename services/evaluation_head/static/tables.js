@@ -17,7 +17,7 @@ export function showTiles(element, stats) {
     ["latency", latency.p50 === null ? "–" : `${number(latency.p50)} ms`, latency.p99 === null ? "" : `99 %: ${number(latency.p99)} ms`],
     ["active episodes", episodes.active, `${number(episodes.finished)} finished, ${number(episodes.lost)} lost`],
     ["mean return", number(returns.mean), returns.deviation === null ? "" : `± ${number(returns.deviation)}`],
-    ["turned away", number(stats.overloaded + stats.refused), `${stats.overloaded} overload, ${stats.refused} refused`],
+    ["turned away", number(stats.overloaded), "requests, by overload"],
   ];
   if (element.childElementCount !== tiles.length) {
     element.replaceChildren(

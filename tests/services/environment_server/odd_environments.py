@@ -62,16 +62,22 @@ class Unshaped(Plain):
 
 
 class Composed(Plain):
-    """An environment that observes a dictionary and takes several indices."""
+    """An environment that observes a dictionary: a number and two others."""
 
     observation_space = spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,), np.float32)})
-    action_space = spaces.MultiDiscrete([2, 3])
+    action_space = spaces.Discrete(3)
 
     def reset(self, *, seed=None, options=None):
         return {"a": 2, "b": np.array([0.25, 0.5], np.float32)}, {}
 
     def step(self, action):
-        return {"a": int(action.sum()) % 3, "b": np.zeros(2, np.float32)}, float(action[1]), True, False, {}
+        return {"a": int(action), "b": np.zeros(2, np.float32)}, float(action), True, False, {}
+
+
+class Several(Plain):
+    """An environment that takes several indices at once."""
+
+    action_space = spaces.MultiDiscrete([2, 3])
 
 
 class Echo(Conversation):
@@ -84,5 +90,5 @@ class Echo(Conversation):
         return Transition([{"role": "user", "content": action}], 1.0, terminated=True)
 
 
-for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed):
+for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)

@@ -51,10 +51,6 @@ async def test_a_conversation_is_named_by_its_class(serving: Any, app: Any) -> N
         assert reply["environment"]["state"]["kind"] == "messages"
         [result] = await play(client, reply["episodes"][0], "seven")
         assert (result["status"], result["state"][-1]["content"]) == ("terminated", "seven")
-    async with serving(app(environment="guessing")) as client:
-        refused = await client.post("/reset", json={"environment": name})
-        assert refused.status_code == 422
-        assert "would import a module" in refused.text
 
 
 async def test_a_conversation_takes_text_only(serving: Any, app: Any) -> None:
@@ -94,9 +90,8 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
         ("0.1+0.2", "0.3"),
         ("-2/3", "-0.666667"),
         ("$1,200 * 5%", "60"),
-        ("2^10", "1024"),
         ("7 × 8 − 6 ÷ 2", "53"),  # noqa: RUF001
-        ("2**-2", "0.25"),
+        ("2*-3", "-6"),
     ],
 )
 def test_the_calculator_is_exact(expression: str, value: str) -> None:
@@ -107,18 +102,17 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
     ("expression", "says"),
     [
         ("1/0", "zero"),
-        ("9**9**9", "exponents"),
-        ("(9**60)**60", "too large"),
+        ("9**9", "only numbers"),
         ("open('f')", "only numbers"),
         ("x+1", "only numbers"),
         ("True+1", "only numbers"),
-        ("1+", "no expression"),
-        ("", "no expression"),
-        ("(" * 150, "no expression"),
+        ("1+", "cannot be calculated"),
+        ("", "cannot be calculated"),
+        ("(" * 150, "cannot be calculated"),
         ("1" * 201, "more than 200"),
-        ("1e300", "too large"),
-        ("1e400", "no expression"),
-        ("\x00", "no expression"),
+        ("*".join(["1e308"] * 30), "cannot be calculated"),
+        ("1e400", "cannot be calculated"),
+        ("\x00", "cannot be calculated"),
     ],
 )
 def test_the_calculator_refuses_anything_but_bounded_arithmetic(expression: str, says: str) -> None:

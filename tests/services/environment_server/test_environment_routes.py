@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from services.core.errors import ConfigurationError
+from services.environment_server import app as app_module
 from services.environment_server import episodes
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
@@ -62,11 +63,12 @@ async def test_many_episodes_are_begun_and_stepped_at_once(serving: Any, app: An
 
 async def test_a_reset_describes_states_and_actions(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
-        info = (await client.post("/reset", json={"environment": "Pendulum-v1"})).json()["environment"]
-        assert info["state"] == {"kind": "numbers", "shape": [3]}
-        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
         info = (await client.post("/reset", json={})).json()["environment"]
         assert (info["id"], info["action"]["kind"], info["action"]["count"]) == ("CartPole-v1", "index", 2)
+    async with serving(app(environment="Pendulum-v1")) as client:
+        info = (await client.post("/reset", json={})).json()["environment"]
+        assert info["state"] == {"kind": "numbers", "shape": [3]}
+        assert (info["action"]["kind"], info["action"]["shape"]) == ("numbers", [1])
 
 
 async def test_a_repeated_request_takes_no_second_step(serving: Any, app: Any) -> None:
@@ -105,7 +107,7 @@ async def test_an_action_that_does_not_fit_is_refused_and_leaves_the_episode(
         else:
             result = response.json()["results"][0]
             assert result["status"] == "refused"
-            assert "0 to 1" in result["detail"]
+            assert "takes Discrete(2)" in result["detail"]
         assert (await take(client, (episode, 0, 1)))[0]["steps"] == 1
 
 
@@ -119,15 +121,30 @@ async def test_numbers_beyond_the_bounds_are_clipped_and_wrong_shapes_refused(se
         assert within["seed"] + 1 == beyond["seed"]
 
 
-async def test_composed_states_are_flattened_and_several_indices_taken(serving: Any, app: Any) -> None:
+async def test_composed_states_are_flattened(serving: Any, app: Any) -> None:
     async with serving(app(environment=f"{ODD}Composed-v0")) as client:
         reply = (await client.post("/reset", json={})).json()
         assert reply["environment"]["state"]["shape"] == [5]
         assert reply["episodes"][0]["state"] == [0.0, 0.0, 1.0, 0.25, 0.5]
-        episode = reply["episodes"][0]["episode"]
-        assert (await take(client, (episode, 0, [1, 3])))[0]["status"] == "refused"
-        result = (await take(client, (episode, 0, [1, 2])))[0]
-        assert (result["status"], result["reward"]) == ("terminated", 2.0)
+        result = (await take(client, (reply["episodes"][0]["episode"], 0, 1)))[0]
+        assert (result["state"], result["reward"]) == ([0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
+
+
+async def test_a_step_asked_for_again_while_it_is_taken_is_taken_once(serving: Any, app: Any) -> None:
+    odd_environments.RELEASE.clear()
+    async with serving(app(environment=f"{ODD}Sleepy-v0")) as client:
+        episode = (await begin(client))[0]["episode"]
+        both = [asyncio.create_task(take(client, (episode, 0, 1))) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(client.post("/close", json={"episodes": [episode]}))
+        await asyncio.sleep(0.1)
+        assert not closing.done()
+        odd_environments.RELEASE.set()
+        first, second = await asyncio.gather(*both)
+        assert first == second
+        assert (await closing).json()["closed"] == 1
+        counts = (await client.get("/stats")).json()["episodes"]
+        assert (counts["steps"], counts["closed"]) == (1, 1)
 
 
 @pytest.mark.parametrize(("action", "says"), [(1, "a gear fell off"), (2, "not finite"), (3, "reward nan")])
@@ -170,27 +187,25 @@ async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving:
     ("name", "says"),
     [
         ("NoSuchGame-v0", "NoSuchGame"),
-        ("os:CartPole-v1", "import a module"),
-        ("Odd/Unborn-v0", "no world today"),
-        ("Odd/Unshaped-v0", "observations"),
-        ("../../etc/passwd", "etc/passwd"),
+        ("no_such_module:Game-v0", "no_such_module"),
+        (f"{ODD}Unshaped-v0", "observations"),
+        (f"{ODD}Several-v0", "neither an index nor numbers"),
     ],
 )
-async def test_an_unavailable_environment_is_refused_with_the_reason(
+async def test_a_server_whose_environment_is_unavailable_does_not_start(
     serving: Any, app: Any, name: str, says: str
 ) -> None:
-    async with serving(app(environment=f"{ODD}Plain-v0")) as client:
-        response = await client.post("/reset", json={"environment": name})
-        assert response.status_code == 422
-        assert says in response.json()["detail"]
-        assert (await client.get("/stats")).json()["active"] == 0
-        assert "CartPole-v1" in (await client.get("/environments")).json()["environments"]
-
-
-async def test_a_server_whose_own_environment_is_unavailable_does_not_start(serving: Any, app: Any) -> None:
-    with pytest.raises(ConfigurationError, match="ENVIRONMENT is 'NoSuchGame-v0'"):
-        async with serving(app(environment="NoSuchGame-v0")):
+    with pytest.raises(ConfigurationError, match=f"ENVIRONMENT is '{name}'.*{says}"):
+        async with serving(app(environment=name)):
             pass
+
+
+async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
+    async with serving(app(environment=f"{ODD}Unborn-v0")) as client:
+        response = await client.post("/reset", json={})
+        assert response.status_code == 503
+        assert "no world today" in response.json()["detail"]
+        assert (await client.get("/stats")).json()["active"] == 0
 
 
 async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +220,7 @@ async def test_a_full_server_refuses_with_retry_after(serving: Any, app: Any, mo
 
 
 async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(app_module, "IDLE_SECONDS", 0.05)
     async with serving(app()) as client:
         episode = (await begin(client))[0]["episode"]
         await stats_show(client, lambda stats: stats["active"] == 0)
@@ -237,9 +252,7 @@ async def test_nan_is_no_action(serving: Any, app: Any) -> None:
         assert response.status_code == 400
 
 
-async def test_health_identifies_the_server_without_its_key(serving: Any, app: Any) -> None:
+async def test_health_names_the_server_and_its_environment(serving: Any, app: Any) -> None:
     async with serving(app()) as client:
-        first = (await client.get("/health")).json()
-        assert (first["name"], first["environment"], first["pushing"]) == ("test-server", "CartPole-v1", False)
-    async with serving(app()) as client:
-        assert (await client.get("/health")).json()["instance"] != first["instance"]
+        health = (await client.get("/health")).json()
+    assert (health["name"], health["environment"], health["pushing"]) == ("test-server", "CartPole-v1", False)

@@ -85,7 +85,7 @@ async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: 
         async with serving(app(**options)) as client:
             await eventually(lambda: bool(head.requests))
             stats = await stats_show(client, lambda stats: stats["push"]["lost"] == 2)
-    assert "allowed is a whole number" in stats["push"]["trouble"]
+    assert "takes Discrete(2)" in stats["push"]["trouble"]
     assert stats["active"] == 0
     assert head.finished == []
 

@@ -34,7 +34,6 @@ CONSTANTS = {
     "SILENT_SECONDS": registry,
     "IDLE_SECONDS": registry,
     "PROBE_INTERVAL_SECONDS": driver,
-    "MAX_STEPS": driver,
     "INTERVAL_SECONDS": discovery,
     "TIMEOUT_SECONDS": discovery,
     "ANSWER_SECONDS": language_policy,
@@ -45,10 +44,10 @@ CONSTANTS = {
 def head(times: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``head(head_batch_size=..., RELOAD_SECONDS=...)``: an evaluation head with those settings and constants."""
 
-    def make(sources: Any = None, **options: Any) -> Any:
+    def make(**options: Any) -> Any:
         for name in CONSTANTS.keys() & options.keys():
             monkeypatch.setattr(CONSTANTS[name], name, options.pop(name))
         settings = HeadSettings(**{"head_policies": f"times={times}", "head_timeout_ms": 1.0, **options})
-        return create_app(settings, sources)
+        return create_app(settings)
 
     return make

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head import discovery
 from services.evaluation_head.discovery import given_servers
 from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
 from tests.services.evaluation_head.policies import publish_wobbles
@@ -96,11 +97,12 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
 
 
 @needs_browser
-def test_the_discover_button_finds_new_servers(open_page: Any, head: Any) -> None:
+def test_the_discover_button_finds_new_servers(open_page: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses: list[str] = []
+    monkeypatch.setattr(discovery, "given_servers", lambda _urls: given_servers(addresses))
     with (
         served(create_environment_app(EnvironmentSettings())) as environment,
-        served(head({"addresses": lambda: given_servers(addresses)}, INTERVAL_SECONDS=3600)) as url,
+        served(head(game_server_addresses="replaced:1", INTERVAL_SECONDS=3600)) as url,
     ):
         page = open_page(url)
         expect(page.locator("#discovered")).to_contain_text("None found.")

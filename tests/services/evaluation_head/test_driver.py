@@ -21,7 +21,6 @@ from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.checkpoint import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
 from tests.services.environment_server.conftest import ODD
-from tests.services.evaluation_head.policies import Times
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
@@ -73,7 +72,7 @@ async def test_returns_on_a_discovered_server_equal_those_of_gymnasium(
         server = row(stats)
         assert server["returns"]["mean"] == pytest.approx(np.mean(gymnasium_returns(range(6))))
         assert (server["state"], server["lost"], server["active"]) == ("connected", 0, 0)
-        assert server["states"] == server["mean_steps"] * 6
+        assert server["states"] == sum(gymnasium_returns(range(6)))
         assert max(int(size) for size in stats["policies"][0]["batch_sizes"]) == 4
 
 
@@ -104,12 +103,12 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
             await eventually(lambda: server.started)
             await eventually(lambda: _is_healthy(client))
             stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 5)
-            stats = await stats_show(client, lambda stats: len(stats["servers"]) == 1)
-            assert row(stats)["mode"] == "pushing"
-            assert row(stats)["name"] == url.removeprefix("http://")
             played = await stats_of(url)
             assert played["episodes"]["begun"] == 5
-            assert row(stats)["states"] == played["episodes"]["steps"]
+            assert (row(stats, "env")["mode"], row(stats, "env")["states"]) == ("pushing", played["episodes"]["steps"])
+            found = row(stats, url.removeprefix("http://"))
+            assert (found["mode"], found["states"]) == ("idle", 0)
+            assert found["detail"] == "plays by itself, as env"
     finally:
         server.should_exit = True
         thread.join(IDLE_SECONDS)
@@ -119,23 +118,6 @@ async def _is_healthy(client: httpx.AsyncClient) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return (await client.get("/health")).status_code == 200
     return False
-
-
-async def test_one_server_at_two_addresses_is_played_on_once(
-    serving: Any, head: Any, environment_server: Any, lean: Path
-) -> None:
-    url = environment_server()
-    both = f"{url} {url.replace('127.0.0.1', 'localhost')}"
-    options = {"head_policies": f"lean={lean}", "PROBE_INTERVAL_SECONDS": 0.1}
-    async with serving(head(game_server_addresses=both, **options)) as client:
-        stats = await stats_show(
-            client,
-            lambda stats: (
-                any("the same server" in (s["detail"] or "") for s in stats["servers"])
-                and any(s["active"] for s in stats["servers"])
-            ),
-        )
-        assert sorted(server["active"] for server in stats["servers"]) == [0, 8]
 
 
 async def test_a_restarted_server_loses_its_episodes_and_is_driven_again(
@@ -165,24 +147,11 @@ async def test_a_server_without_a_fitting_policy_is_reported(
         assert (await stats_of(url))["active"] == 0
 
 
-async def test_an_episode_that_never_ends_is_given_up(
-    serving: Any, head: Any, environment_server: Any, tmp_path: Path
-) -> None:
-    state, action = StateSpec(kind=StateKind.NUMBERS, shape=[1]), ActionSpec(kind=ActionKind.INDEX, count=1)
-    publish_policy(Times(0.0), tmp_path, 1, state, action)
-    url = environment_server(environment="tests.services.evaluation_head.endless:Endless-v0")
-    options = {"head_policies": f"p={tmp_path}", "MAX_STEPS": 20, "head_drive_total": 3}
-    async with serving(head(game_server_addresses=url, **options)) as client:
-        stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 3)
-        assert "did not end within 20 steps" in row(stats)["detail"]
-        assert (stats["episodes"]["finished"], stats["episodes"]["active"]) == (0, 0)
-
-
 def liar(**lies: Any) -> FastAPI:
     """Return an environment server that breaks the protocol."""
     app = FastAPI()
-    health = {"status": "healthy", "service": "environment-server", "name": "env", "instance": "i" * 16}
-    health |= {"environment": "CartPole-v1", "pushing": False, "max_episodes": 8}
+    health = {"status": "healthy", "service": "environment-server", "name": "env"}
+    health |= {"environment": "CartPole-v1", "pushing": False}
     info = {"id": "CartPole-v1", "max_steps": 500, "state": {"kind": "numbers", "shape": [4]}}
     info |= {"action": {"kind": "index", "count": 2}}
 
@@ -215,7 +184,7 @@ def liar(**lies: Any) -> FastAPI:
     [
         ({"health": {"name": None}}, "no environment server"),
         ({"more": 3}, "/reset gave others"),
-        ({"state": [0.0, 1.0]}, "has shape [2]"),
+        ({"state": [0.0, 1.0]}, "state 0 does not fit"),
         ({"state": "hello"}, "EpisodeStart|ResetReply"),
         ({"step": {"episode": "somebody-elses"}}, "other episodes than it was asked for"),
         ({"step": {"steps": 40}}, "/step counts 40 steps"),

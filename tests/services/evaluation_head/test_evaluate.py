@@ -73,15 +73,15 @@ async def test_an_index_is_counted_from_where_the_actions_start(serving: Any, he
 @pytest.mark.parametrize(
     ("states", "says"),
     [
-        ([[1, 2, 3]], "state 0 has shape [3]; policy 'times' takes numbers of shape [2]"),
-        ([[1, 2], [1]], "state 1 has shape [1]"),
-        ([[1, 2], 5], "state 1 has shape []"),
-        ([[1, 2], [[1], 2]], "state 1 is not numbers of one shape"),
-        ([[1, "2"]], "state 0 is not numbers"),
-        ([[1, None]], "state 0 is not numbers"),
+        ([[1, 2, 3]], "state 0 does not fit: policy 'times' takes numbers of shape [2]"),
+        ([[1, 2], [1]], "state 1 does not fit"),
+        ([[1, 2], 5], "state 1 does not fit"),
+        ([[1, 2], [[1], 2]], "state 1 does not fit"),
+        ([[1, "2"]], "state 0 does not fit"),
+        ([[1, None]], "state 0 does not fit"),
         ([[0, 0], [1e300, 0]], "state 1 has a number that float32 cannot hold"),
         ([[10**400, 0]], "state 0"),
-        ([[0] * 200_000], "state 0 has shape [200000]"),
+        ([[0] * 200_000], "state 0 does not fit"),
     ],
 )
 async def test_states_of_a_wrong_form_are_refused_with_index_and_reason(
@@ -172,7 +172,7 @@ async def test_episodes_are_counted_once(serving: Any, head: Any) -> None:
         # A late repetition does not begin the episode again.
         await ask(client, state=[0, 0], episodes=[{"episode": "a", "step": 1}], **about)
         stats = (await client.get("/stats")).json()
-        assert stats["episodes"] == {"active": 1, "finished": 1, "lost": 0, "reported_again": 2}
+        assert stats["episodes"] == {"active": 1, "finished": 1, "lost": 0}
         server = stats["servers"][0]
         assert (server["mode"], server["environment"], server["state"]) == ("pushing", "Game-v0", "connected")
         assert server["returns"] == {"count": 1, "mean": 5.0, "deviation": None}
@@ -240,7 +240,7 @@ async def test_a_head_without_policies_or_with_bad_ones_does_not_start(serving: 
         (f"p={tmp_path}/missing", "no policy at"),
         (f"p={tmp_path}/junk.pt2", "cannot be read"),
         (f"p={tmp_path}/other.pt2", "cannot be read"),
-        (f"p={tmp_path}/empty", "has no versions"),
+        (f"p={tmp_path}/empty", "a directory of versions"),
     ]:
         with pytest.raises(ConfigurationError, match=says):
             async with serving(head(head_policies=policies_text)):

@@ -92,17 +92,16 @@ async def test_a_language_model_plays_a_text_environment(serving: Any, head: Any
             stats = await stats_show(client, lambda stats: stats["episodes"]["finished"] == 12)
     # Seven guesses always find one of a hundred numbers.
     assert stats["returns"]["mean"] == 1.0
-    assert stats["servers"][0]["mean_steps"] <= 7
+    assert stats["servers"][0]["states"] <= 7 * 12
 
 
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ([], "has no message"),
+        ([], "at least 1 item"),
         ([1.0, 2.0], "no list of messages"),
         ([{"role": "user"}], "0.content"),
         ([{"role": "boss", "content": "x"}], "0.role"),
-        ([{"role": "user", "content": "x" * 1_000_001}], "1000001 characters; allowed are 1000000"),
     ],
 )
 async def test_states_other_than_conversations_are_refused(
