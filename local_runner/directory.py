@@ -39,13 +39,13 @@ class Nodes:
     started: float
     endpoints: dict[str, str]
     """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
-    machine: str = ""
-    """The host name of the runner's machine; empty in directories of version 0.1."""
+    machine: str
+    """The host name of the runner's machine."""
 
     @property
     def is_here(self) -> bool:
         """Return whether the runner was started on this machine, so that its process can be looked up."""
-        return self.machine in ("", socket.gethostname())
+        return self.machine == socket.gethostname()
 
     def is_running(self) -> bool:
         """Return whether the runner still runs on this machine; its pid alone may be another process's by now."""
@@ -53,14 +53,6 @@ class Nodes:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.NoSuchProcess:
             return False
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The disk space of a run in bytes, and the time of its newest file."""
-
-    size: int
-    written: float
 
 
 def record_nodes(run: Run) -> None:
@@ -107,10 +99,16 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory's lock, as its runner does while it runs; on a shared volume it binds all machines.
 
     Raises:
-        BlockingIOError: another process has the lock.
+        ConfigurationError: another process has the lock.
+        OSError: the file system has no locks, or the file belongs to another user.
     """
     with (run_dir / LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"{run_dir} is already running: its runner holds {LOCK}; end it or give another --run-id"
+            ) from None
         yield
 
 
@@ -131,8 +129,8 @@ def under_way(run_dir: Path, written: float) -> str | None:
         try:
             with locked(run_dir):
                 pass
-        except BlockingIOError:
-            return f"{LOCK} is held by its runner"
+        except ConfigurationError as error:
+            return str(error)
         except OSError:
             pass  # a file system without locks, or another user's file: the other signs decide
     if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
@@ -165,8 +163,11 @@ def state_of(run_dir: Path, nodes: Nodes | None) -> str:
     return status or "unknown"
 
 
-def usage(run_dir: Path) -> Usage:
-    """Measure a run directory; a file with several links counts once, and symbolic links are not followed."""
+def usage(run_dir: Path) -> tuple[int, float]:
+    """Return the disk space of a run in bytes, and the time of its newest file.
+
+    A file with several links counts once, and symbolic links are not followed.
+    """
     sizes: dict[tuple[int, int], int] = {}
     written = 0.0
     for parent, _, names in os.walk(run_dir):
@@ -175,7 +176,7 @@ def usage(run_dir: Path) -> Usage:
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
                 written = max(written, status.st_mtime)
-    return Usage(sum(sizes.values()), written or run_dir.stat().st_mtime)
+    return sum(sizes.values()), written or run_dir.stat().st_mtime
 
 
 def find_run(given: str | None, runs: Path = RUNS) -> Path:

@@ -17,7 +17,8 @@ from services.core.errors import ConfigurationError
 HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter_connection"}
 RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-DURATION = re.compile(r"(\d+)\s*([smh]?)", re.IGNORECASE)
+DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
@@ -153,15 +154,15 @@ def counts(pairs: Sequence[str]) -> dict[str, int]:
 
 
 def seconds(duration: str | int) -> float:
-    """Return ``30``, ``"30s"``, ``"5m"`` or ``"1h"`` in seconds.
+    """Return ``30``, ``"30s"``, ``"5m"``, ``"12h"``, ``"7d"`` or ``"2w"`` in seconds.
 
     Raises:
         ValueError: ``duration`` has another form.
     """
     match = DURATION.fullmatch(str(duration))
     if match is None:
-        raise ValueError(f"{duration!r} is not a duration such as 30, 30s, 5m or 1h")
-    return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2].lower()]
+        raise ValueError(f"{duration!r} is not a duration such as 30, 30s, 5m, 12h, 7d or 2w")
+    return int(match[1]) * UNITS[match[2].lower()]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -97,7 +97,7 @@ class ComponentMonitor:
             response = await self._get(component, "/health")
             component.milliseconds = 1000 * (time.monotonic() - started)
             component.answered = time.monotonic()
-            component.state, component.detail = _health(response)
+            component.state, component.detail = health_of(response)
             if response.status_code == httpx.codes.OK:
                 await read(component)
         except DependencyLostError as error:
@@ -159,7 +159,7 @@ def _node_name(worker_url: str) -> str:
     return "rollout worker"
 
 
-def _health(response: httpx.Response) -> tuple[str, str | None]:
+def health_of(response: httpx.Response) -> tuple[str, str | None]:
     """Return state and detail from a reply of /health; SGLang and the router reply with the status code alone."""
     if response.status_code == httpx.codes.OK:
         return "healthy", None

@@ -49,7 +49,7 @@ class GroupsQuery(BaseModel):
     recurring: bool = False
 
     def admits(self, low: float, high: float) -> bool:
-        """Return whether rewards from ``low`` to ``high`` overlap the bounds; without bounds, also if there are none."""
+        """Return whether rewards from ``low`` to ``high`` overlap the bounds; without bounds every group matches."""
         lower, upper = self.reward_from, self.reward_to
         if lower is None and upper is None:
             return True
