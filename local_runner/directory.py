@@ -24,8 +24,6 @@ LOCK = "runner.lock"
 RUNS = Path("runs")
 MARKS = (FILE, LOCK, "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
-LAST_FILES_SECONDS = 300
-"""A run that has succeeded writes its last files within this time after its summary."""
 QUIET_SECONDS = 24 * 3600
 """A run without a runner on this machine may be under way elsewhere until nothing has been written for this long; a
 step, or a wait for nodes, may take hours."""
@@ -116,7 +114,7 @@ def under_way(run_dir: Path, written: float) -> str | None:
     """Return why the run is, or may be, under way; None when it is over.
 
     A local run is under way while its runner has the lock or its process lives. A run of another machine or a cluster
-    is over when it has succeeded, or when nothing has been written for QUIET_SECONDS.
+    is over when nothing has been written for QUIET_SECONDS.
 
     Args:
         run_dir: the run.
@@ -133,24 +131,14 @@ def under_way(run_dir: Path, written: float) -> str | None:
             return str(error)
         except OSError:
             pass  # a file system without locks, or another user's file: the other signs decide
-    if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
-        return None
     ago = max(time.time() - written, 0.0)
-    if ago >= QUIET_SECONDS:
+    if (nodes is not None and nodes.is_here) or ago >= QUIET_SECONDS:
         return None
     where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
     return (
-        f"it may go on in {where}, since it has not succeeded and was last written {ago / 60:.0f} minutes ago; "
+        f"it may go on in {where}, since it was last written {ago / 60:.0f} minutes ago; "
         f"if it is over, remove it by hand: rm -r {run_dir}"
     )
-
-
-def _has_succeeded(run_dir: Path, written: float) -> bool:
-    """Return whether the run has succeeded and was not resumed since."""
-    summary = run_dir / "summary.json"
-    if read_object(summary).get("status") != "succeeded":
-        return False
-    return written < summary.stat().st_mtime + LAST_FILES_SECONDS
 
 
 def state_of(run_dir: Path, nodes: Nodes | None) -> str:

@@ -71,7 +71,7 @@ async def _execute(run: Run, launch: Launch, console: Console, *, live: bool) ->
 
 
 async def _watch(run: Run, view: View) -> None:
-    """Show new steps, the nodes' health and the trainer's status every POLL_SECONDS, until cancelled."""
+    """Show new steps, the nodes that are up and the trainer's status every POLL_SECONDS, until cancelled."""
     metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
     trainer = health.trainer_address(run.addresses.endpoints)
@@ -79,8 +79,8 @@ async def _watch(run: Run, view: View) -> None:
 
         async def ask(task: str, rank: int) -> None:
             address = health.health_address(run.addresses.endpoints, f"{task}-{rank}")
-            if address is not None:
-                view.health(task, rank, await health.state(http, address) == health.UP)
+            if address is not None and await health.state(http, address) == health.UP:
+                view.up(task, rank)
 
         while True:
             for step in new_steps(metrics):

@@ -19,11 +19,10 @@ from local_runner.directory import read_nodes, read_object, state_of
 from local_runner.health import TrainerStatus
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.summary import outcome_rows, reward_change
-from local_runner.view import duration, last_error
+from local_runner.view import STYLES, duration, last_error
 from services.run_page.rewards import first_and_last
 
 RECENT_STEPS = 5
-STYLES = {"up": "green", "succeeded": "green", "running": "green", "failed": "bold red", "silent": "yellow"}
 
 
 async def show(console: Console, run_dir: Path, token: str | None) -> None:

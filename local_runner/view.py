@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
@@ -19,26 +18,18 @@ from local_runner.progress import Step
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import START_MARK, State
 
-SILENT_AFTER = 30
-"""A node that was up counts as silent after this many unanswered requests in a row."""
 TAIL_LINES = 15
 PACE_SECONDS = 86_400
 """The time left is estimated from the steps within this time."""
 
-_STYLES = {
-    "up": "green",
-    "ended": "green",
+STYLES = {
+    **dict.fromkeys(("up", "running", "ended", "succeeded"), "green"),
     "failed": "bold red",
-    "silent": "bold yellow",
     "restarting": "yellow",
+    "silent": "yellow",
     "stopped": "dim",
 }
-
-
-@dataclass
-class _Node:
-    state: str = State.WAITING.value
-    unanswered: int = 0
+"""The style of each state of a node or a run."""
 
 
 class View:
@@ -47,7 +38,8 @@ class View:
     def __init__(self, run: Run, console: Console, *, live: bool) -> None:
         self._run = run
         self._console = console
-        self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
+        ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]
+        self._states = dict.fromkeys(ranks, State.WAITING.value)
         self._total_steps = 0
         self._explained: dict[str, str] = {}
         columns = (
@@ -79,24 +71,17 @@ class View:
     def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
         """Show the new state of a node, or with ``rank`` None of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
-            self._nodes[task.name, own_rank] = _Node(state.value)
+            self._states[task.name, own_rank] = state.value
         name = task.name if rank is None else f"{task.name}-{rank}"
-        self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
+        self._say(f"{name} {state.value}, {why}", STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:
             self._explain(task, rank)
 
-    def health(self, task: str, rank: int, is_up: bool) -> None:
-        """Show that a node answered or did not."""
-        node = self._nodes[task, rank]
-        if node.state not in (State.RUNNING, "up", "silent"):
-            return
-        node.unanswered = 0 if is_up else node.unanswered + 1
-        if is_up and node.state != "up":
-            node.state = "up"
+    def up(self, task: str, rank: int) -> None:
+        """Show that a node answered, if it has not since its start."""
+        if self._states[task, rank] == State.RUNNING:
+            self._states[task, rank] = "up"
             self._say(f"{task}-{rank} up", "green")
-        elif node.state == "up" and node.unanswered >= SILENT_AFTER:
-            node.state = "silent"
-            self._say(f"{task}-{rank} does not answer", "bold yellow")
 
     def step(self, step: Step) -> None:
         """Show a step that ended."""
@@ -135,9 +120,9 @@ class View:
         table = Table(box=None, pad_edge=False)
         for column in ("component", "state", "address"):
             table.add_column(column, overflow="fold")
-        for (task, rank), node in self._nodes.items():
-            state = Text(node.state, style=_STYLES.get(node.state, ""))
-            table.add_row(f"{task}-{rank}", state, self._run.addresses.hosts[task][rank])
+        for (task, rank), state in self._states.items():
+            styled = Text(state, STYLES.get(state, ""))
+            table.add_row(f"{task}-{rank}", styled, self._run.addresses.hosts[task][rank])
         return Group(Text(), table, self._progress)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 from contextlib import AsyncExitStack
@@ -28,7 +29,6 @@ from services.rollout_server.supervisor import SupervisedProcess
 
 log = logs.get_logger(__name__)
 
-POLL_SECONDS = 0.2
 ROUTER_START_SECONDS = 60.0
 """Longest time until a router or proxy that was started answers; a busy machine takes several seconds."""
 
@@ -87,8 +87,7 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
         controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
         workers = [await stack.enter_async_context(control) for control in controls]
         # If none ever answers, this node's engine ends the wait, because its supervisor gives up in the end.
-        while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):  # noqa: ASYNC110  # other processes
-            await asyncio.sleep(POLL_SECONDS)
+        await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
     children = [commands.router_command(settings, addresses)]
     if addresses.auth_proxy is not None:
         children.append(commands.auth_proxy_command(addresses.auth_proxy, addresses.router))
