@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from dotenv import dotenv_values
 
 from services.core.errors import ConfigurationError
 
@@ -113,23 +114,17 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 
 def env_file(path: Path) -> dict[str, str]:
-    """Return the variables of a file with a ``NAME=VALUE`` a line; blank lines and lines with ``#`` first are skipped.
+    """Return the variables of a file with a ``NAME=VALUE`` a line, read by dotenv as SkyPilot reads it.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line has another form.
+        ConfigurationError: the file does not exist, or a line has no value.
     """
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise ConfigurationError(f"cannot read --env-file: {error}") from error
-    result = {}
-    for number, line in enumerate(lines, start=1):
-        if not line or line.startswith("#"):
-            continue
-        name, separator, value = line.partition("=")
-        if not separator or not name:
-            raise ConfigurationError(f"{path}, line {number}: expected NAME=VALUE")
-        result[name] = value
+    if not path.is_file():
+        raise ConfigurationError(f"there is no --env-file {path}")
+    found = dotenv_values(path)
+    result = {name: value for name, value in found.items() if value is not None}
+    if missing := sorted(found.keys() - result.keys()):
+        raise ConfigurationError(f"{path}: {missing} have no value; expected NAME=VALUE")
     return result
 
 

@@ -1,9 +1,7 @@
-"""The printed end of a run: its outcome and duration, a few completions before and after, and the next commands."""
+"""The printed end of a run: its outcome, rewards and duration, and the next commands."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,12 +13,6 @@ from local_runner.commands import Launch, next_commands, shown_path
 from local_runner.directory import all_runs, read_object, usage
 from local_runner.environment import Run
 from local_runner.view import duration
-
-FILES = {"model": "trained model", "reward.png": "reward curve", "checkpoints": "checkpoints", "logs": "logs"}
-"""The files and directories of a run to which its end points, with their labels."""
-SHOWN_COMPLETIONS = 3
-LONGEST_COMPLETION = 200
-"""Characters of a prompt or completion that are shown."""
 
 
 def trainer_summary(run: Run, since: float) -> dict[str, Any]:
@@ -48,12 +40,8 @@ def show(console: Console, run: Run, launch: Launch, outcome: dict[str, Any], su
         table.add_row(*reward_change(summary))
     for name, value in outcome_rows(outcome, summary):
         table.add_row(name, value)
-    for name, label in FILES.items():
-        if (run.run_dir / name).exists():
-            table.add_row(label, shown_path(run.run_dir / name))
+    table.add_row("directory", shown_path(run.run_dir))
     console.print(table)
-    if summary:
-        _show_completions(console, run.run_dir)
     runs = all_runs(run.run_dir.parent)
     size = decimal(sum(usage(path)[0] for path in runs))
     place = shown_path(run.run_dir.parent)
@@ -94,32 +82,3 @@ def _with_error(summary: dict[str, Any], name: str) -> str:
     if value is None:
         return "not measured"
     return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
-
-
-def _show_completions(console: Console, run_dir: Path) -> None:
-    """Print the first held-out prompts that were answered at the first and at the last evaluation."""
-    path = run_dir / "evaluations.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if not records or records[0]["step"] == records[-1]["step"]:
-        return
-    before = [record for record in records if record["step"] == records[0]["step"]]
-    after = {record["prompt"]: record for record in records if record["step"] == records[-1]["step"]}
-    console.print("held-out prompts, greedy completions", style="italic")
-    table = Table(show_lines=True)
-    for column in ("prompt", "before", "after"):
-        table.add_column(column, overflow="fold")
-    for record in [record for record in before if record["prompt"] in after][:SHOWN_COMPLETIONS]:
-        prompt = record["prompt"]
-        table.add_row(Text(_excerpt(prompt)), _completion(record), _completion(after[prompt]))
-    console.print(table)
-
-
-def _completion(record: dict[str, Any]) -> Text:
-    reward = record["reward"]
-    judgement = "not scored" if reward is None else f"reward {reward:g}"
-    return Text.assemble(_excerpt(record["completion"]), "\n", (judgement, "dim"))
-
-
-def _excerpt(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= LONGEST_COMPLETION else text[:LONGEST_COMPLETION] + " ..."

@@ -38,7 +38,6 @@ class Component:
     url: str
     state: str = "asking"
     detail: str | None = None
-    milliseconds: float | None = None
     policy_version: int | None = None
     figures: Json = field(default_factory=dict)
     """The component's own figures: queue lengths, counts."""
@@ -92,10 +91,8 @@ class ComponentMonitor:
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""
-        started = time.monotonic()
         try:
             response = await self._get(component, "/health")
-            component.milliseconds = 1000 * (time.monotonic() - started)
             component.answered = time.monotonic()
             component.state, component.detail = health_of(response)
             if response.status_code == httpx.codes.OK:

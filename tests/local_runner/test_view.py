@@ -1,7 +1,6 @@
 """The runner's output fits the terminal, and its times say what they measure."""
 
 import io
-import json
 import re
 from pathlib import Path
 
@@ -81,12 +80,6 @@ def ended(directory: Path) -> str:
     run = Run(run.group, run.run_id, directory, run.addresses)
     (run.run_dir / "model").mkdir(parents=True)
     (run.run_dir / "metrics.jsonl").write_text('{"step": 2, "reward_mean": 1}\n')
-    records = [
-        {"step": step, "prompt": f"{n} + 1 = ?", "completion": text, "reward": reward}
-        for step, text, reward in ((0, "Let me see: it is", 0.0), (1, "6.", 0.0), (2, "7", 1.0))
-        for n in range(4)
-    ]
-    (run.run_dir / "evaluations.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     console = terminal(80)
     of_trainer = {"status": "succeeded", "steps": 2, "seconds": 167.0, **first_and_last([0.1, 0.9])}
     outcome = {"exit_code": 0, "reason": "done", "seconds": 222.0, "restarts": {}}
@@ -94,12 +87,10 @@ def ended(directory: Path) -> str:
     return printed(console)
 
 
-def test_the_end_of_a_run_shows_completions_before_and_after_times_and_sizes(tmp_path, monkeypatch):
+def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = ended(tmp_path)
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
-    assert ["2", "+", "1", "=", "?", "Let", "me", "see:", "it", "is", "7"] in rows
-    assert not any(row[:5] == ["3", "+", "1", "=", "?"] for row in rows)
     assert ["time,", "from", "start", "to", "end", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
