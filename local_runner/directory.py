@@ -18,6 +18,7 @@ import psutil
 from local_runner.environment import Run
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
+from services.run_page.directory import read_object
 
 FILE = "nodes.json"
 LOCK = "runner.lock"
@@ -77,14 +78,6 @@ def read_nodes(run_dir: Path) -> Nodes | None:
     """Return the content of nodes.json; None for a run that no local runner has run."""
     content = read_object(run_dir / FILE)
     return Nodes(**content) if content else None
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
 
 
 def write_object(path: Path, content: dict[str, Any]) -> None:

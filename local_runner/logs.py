@@ -41,15 +41,15 @@ class Log:
             yield self._time, self.node, text
 
 
-def choose_run(names: list[str], run: str | None) -> tuple[Path, list[str]]:
-    """Return the run and the tasks that ``names`` give: the first may be a run, unless ``run`` names one.
+def choose_run(names: list[str]) -> tuple[Path, list[str]]:
+    """Return the run and the tasks that ``names`` give: the first may be a run, by default the newest.
 
     Raises:
-        ConfigurationError: there is no such run.
+        ConfigurationError: there is no run.
     """
-    if run is None and names and (found := named_run(names[0])) is not None:
+    if names and (found := named_run(names[0])) is not None:
         return found, names[1:]
-    return find_run(run), names
+    return find_run(None), names
 
 
 def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None, follow: bool) -> None:

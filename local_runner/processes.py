@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import psutil
 
@@ -22,8 +22,9 @@ POLL_SECONDS = 0.05
 KILL_SECONDS = 10.0
 
 
-def marked(prefix: str) -> list[psutil.Process]:
-    """Return the live processes whose mark is ``prefix`` or below it, and their descendants, without this process."""
+def marked(*prefixes: str) -> list[psutil.Process]:
+    """Return the live processes marked with a prefix or below one, and their descendants, without this process."""
+    below = tuple(f"{prefix}/" for prefix in prefixes)
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         if process.pid == os.getpid():
@@ -31,8 +32,8 @@ def marked(prefix: str) -> list[psutil.Process]:
         try:
             if process.uids().real != os.getuid():
                 continue
-            mark = process.environ().get(MARK, "")
-            if (mark == prefix or mark.startswith(prefix + "/")) and process.status() != psutil.STATUS_ZOMBIE:
+            mark = process.environ().get(MARK, "") + "/"
+            if mark.startswith(below) and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid] = process
                 # A child may have overwritten its environment, as setproctitle does.
                 found.update((child.pid, child) for child in process.children(recursive=True))
@@ -55,7 +56,7 @@ def end(prefixes: Sequence[str], grace_seconds: float, hurry: threading.Event | 
     Raises:
         RuntimeError: a process could not be killed.
     """
-    running = _all_marked(prefixes)
+    running = marked(*prefixes)
     if grace_seconds > 0:
         _terminate_groups(running)
         hurry = hurry or threading.Event()
@@ -65,17 +66,13 @@ def end(prefixes: Sequence[str], grace_seconds: float, hurry: threading.Event | 
                 break
     deadline = time.monotonic() + KILL_SECONDS
     # Look again each time, because a process that was asked to end may have started others.
-    while running := _all_marked(prefixes):
+    while running := marked(*prefixes):
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {[process.pid for process in running]} do not end, not even by SIGKILL")
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(POLL_SECONDS)
-
-
-def _all_marked(prefixes: Iterable[str]) -> list[psutil.Process]:
-    return [process for prefix in prefixes for process in marked(prefix)]
 
 
 def _terminate_groups(running: Sequence[psutil.Process]) -> None:

@@ -15,11 +15,12 @@ from rich.text import Text
 
 from local_runner import health
 from local_runner.commands import module
-from local_runner.directory import read_nodes, read_object, state_of
+from local_runner.directory import read_nodes, state_of
 from local_runner.health import TrainerStatus
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.view import STYLES, duration, last_error
+from services.run_page.directory import read_object
 from services.run_page.rewards import first_and_last
 
 RECENT_STEPS = 5

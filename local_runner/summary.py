@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from local_runner.commands import Launch, next_commands, shown_path
-from local_runner.directory import all_runs, read_object, usage
+from local_runner.directory import all_runs, usage
 from local_runner.environment import Run
 from local_runner.view import duration
+from services.run_page.directory import read_object
 
 
 def trainer_summary(run: Run, since: float) -> dict[str, Any]:

@@ -145,10 +145,8 @@ class SupervisedProcess:
     def _count_restart(self, code: int) -> None:
         child = f"{self.command.name} ({self.command.module})"
         if not self._healthy_start and self.starts > self._max_restarts:
-            raise ConfigurationError(
-                f"the {child} never answered in {self.starts} starts and {describe_exit(code)}; see its own messages "
-                f"above, and its settings"
-            )
+            never = f"never answered in {self.starts} starts and {describe_exit(code)}"
+            raise ConfigurationError(f"the {child} {never}; see its own messages above, and its settings")
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts[0] < now - RESTART_WINDOW_SECONDS:

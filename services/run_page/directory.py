@@ -52,12 +52,12 @@ class RunDirectory:
 
     def components(self) -> dict[str, dict[str, Any]]:
         """Return each component's record from config.json, by name; empty while the file does not exist."""
-        components: dict[str, dict[str, Any]] = _read_object(self.path / "config.json").get("components", {})
+        components: dict[str, dict[str, Any]] = read_object(self.path / "config.json").get("components", {})
         return components
 
     def summary(self) -> dict[str, Any]:
         """Return the outcome from summary.json; empty while the file does not exist."""
-        return _read_object(self.path / "summary.json")
+        return read_object(self.path / "summary.json")
 
     def metrics(self, start: Position) -> Metrics:
         """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
@@ -104,7 +104,8 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.json", "metrics.jsonl"))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no such file."""
     try:
         content: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
