@@ -17,10 +17,9 @@ UP = "up"
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """The trainer's phase and step, from its /stats."""
+    """The trainer's phase and number of steps, from its /stats."""
 
     phase: str
-    step: int
     total_steps: int
 
 
@@ -53,7 +52,7 @@ def trainer_address(addresses: Mapping[str, str]) -> str | None:
 
 
 async def state(http: httpx.AsyncClient, address: str) -> str:
-    """Return ``up``, ``silent``, or the status that a component's /health gives as the reason for being neither."""
+    """Return ``up``, ``silent``, or the status that a component's /health gives if it answers another code than 200."""
     try:
         response = await http.get(f"http://{address}/health")
     except httpx.TransportError:
@@ -68,4 +67,4 @@ async def trainer_status(http: httpx.AsyncClient, address: str) -> TrainerStatus
     except httpx.HTTPError:
         return None
     stats = response.json()
-    return TrainerStatus(stats["phase"], stats["step"], stats["total_steps"])
+    return TrainerStatus(stats["phase"], stats["total_steps"])

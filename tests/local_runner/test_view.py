@@ -40,10 +40,10 @@ def printed(console: Console) -> str:
 def test_the_view_has_step_reward_phase_and_time_left():
     console, trainer = terminal(80), TaskSpec("ppo-trainer", "")
     with View(run_of(trainer), console, live=True) as shown:
-        shown.trainer(TrainerStatus("train", 0, 3))
+        shown.trainer(TrainerStatus("train", 3))
         shown.step(Step(1, 0.1, None, SECONDS))
         shown.step(Step(2, 0.2, None, SECONDS))
-        shown.trainer(TrainerStatus("save", 2, 3))
+        shown.trainer(TrainerStatus("save", 3))
     said = re.sub(r"\x1b\[[?\d]*[A-Za-z]", "", printed(console)).replace("\r", "\n")
     assert "step 2/3  reward 0.200" in said
     last = said.rpartition("component")[2]
