@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -10,31 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 
 from local_runner import directory
 from local_runner.commands import module
-from local_runner.directory import RUNS, Usage
-from local_runner.view import counted, duration, gigabytes
+from local_runner.directory import RUNS
+from local_runner.spec import seconds
+from local_runner.view import duration
 from services.core.errors import ConfigurationError
-
-AGE_UNITS = {"h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run with its disk usage."""
+    """A run with its size in bytes, and the time of its newest file."""
 
     path: Path
-    usage: Usage
+    size: int
+    written: float
     under_way: str | None
     """The reason why the run is or may be under way; None when it is over."""
 
     @classmethod
     def of(cls, path: Path) -> Listed:
         """Measure the run at ``path``."""
-        usage = directory.usage(path)
-        return cls(path, usage, directory.under_way(path, usage.written))
+        size, written = directory.usage(path)
+        return cls(path, size, written, directory.under_way(path, written))
 
 
 def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
@@ -43,8 +43,11 @@ def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[L
     Raises:
         ConfigurationError: ``older_than`` is no age.
     """
-    limit = time.time() - _age(older_than) if older_than else float("inf")
-    return [run for run in map(Listed.of, runs[keep or 0 :]) if run.usage.written < limit]
+    try:
+        limit = time.time() - seconds(older_than) if older_than else float("inf")
+    except ValueError as error:
+        raise ConfigurationError(f"--older-than {older_than}: {error}") from error
+    return [run for run in map(Listed.of, runs[keep or 0 :]) if run.written < limit]
 
 
 def show(console: Console, below: Path) -> None:
@@ -54,7 +57,6 @@ def show(console: Console, below: Path) -> None:
         console.print(f"there is no run below {below}/")
         return
     _table(console, runs)
-    console.print(f"{counted(len(runs), 'run')}, {_size(runs)}", highlight=False)
     command = " ".join([*module("scripts.clean"), *(["--runs", str(below)] if below != RUNS else [])])
     console.print(f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d", highlight=False, soft_wrap=True)
 
@@ -83,13 +85,11 @@ def remove(console: Console, chosen: list[Listed], *, named: bool, confirm: Call
         return
     if confirm is not None:
         _table(console, ended)
-        question = f"Remove {counted(len(ended), 'run')}, {_size(ended)}, with models and checkpoints?"
-        if not confirm(question):
+        if not confirm("Remove these runs, with models and checkpoints?"):
             return
     for run in ended:
         _remove(run)
-        console.print(f"removed {run.path}, {gigabytes(run.usage.size)}", soft_wrap=True, highlight=False)
-    console.print(f"{_size(ended)} freed")
+        console.print(f"removed {run.path}, {decimal(run.size)}", soft_wrap=True, highlight=False)
 
 
 def _remove(run: Listed) -> None:
@@ -97,18 +97,8 @@ def _remove(run: Listed) -> None:
     try:
         with directory.locked(run.path):
             shutil.rmtree(run.path)
-    except BlockingIOError:
-        raise ConfigurationError(f"{run.path} has just been started; it stays") from None
     except OSError as error:
         raise ConfigurationError(f"{run.path} cannot be removed: {error}") from error
-
-
-def _age(text: str) -> float:
-    """Return ``12h``, ``7d`` or ``2w`` in seconds."""
-    match = re.fullmatch(r"(\d+)([hdw])", text)
-    if match is None:
-        raise ConfigurationError(f"--older-than {text}: expected hours, days or weeks such as 12h, 7d or 2w")
-    return int(match[1]) * AGE_UNITS[match[2]]
 
 
 def _table(console: Console, runs: list[Listed]) -> None:
@@ -118,10 +108,7 @@ def _table(console: Console, runs: list[Listed]) -> None:
     for run in runs:
         state = directory.state_of(run.path, directory.read_nodes(run.path))
         shown = "may be under way" if run.under_way and state != "running" else state
-        ago = f"{duration(max(time.time() - run.usage.written, 0))} ago"
-        table.add_row(run.path.name, shown, gigabytes(run.usage.size), ago)
+        ago = f"{duration(max(time.time() - run.written, 0))} ago"
+        table.add_row(run.path.name, shown, decimal(run.size), ago)
     console.print(table)
-
-
-def _size(runs: list[Listed]) -> str:
-    return gigabytes(sum(run.usage.size for run in runs))
+    console.print(f"number of runs: {len(runs)}, size: {decimal(sum(run.size for run in runs))}", highlight=False)

@@ -18,14 +18,13 @@ import psutil
 from local_runner.environment import Run
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
+from services.run_page.directory import read_object
 
 FILE = "nodes.json"
 LOCK = "runner.lock"
 RUNS = Path("runs")
 MARKS = (FILE, LOCK, "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
-LAST_FILES_SECONDS = 300
-"""A run that has succeeded writes its last files within this time after its summary."""
 QUIET_SECONDS = 24 * 3600
 """A run without a runner on this machine may be under way elsewhere until nothing has been written for this long; a
 step, or a wait for nodes, may take hours."""
@@ -39,13 +38,13 @@ class Nodes:
     started: float
     endpoints: dict[str, str]
     """``host:port`` by ``{task}-{rank}:{port}``, as JOBGROUP_ENDPOINTS has it."""
-    machine: str = ""
-    """The host name of the runner's machine; empty in directories of version 0.1."""
+    machine: str
+    """The host name of the runner's machine."""
 
     @property
     def is_here(self) -> bool:
         """Return whether the runner was started on this machine, so that its process can be looked up."""
-        return self.machine in ("", socket.gethostname())
+        return self.machine == socket.gethostname()
 
     def is_running(self) -> bool:
         """Return whether the runner still runs on this machine; its pid alone may be another process's by now."""
@@ -53,14 +52,6 @@ class Nodes:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.NoSuchProcess:
             return False
-
-
-@dataclass(frozen=True)
-class Usage:
-    """The disk space of a run in bytes, and the time of its newest file."""
-
-    size: int
-    written: float
 
 
 def record_nodes(run: Run) -> None:
@@ -89,14 +80,6 @@ def read_nodes(run_dir: Path) -> Nodes | None:
     return Nodes(**content) if content else None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file."""
-    if not path.exists():
-        return {}
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
-
-
 def write_object(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object; the old file stays whole when the disk is full."""
     atomic_write(path, json.dumps(content, indent=2) + "\n")
@@ -107,10 +90,16 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory's lock, as its runner does while it runs; on a shared volume it binds all machines.
 
     Raises:
-        BlockingIOError: another process has the lock.
+        ConfigurationError: another process has the lock.
+        OSError: the file system has no locks, or the file belongs to another user.
     """
     with (run_dir / LOCK).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"{run_dir} is already running: its runner holds {LOCK}; end it or give another --run-id"
+            ) from None
         yield
 
 
@@ -118,7 +107,7 @@ def under_way(run_dir: Path, written: float) -> str | None:
     """Return why the run is, or may be, under way; None when it is over.
 
     A local run is under way while its runner has the lock or its process lives. A run of another machine or a cluster
-    is over when it has succeeded, or when nothing has been written for QUIET_SECONDS.
+    is over when nothing has been written for QUIET_SECONDS.
 
     Args:
         run_dir: the run.
@@ -131,28 +120,18 @@ def under_way(run_dir: Path, written: float) -> str | None:
         try:
             with locked(run_dir):
                 pass
-        except BlockingIOError:
-            return f"{LOCK} is held by its runner"
+        except ConfigurationError as error:
+            return str(error)
         except OSError:
             pass  # a file system without locks, or another user's file: the other signs decide
-    if (nodes is not None and nodes.is_here) or _has_succeeded(run_dir, written):
-        return None
     ago = max(time.time() - written, 0.0)
-    if ago >= QUIET_SECONDS:
+    if (nodes is not None and nodes.is_here) or ago >= QUIET_SECONDS:
         return None
     where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
     return (
-        f"it may go on in {where}, since it has not succeeded and was last written {ago / 60:.0f} minutes ago; "
+        f"it may go on in {where}, since it was last written {ago / 60:.0f} minutes ago; "
         f"if it is over, remove it by hand: rm -r {run_dir}"
     )
-
-
-def _has_succeeded(run_dir: Path, written: float) -> bool:
-    """Return whether the run has succeeded and was not resumed since."""
-    summary = run_dir / "summary.json"
-    if read_object(summary).get("status") != "succeeded":
-        return False
-    return written < summary.stat().st_mtime + LAST_FILES_SECONDS
 
 
 def state_of(run_dir: Path, nodes: Nodes | None) -> str:
@@ -165,8 +144,11 @@ def state_of(run_dir: Path, nodes: Nodes | None) -> str:
     return status or "unknown"
 
 
-def usage(run_dir: Path) -> Usage:
-    """Measure a run directory; a file with several links counts once, and symbolic links are not followed."""
+def usage(run_dir: Path) -> tuple[int, float]:
+    """Return the disk space of a run in bytes, and the time of its newest file.
+
+    A file with several links counts once, and symbolic links are not followed.
+    """
     sizes: dict[tuple[int, int], int] = {}
     written = 0.0
     for parent, _, names in os.walk(run_dir):
@@ -175,7 +157,7 @@ def usage(run_dir: Path) -> Usage:
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
                 written = max(written, status.st_mtime)
-    return Usage(sum(sizes.values()), written or run_dir.stat().st_mtime)
+    return sum(sizes.values()), written or run_dir.stat().st_mtime
 
 
 def find_run(given: str | None, runs: Path = RUNS) -> Path:

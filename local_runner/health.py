@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
 
-from local_runner.environment import Run
-from services.core import endpoints
-from services.core.endpoints import Task
+from services.core.endpoints import ENGINE_PORT, PORTS, Task
+from services.run_page.components import health_of
 
-POLL_SECONDS = 1.0
-REQUEST_SECONDS = 5.0
+REQUEST_SECONDS = 3.0
 
-_PORTS = {
-    Task.DATA_SERVER: endpoints.DATA_PORT,
-    Task.ROLLOUT_SERVER: endpoints.ENGINE_PORT,
-    Task.REWARD_SERVER: endpoints.REWARD_PORT,
-    Task.REPLAY_BUFFER: endpoints.REPLAY_PORT,
-    Task.TRAINER: endpoints.STATUS_PORT,
-}
-"""The port of each task whose /health stands for the node."""
+UP = "up"
 
 
 @dataclass(frozen=True)
 class TrainerStatus:
-    """The trainer's phase and step, from its /stats."""
+    """The trainer's phase and number of steps, from its /stats."""
 
     phase: str
-    step: int
     total_steps: int
 
 
@@ -49,10 +38,12 @@ def health_address(addresses: Mapping[str, str], node: str) -> str | None:
         node: task and rank.
     """
     task, _, rank = node.rpartition("-")
-    # Only the trainer's first rank listens.
-    if task not in _PORTS or (task == Task.TRAINER and rank != "0"):
+    # Of the trainer only the first rank listens.
+    if task not in set(Task) or not PORTS[Task(task)] or (task == Task.TRAINER and rank != "0"):
         return None
-    return addresses.get(f"{node}:{_PORTS[Task(task)]}")
+    # The first rollout node is up once its router is.
+    port = ENGINE_PORT if task == Task.ROLLOUT_SERVER and rank != "0" else PORTS[Task(task)][0]
+    return addresses.get(f"{node}:{port}")
 
 
 def trainer_address(addresses: Mapping[str, str]) -> str | None:
@@ -60,53 +51,20 @@ def trainer_address(addresses: Mapping[str, str]) -> str | None:
     return health_address(addresses, f"{Task.TRAINER.value}-0")
 
 
-async def get(http: httpx.AsyncClient, address: str, path: str) -> httpx.Response | None:
-    """Return the reply of a component, whatever its status; None if there is none."""
+async def state(http: httpx.AsyncClient, address: str) -> str:
+    """Return ``up``, ``silent``, or the status that a component's /health gives if it answers another code than 200."""
     try:
-        return await http.get(f"http://{address}{path}")
+        response = await http.get(f"http://{address}/health")
     except httpx.TransportError:
-        return None
+        return "silent"
+    return UP if response.status_code == httpx.codes.OK else health_of(response)[0]
 
 
 async def trainer_status(http: httpx.AsyncClient, address: str) -> TrainerStatus | None:
     """Return the trainer's status; None while the trainer does not answer."""
-    response = await get(http, address, "/stats")
-    if response is None or response.status_code != httpx.codes.OK:
+    try:
+        response = (await http.get(f"http://{address}/stats")).raise_for_status()
+    except httpx.HTTPError:
         return None
     stats = response.json()
-    return TrainerStatus(stats["phase"], stats["step"], stats["total_steps"])
-
-
-async def watch(run: Run, report: Callable[[str, int, bool], None]) -> None:
-    """Call ``report(task, rank, is_up)`` for every node with a /health every POLL_SECONDS, until cancelled."""
-    addresses = {
-        (task.name, rank): address
-        for task in run.group.tasks
-        for rank in range(task.num_nodes)
-        if (address := health_address(run.addresses.endpoints, f"{task.name}-{rank}")) is not None
-    }
-    if (Task.ROLLOUT_SERVER, 0) in addresses:
-        # The first rollout node is up once its router is.
-        addresses[Task.ROLLOUT_SERVER, 0] = run.addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)
-    async with client() as http:
-
-        async def ask(task: str, rank: int, address: str) -> None:
-            response = await get(http, address, "/health")
-            report(task, rank, response is not None and response.status_code == httpx.codes.OK)
-
-        while True:
-            await asyncio.gather(*(ask(task, rank, address) for (task, rank), address in addresses.items()))
-            await asyncio.sleep(POLL_SECONDS)
-
-
-async def watch_trainer(run: Run, report: Callable[[TrainerStatus], None]) -> None:
-    """Call ``report`` with the trainer's status every POLL_SECONDS, until cancelled."""
-    address = trainer_address(run.addresses.endpoints)
-    if address is None:
-        return
-    trainer = next(task for task in run.group.tasks if task.name == Task.TRAINER)
-    async with client(trainer.environment.get("JOBGROUP_TOKEN")) as http:
-        while True:
-            if (status := await trainer_status(http, address)) is not None:
-                report(status)
-            await asyncio.sleep(POLL_SECONDS)
+    return TrainerStatus(stats["phase"], stats["total_steps"])

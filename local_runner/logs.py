@@ -21,7 +21,6 @@ POLL_SECONDS = 0.2
 TIMESTAMP = re.compile(r'(?:\{.*?"timestamp": ?")?(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d[.\d]*)')
 """The time at the start of a line, or in the object of LOG_FORMAT=json. The runner's own lines have local time
 and do not match."""
-LEVELS = {"warning": "yellow", "error": "bold red", "critical": "bold red", "debug": "dim"}
 NODE_COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green", "bright_magenta")
 
 
@@ -42,15 +41,15 @@ class Log:
             yield self._time, self.node, text
 
 
-def choose_run(names: list[str], run: str | None) -> tuple[Path, list[str]]:
-    """Return the run and the tasks that ``names`` give: the first may be a run, unless ``run`` names one.
+def choose_run(names: list[str]) -> tuple[Path, list[str]]:
+    """Return the run and the tasks that ``names`` give: the first may be a run, by default the newest.
 
     Raises:
-        ConfigurationError: there is no such run.
+        ConfigurationError: there is no run.
     """
-    if run is None and names and (found := named_run(names[0])) is not None:
+    if names and (found := named_run(names[0])) is not None:
         return found, names[1:]
-    return find_run(run), names
+    return find_run(None), names
 
 
 def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None, follow: bool) -> None:
@@ -73,7 +72,8 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
     def show_new(last: int | None) -> None:
         for _, node, line in deque(heapq.merge(*(log.new_lines() for log in logs)), maxlen=last):
             prefix = Text(f"{node:{width}} │ ", colours[node]) if len(logs) > 1 else Text()
-            console.print(prefix.append(line, _style(line)), soft_wrap=True, highlight=False)
+            style = "bold" if line.startswith((START_MARK, "error: ")) else ""
+            console.print(prefix.append(line, style), soft_wrap=True, highlight=False)
 
     show_new(last)
     nodes = read_nodes(run_dir)
@@ -96,12 +96,3 @@ def _find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
             raise ConfigurationError(f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {names}")
         found.update(own)
     return [Log(path) for path in paths if path in found or not tasks]
-
-
-def _style(line: str) -> str:
-    if line.startswith(START_MARK):
-        return "bold"
-    if line.startswith("error: "):
-        return LEVELS["error"]
-    words = line.split(" ", 2)
-    return LEVELS.get(words[1], "") if len(words) > 2 and TIMESTAMP.match(words[0]) else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +54,7 @@ class Step:
             reward=record["reward_mean"],
             loss=record.get("loss"),
             seconds={
-                # Version 0.1 calls the phase that scores "reward".
-                {"seconds_reward": "score"}.get(name, name.removeprefix("seconds_")): float(value)
+                name.removeprefix("seconds_"): float(value)
                 for name, value in record.items()
                 if name.startswith("seconds_") and value is not None
             },
@@ -66,23 +64,3 @@ class Step:
 def new_steps(metrics: GrowingFile) -> list[Step]:
     """Return the steps appended to metrics.jsonl since the last call."""
     return [step for line in metrics.new_lines() if (step := Step.read(line)) is not None]
-
-
-class Pace:
-    """The pace of the last few steps, from which the remaining time is estimated."""
-
-    def __init__(self) -> None:
-        self._seen: list[tuple[float, int]] = []
-
-    def add(self, step: Step) -> None:
-        """Record that ``step`` ended now."""
-        self._seen = [*self._seen[-5:], (time.monotonic(), step.step)]
-
-    def seconds_left(self, total_steps: int) -> float | None:
-        """Return the estimated seconds until the last step; None while the pace is unknown and after the last step."""
-        if not total_steps or len(self._seen) < 2:
-            return None
-        (first_time, first), (last_time, last) = self._seen[0], self._seen[-1]
-        if last <= first or last >= total_steps:
-            return None
-        return (last_time - first_time) / (last - first) * (total_steps - last)

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from dotenv import dotenv_values
 
 from services.core.errors import ConfigurationError
 
 HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter_connection"}
 RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
-DURATION = re.compile(r"(\d+)\s*([smh]?)", re.IGNORECASE)
+DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 @dataclass(frozen=True)
@@ -112,23 +114,17 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
 
 
 def env_file(path: Path) -> dict[str, str]:
-    """Return the variables of a file with a ``NAME=VALUE`` a line; blank lines and lines with ``#`` first are skipped.
+    """Return the variables of a file with a ``NAME=VALUE`` a line, read by dotenv as SkyPilot reads it.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line has another form.
+        ConfigurationError: the file does not exist, or a line has no value.
     """
-    try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise ConfigurationError(f"cannot read --env-file: {error}") from error
-    result = {}
-    for number, line in enumerate(lines, start=1):
-        if not line or line.startswith("#"):
-            continue
-        name, separator, value = line.partition("=")
-        if not separator or not name:
-            raise ConfigurationError(f"{path}, line {number}: expected NAME=VALUE")
-        result[name] = value
+    if not path.is_file():
+        raise ConfigurationError(f"there is no --env-file {path}")
+    found = dotenv_values(path)
+    result = {name: value for name, value in found.items() if value is not None}
+    if missing := sorted(found.keys() - result.keys()):
+        raise ConfigurationError(f"{path}: {missing} have no value; expected NAME=VALUE")
     return result
 
 
@@ -153,15 +149,15 @@ def counts(pairs: Sequence[str]) -> dict[str, int]:
 
 
 def seconds(duration: str | int) -> float:
-    """Return ``30``, ``"30s"``, ``"5m"`` or ``"1h"`` in seconds.
+    """Return ``30``, ``"30s"``, ``"5m"``, ``"12h"``, ``"7d"`` or ``"2w"`` in seconds.
 
     Raises:
         ValueError: ``duration`` has another form.
     """
     match = DURATION.fullmatch(str(duration))
     if match is None:
-        raise ValueError(f"{duration!r} is not a duration such as 30, 30s, 5m or 1h")
-    return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2].lower()]
+        raise ValueError(f"{duration!r} is not a duration such as 30, 30s, 5m, 12h, 7d or 2w")
+    return int(match[1]) * UNITS[match[2].lower()]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -1,40 +1,19 @@
-"""The printed end of a run: its outcome and duration, a few completions before and after, and the next commands."""
+"""The printed end of a run: its outcome, rewards and duration, and the next commands."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from local_runner.commands import Launch, next_commands, shown_path
-from local_runner.directory import all_runs, read_object, usage, write_object
+from local_runner.directory import all_runs, usage
 from local_runner.environment import Run
-from local_runner.processes import MemoryMeter
-from local_runner.supervisor import Outcome
-from local_runner.view import counted, duration, gigabytes
-
-FILES = {"model": "trained model", "reward.png": "reward curve", "checkpoints": "checkpoints", "logs": "logs"}
-"""The files and directories of a run to which its end points, with their labels."""
-SHOWN_COMPLETIONS = 3
-LONGEST_COMPLETION = 200
-"""Characters of a prompt or completion that are shown."""
-
-
-def record(run: Run, outcome: Outcome, meter: MemoryMeter) -> None:
-    """Write ``runner.json`` into the run directory: outcome, time, memory and restarts, which benchmarks read."""
-    content = {
-        "exit_code": outcome.exit_code,
-        "reason": outcome.reason,
-        "seconds": round(outcome.seconds, 2),
-        "peak_memory_bytes": meter.peak,
-        "peak_memory_bytes_by_node": {node: used for node, used in sorted(meter.peak_by_node.items()) if node},
-        "restarts": outcome.restarts,
-    }
-    write_object(run.run_dir / "runner.json", content)
+from local_runner.view import duration
+from services.run_page.directory import read_object
 
 
 def trainer_summary(run: Run, since: float) -> dict[str, Any]:
@@ -43,23 +22,31 @@ def trainer_summary(run: Run, since: float) -> dict[str, Any]:
     return read_object(path) if path.exists() and path.stat().st_mtime >= since else {}
 
 
-def show(
-    console: Console, run: Run, launch: Launch, outcome: Outcome, peak_memory_bytes: int, summary: dict[str, Any]
-) -> None:
-    """Print the end of a run; ``summary`` is the trainer's, empty if there is none."""
+def show(console: Console, run: Run, launch: Launch, outcome: dict[str, Any], summary: dict[str, Any]) -> None:
+    """Print the end of a run.
+
+    Args:
+        console: for the output.
+        run: the run.
+        launch: the command line that started it.
+        outcome: the content of runner.json.
+        summary: the trainer's summary.json; empty if the trainer has written none.
+    """
     table = Table(show_header=False, title=f"run {run.run_id}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(run, outcome, peak_memory_bytes, summary):
-        table.add_row(name, value)
-    console.print(table)
     if summary:
-        _show_completions(console, run.run_dir)
+        for name in ("model", "dataset", "device", "steps"):
+            table.add_row(name, str(summary.get(name)))
+        table.add_row(*reward_change(summary))
+    for name, value in outcome_rows(outcome, summary):
+        table.add_row(name, value)
+    table.add_row("directory", shown_path(run.run_dir))
+    console.print(table)
     runs = all_runs(run.run_dir.parent)
-    size = gigabytes(sum(usage(path).size for path in runs))
-    verb = "takes" if len(runs) == 1 else "take"
+    size = decimal(sum(usage(path)[0] for path in runs))
     place = shown_path(run.run_dir.parent)
-    console.print(f"{counted(len(runs), 'run')} {verb} {size} in {place}/", highlight=False, soft_wrap=True)
+    console.print(f"size of all runs in {place}/: {size}", highlight=False, soft_wrap=True)
     for purpose, command in next_commands(run, launch, summary):
         # Each command is a line of its own and complete, to be copied, however narrow the terminal.
         console.print(Text(f"\n{purpose}:", "bold"))
@@ -71,19 +58,24 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
     steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
     if first is None or last is None:
         return "mean reward", "no step" if first is None else f"{first:.3f}, of the only step"
-    # Summaries of version 0.1 do not give the number of steps, which was three.
-    label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps or 3} steps"
+    label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps} steps"
     return label, f"{first:.3f} → {last:.3f}"
 
 
-def accuracy_change(summary: dict[str, Any]) -> str:
-    """Return the accuracies before and after the run, with their standard errors if the summary has them."""
-    return " → ".join(_with_error(summary, name) for name in ("accuracy_before", "accuracy_after"))
-
-
-def restarts_text(restarts: dict[str, int]) -> str:
-    """Return the number of restarts of each task."""
-    return ", ".join(f"{task} {count}" for task, count in restarts.items())
+def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
+    rows = []
+    if summary.get("accuracy_after") is not None:
+        accuracies = (_with_error(summary, name) for name in ("accuracy_before", "accuracy_after"))
+        rows.append(("accuracy on held-out prompts", " → ".join(accuracies)))
+    if outcome:
+        rows.append(("outcome", outcome["reason"]))
+        rows.append(("time, from start to end", duration(outcome["seconds"])))
+    if summary.get("seconds") is not None:
+        rows.append(("time of training, all attempts", duration(summary["seconds"])))
+    if restarts := outcome.get("restarts"):
+        rows.append(("restarts", ", ".join(f"{task} {count}" for task, count in restarts.items())))
+    return rows
 
 
 def _with_error(summary: dict[str, Any], name: str) -> str:
@@ -91,47 +83,3 @@ def _with_error(summary: dict[str, Any], name: str) -> str:
     if value is None:
         return "not measured"
     return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
-
-
-def _show_completions(console: Console, run_dir: Path) -> None:
-    """Print the first held-out prompts that were answered at the first and at the last evaluation."""
-    path = run_dir / "evaluations.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if not records or records[0]["step"] == records[-1]["step"]:
-        return
-    before = [record for record in records if record["step"] == records[0]["step"]]
-    after = {record["prompt"]: record for record in records if record["step"] == records[-1]["step"]}
-    console.print("held-out prompts, greedy completions", style="italic")
-    table = Table(show_lines=True)
-    for column in ("prompt", "before", "after"):
-        table.add_column(column, overflow="fold")
-    for record in [record for record in before if record["prompt"] in after][:SHOWN_COMPLETIONS]:
-        prompt = record["prompt"]
-        table.add_row(Text(_excerpt(prompt)), _completion(record), _completion(after[prompt]))
-    console.print(table)
-
-
-def _rows(run: Run, outcome: Outcome, peak_memory_bytes: int, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("outcome", outcome.reason)]
-    if summary:
-        rows += [(name, str(summary.get(name))) for name in ("model", "dataset", "device", "steps")]
-        rows += [reward_change(summary), ("accuracy on held-out prompts", accuracy_change(summary))]
-    rows.append(("time, from start to end", duration(outcome.seconds)))
-    if summary.get("seconds") is not None:
-        rows.append(("time of training, all attempts", duration(summary["seconds"])))
-    rows.append(("peak memory of all processes", f"{peak_memory_bytes / 1e9:.1f} GB"))
-    if outcome.restarts:
-        rows.append(("restarts", restarts_text(outcome.restarts)))
-    paths = {name: run.run_dir / name for name in FILES}
-    return rows + [(FILES[name], shown_path(path)) for name, path in paths.items() if path.exists()]
-
-
-def _completion(record: dict[str, Any]) -> Text:
-    reward = record["reward"]
-    judgement = "not scored" if reward is None else f"reward {reward:g}"
-    return Text.assemble(_excerpt(record["completion"]), "\n", (judgement, "dim"))
-
-
-def _excerpt(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= LONGEST_COMPLETION else text[:LONGEST_COMPLETION] + " ..."

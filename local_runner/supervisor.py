@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ AUXILIARY_STOP_SECONDS = 8.0
 AUXILIARY_END_SECONDS = 5.0
 """The time that auxiliaries have to end after a run, when nobody waits for their work."""
 KILLED = 128 + signal.SIGKILL
-LONG_ENOUGH_SECONDS = 60.0
 LONGEST_BACKOFF_SECONDS = 30.0
 
 
@@ -96,7 +96,7 @@ class Supervisor:
         self._start_node = start_node or self._start_here
         self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] | None = None
-        self._impatient = asyncio.Event()
+        self._impatient = threading.Event()
         self._ending = False
         self._told_of_logs = False
 
@@ -166,19 +166,12 @@ class Supervisor:
 
     async def _end_tasks(self, tasks: list[TaskSpec], grace_seconds: float) -> None:
         marks = [self._run.node_mark(task, rank) for task in tasks for rank in range(task.num_nodes)]
-        ended = asyncio.create_task(asyncio.to_thread(processes.end, marks, grace_seconds))
-        impatient = asyncio.create_task(self._impatient.wait())
-        await asyncio.wait({ended, impatient}, return_when=asyncio.FIRST_COMPLETED)
-        impatient.cancel()
-        if not ended.done():
-            await asyncio.to_thread(processes.end, marks, 0)
-        await ended
+        await asyncio.to_thread(processes.end, marks, grace_seconds, self._impatient)
 
     async def _run_task(self, task: TaskSpec) -> int:
         """Run ``task`` with its restarts, and return its last exit code: 0 when all nodes succeeded."""
         record = self._records[task.name]
         while True:
-            started = time.monotonic()
             codes = await self._run_once(task)
             if self._ending:
                 return 0
@@ -190,10 +183,7 @@ class Supervisor:
                     self._report(task, None, State.FAILED, f"exit code {code}{refusal}")
                 return code
             record.restarts += 1
-            if time.monotonic() - started > LONG_ENOUGH_SECONDS:
-                pause = 1.0
-            else:
-                pause = min(2.0 ** (record.restarts - 1), LONGEST_BACKOFF_SECONDS)
+            pause = min(2.0 ** (record.restarts - 1), LONGEST_BACKOFF_SECONDS)
             self._report(task, None, State.RESTARTING, f"exit code {code}; restart {record.restarts} in {pause:.0f} s")
             await asyncio.sleep(pause)
             if self._ending:

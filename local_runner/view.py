@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from local_runner.commands import shown_path
 from local_runner.environment import Run
 from local_runner.health import TrainerStatus, trainer_address
-from local_runner.progress import Pace, Step
+from local_runner.progress import Step
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import START_MARK, State
-from services.core.endpoints import Task
 
-SILENT_AFTER = 15
-"""A node that was up counts as silent after this many unanswered requests in a row."""
 TAIL_LINES = 15
+PACE_SECONDS = 86_400
+"""The time left is estimated from the steps within this time."""
 
-_STYLES = {
-    "up": "green",
-    "ended": "green",
+STYLES = {
+    **dict.fromkeys(("up", "running", "ended", "succeeded"), "green"),
     "failed": "bold red",
-    "silent": "bold yellow",
     "restarting": "yellow",
+    "silent": "yellow",
     "stopped": "dim",
 }
-_TRAINER_PHASES = {State.RUNNING: "starting", State.ENDED: "ending", State.STOPPED: "ending", State.FAILED: "ending"}
-"""The shown phase while the trainer does not answer; after its end the services end."""
-
-
-@dataclass
-class _Node:
-    state: str = State.WAITING.value
-    unanswered: int = 0
+"""The style of each state of a node or a run."""
 
 
 class View:
@@ -49,13 +38,19 @@ class View:
     def __init__(self, run: Run, console: Console, *, live: bool) -> None:
         self._run = run
         self._console = console
-        self._nodes = {(task.name, rank): _Node() for task in run.group.tasks for rank in range(task.num_nodes)}
-        self._step: Step | None = None
-        self._trainer = TrainerStatus("starting", 0, 0)
-        self._phase_began = time.monotonic()
-        self._pace = Pace()
-        self._memory = 0
+        ranks = [(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)]
+        self._states = dict.fromkeys(ranks, State.WAITING.value)
+        self._total_steps = 0
         self._explained: dict[str, str] = {}
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            "{task.description}",
+            "{task.fields[phase]}",
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=console, speed_estimate_period=PACE_SECONDS)
+        self._steps = self._progress.add_task("no step yet", total=None, phase="starting")
         self._live = Live(get_renderable=self._render, console=console, refresh_per_second=4) if live else None
 
     def __enter__(self) -> View:
@@ -76,49 +71,35 @@ class View:
     def state(self, task: TaskSpec, rank: int | None, state: State, why: str) -> None:
         """Show the new state of a node, or with ``rank`` None of a whole task."""
         for own_rank in range(task.num_nodes) if rank is None else [rank]:
-            self._nodes[task.name, own_rank] = _Node(state.value)
-        if task.name == Task.TRAINER and not rank and state in _TRAINER_PHASES:
-            self.trainer(replace(self._trainer, phase=_TRAINER_PHASES[state]))
+            self._states[task.name, own_rank] = state.value
         name = task.name if rank is None else f"{task.name}-{rank}"
-        self._say(f"{name} {state.value}, {why}", _STYLES.get(state.value, ""))
+        self._say(f"{name} {state.value}, {why}", STYLES.get(state.value, ""))
         if state is State.FAILED and rank is not None:
             self._explain(task, rank)
 
-    def health(self, task: str, rank: int, is_up: bool) -> None:
-        """Show that a node answered or did not."""
-        node = self._nodes[task, rank]
-        if node.state not in (State.RUNNING, "up", "silent"):
-            return
-        node.unanswered = 0 if is_up else node.unanswered + 1
-        if is_up and node.state != "up":
-            node.state = "up"
+    def up(self, task: str, rank: int) -> None:
+        """Show that a node answered, if it has not since its start."""
+        if self._states[task, rank] == State.RUNNING:
+            self._states[task, rank] = "up"
             self._say(f"{task}-{rank} up", "green")
-        elif node.state == "up" and node.unanswered >= SILENT_AFTER:
-            node.state = "silent"
-            self._say(f"{task}-{rank} does not answer", "bold yellow")
 
     def step(self, step: Step) -> None:
         """Show a step that ended."""
-        self._step = step
-        self._pace.add(step)
-        total = self._trainer.total_steps
-        width = self._console.width if self._console.is_terminal else None
-        self._say(describe(step, total, self._pace.seconds_left(total), width))
+        self._progress.update(self._steps, completed=step.step, description=f"reward {step.reward:.3f}")
+        left = self._progress.tasks[self._steps].time_remaining
+        is_terminal = self._console.is_terminal
+        line = Text(describe(step, self._total_steps, left))
+        self._console.print(line, soft_wrap=not is_terminal, no_wrap=is_terminal, overflow="ellipsis")
 
     def trainer(self, status: TrainerStatus) -> None:
         """Show the trainer's status."""
-        if status.phase != self._trainer.phase:
-            self._phase_began = time.monotonic()
-        self._trainer = status
-
-    def memory(self, memory_bytes: int) -> None:
-        """Show the memory of all processes together."""
-        self._memory = memory_bytes
+        self._total_steps = status.total_steps
+        self._progress.update(self._steps, total=status.total_steps or None, phase=status.phase)
 
     def lost_watcher(self, watcher: asyncio.Task[None]) -> None:
         """Say that a task which watched the run for this view ended with an error."""
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
-            self._say(f"the view goes on without a part, the run is not affected: {error!r}", "yellow")
+            self._say(f"steps and health are shown no more, the run is not affected: {error!r}", "yellow")
 
     def _say(self, text: str, style: str = "") -> None:
         # A terminal would break long lines within words; elsewhere programs read them, so they stay whole.
@@ -139,28 +120,10 @@ class View:
         table = Table(box=None, pad_edge=False)
         for column in ("component", "state", "address"):
             table.add_column(column, overflow="fold")
-        for (task, rank), node in self._nodes.items():
-            state = Text(node.state, style=_STYLES.get(node.state, ""))
-            table.add_row(f"{task}-{rank}", state, self._run.addresses.hosts[task][rank])
-        return Group(Text(), table, self._bar(), Text(f"memory {self._memory / 2**30:.1f} GiB", style="dim"))
-
-    def _bar(self) -> RenderableType:
-        total = self._trainer.total_steps
-        phase = f"{self._trainer.phase} {duration(time.monotonic() - self._phase_began)}"
-        if not total:
-            return Text(f"no step yet, {phase}", style="dim")
-        grid = Table.grid(padding=(0, 1))
-        step = self._step
-        done = step.step if step else self._trainer.step
-        left = self._pace.seconds_left(total)
-        grid.add_row(
-            ProgressBar(total=total, completed=done, width=max(10, min(40, self._console.width - 60))),
-            f"step {done}/{total}",
-            f"reward {step.reward:.3f}" if step else "",
-            phase,
-            f"{duration(left)} of steps left" if left is not None else "",
-        )
-        return grid
+        for (task, rank), state in self._states.items():
+            styled = Text(state, STYLES.get(state, ""))
+            table.add_row(f"{task}-{rank}", styled, self._run.addresses.hosts[task][rank])
+        return Group(Text(), table, self._progress)
 
 
 def lines_since_start(log: Path) -> list[str]:
@@ -175,28 +138,22 @@ def last_error(log: Path) -> str | None:
     return next((line for line in reversed(lines_since_start(log)) if line.startswith("error: ")), None)
 
 
-def describe(step: Step, total_steps: int, seconds_left: float | None, width: int | None = None) -> str:
+def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
     """Return a step's line: number, reward, loss, seconds by phase, time left.
 
     Args:
         step: the step.
         total_steps: steps of the run; 0 while unknown.
-        seconds_left: seconds until the last step; None while unknown.
-        width: characters that the line may have; a longer line omits its shortest phases first, and the loss last.
+        seconds_left: seconds until the last step; None while unknown, 0 after it.
     """
-    name = f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}"
-    loss = [] if step.loss is None else [f"loss {step.loss:+.4f}"]
-    left = [] if seconds_left is None else [f"{duration(seconds_left)} left"]
-    shortest_first = sorted(step.seconds, key=lambda phase: step.seconds[phase])
-    line = ""
-    for omitted in range(len(shortest_first) + 2):
-        phases = {phase: step.seconds[phase] for phase in step.seconds if phase not in shortest_first[:omitted]}
-        seconds = [" ".join(f"{phase} {value:.1f}s" for phase, value in phases.items())] if phases else []
-        shown_loss = loss if omitted <= len(shortest_first) else []
-        line = "  ".join([name, f"reward {step.reward:.3f}", *shown_loss, *seconds, *left])
-        if width is None or len(line) <= width:
-            break
-    return line
+    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", f"reward {step.reward:.3f}"]
+    if step.loss is not None:
+        parts.append(f"loss {step.loss:+.4f}")
+    if step.seconds:
+        parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items()))
+    if seconds_left:
+        parts.append(f"{duration(seconds_left)} left")
+    return "  ".join(parts)
 
 
 def duration(seconds: float) -> str:
@@ -209,13 +166,3 @@ def duration(seconds: float) -> str:
     if whole < 48 * 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86_400}d"
-
-
-def gigabytes(size: int) -> str:
-    """Return a size in bytes as ``3.1 GB`` or ``27 MB``."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``1 run`` or ``3 runs``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

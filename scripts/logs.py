@@ -25,12 +25,11 @@ def main(
     names: Names = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
     lines: Annotated[int | None, typer.Option("-n", "--lines", min=0, help="Only so many of the last lines.")] = None,
-    run: Annotated[str | None, typer.Option(hidden=True)] = None,  # the former way, until the next version
 ) -> None:
     """Show the logs of a run's components, in the order of time."""
 
     def work() -> None:
-        run_dir, tasks = logs.choose_run(names or [], run)
+        run_dir, tasks = logs.choose_run(names or [])
         logs.show(Console(), run_dir, tasks, last=lines, follow=follow)
 
     try:

@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import math
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, logs
 from services.core.endpoints import Task
-from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.errors import exit_code_of
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands
 from services.rollout_server.addresses import Addresses, choose_addresses
-from services.rollout_server.commands import Command
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.settings import RolloutSettings
-from services.rollout_server.supervisor import LONGEST_PAUSE_SECONDS, SupervisedProcess
+from services.rollout_server.supervisor import SupervisedProcess
 
 log = logs.get_logger(__name__)
 
-POLL_SECONDS = 0.2
 ROUTER_START_SECONDS = 60.0
 """Longest time until a router or proxy that was started answers; a busy machine takes several seconds."""
 
@@ -48,7 +46,7 @@ async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
     rank = endpoints.node_rank()
     kind = commands.choose_engine(settings)
     if rank == 0:
-        commands.check_router_installed()
+        commands.check_installed("sglang_router", "rollout")
     log.info("engine chosen", engine=kind.value, listen=addresses.engine.url, router=addresses.public_router.url)
     # The worker may take as long to load a version as to load its first weights.
     load_seconds = settings.engine_start_seconds
@@ -79,51 +77,32 @@ async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
-    """Start the router, and the proxy in front of it, when the first worker answers; keep them running."""
+    """Start the router, and the proxy in front of it, when the first worker of any node answers; keep them running.
 
-    def supervised(command: Command, is_healthy: Callable[[], Awaitable[bool]]) -> SupervisedProcess:
-        return SupervisedProcess(
-            command,
-            is_healthy,
-            max_restarts=settings.rollout_max_restarts,
-            start_seconds=ROUTER_START_SECONDS,
-            hang_seconds=settings.engine_hang_seconds,
-        )
-
-    async def proxy_answers() -> bool:
-        """Return whether the proxy gives any answer: it is healthy without the router, too."""
-        try:
-            await public.send_once("GET", "/health", seconds=PROBE_SECONDS)
-        except DependencyLostError:
-            return False
-        return True
-
-    await _wait_for_first_worker(settings, addresses)
-    if addresses.auth_proxy is None:
-        await supervised(commands.router_command(settings, addresses), public.is_healthy).run()
-        return
-    async with RouterAdmin(addresses.router) as router:
-        await run_until_first_ends(
-            supervised(commands.router_command(settings, addresses), router.is_healthy).run(),
-            supervised(commands.auth_proxy_command(addresses.auth_proxy, addresses.router), proxy_answers).run(),
-        )
-
-
-async def _wait_for_first_worker(settings: RolloutSettings, addresses: Addresses) -> None:
-    # Long enough for this node's own supervisor to give up its engine first, with the reason.
-    seconds = (settings.engine_start_seconds + LONGEST_PAUSE_SECONDS) * (1 + settings.rollout_max_restarts)
+    Both are checked through ``public``, as clients reach them.
+    """
     urls = [worker.url for worker in addresses.workers]
-    log.info("the router starts once a rollout worker answers", workers=" ".join(urls), seconds=seconds)
-    try:
-        async with asyncio.timeout(seconds), contextlib.AsyncExitStack() as stack:
-            controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
-            workers = [await stack.enter_async_context(control) for control in controls]
-            while not any(await asyncio.gather(*(worker.is_healthy() for worker in workers))):  # noqa: ASYNC110  # other processes
-                await asyncio.sleep(POLL_SECONDS)
-    except TimeoutError as error:
-        raise ConfigurationError(
-            f"none of {len(urls)} rollout workers came up in {seconds:g} s ({', '.join(urls)}); see their nodes' logs"
-        ) from error
+    log.info("the router starts once a rollout worker answers", workers=" ".join(urls))
+    async with AsyncExitStack() as stack:
+        controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
+        workers = [await stack.enter_async_context(control) for control in controls]
+        # If none ever answers, this node's engine ends the wait, because its supervisor gives up in the end.
+        await run_until_first_ends(*(worker.wait_healthy(math.inf) for worker in workers))
+    children = [commands.router_command(settings, addresses)]
+    if addresses.auth_proxy is not None:
+        children.append(commands.auth_proxy_command(addresses.auth_proxy, addresses.router))
+    await run_until_first_ends(
+        *(
+            SupervisedProcess(
+                command,
+                public.is_healthy,
+                max_restarts=settings.rollout_max_restarts,
+                start_seconds=ROUTER_START_SECONDS,
+                hang_seconds=settings.engine_hang_seconds,
+            ).run()
+            for command in children
+        )
+    )
 
 
 def main() -> None:

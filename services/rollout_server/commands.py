@@ -19,8 +19,6 @@ from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 CHILD = Path(__file__).with_name("child.py")
-EMBEDDED_NEEDS = ("torch", "transformers")
-ROUTER_PACKAGE = "sglang_router"
 FIRST_VERSION = 0
 """The policy version of MODEL_NAME itself."""
 MAX_QUEUED_REQUESTS = 4096
@@ -70,27 +68,25 @@ def choose_engine(settings: RolloutSettings) -> EngineKind:
     kind = settings.rollout_engine
     if kind is EngineKind.AUTO:
         kind = EngineKind.SGLANG if number_of_gpus() > 0 else EngineKind.EMBEDDED
-    if kind is EngineKind.SGLANG and not _has_module(settings.sglang_python, "sglang"):
-        raise ConfigurationError(
-            f"ROLLOUT_ENGINE={settings.rollout_engine.value} needs SGLang on this node, which "
-            f"{settings.sglang_python or sys.executable} does not have; install the extra 'sglang', name its "
-            f"interpreter by SGLANG_PYTHON, or set ROLLOUT_ENGINE=embedded"
-        )
-    missing = [name for name in EMBEDDED_NEEDS if kind is EngineKind.EMBEDDED and not _has_module(None, name)]
-    if missing:
-        raise ConfigurationError(
-            f"the embedded engine (ROLLOUT_ENGINE={settings.rollout_engine.value}) needs {' and '.join(missing)} on "
-            f"this node, which {sys.executable} does not have; install the extra 'rollout'"
-        )
+    if kind is EngineKind.SGLANG:
+        check_installed("sglang", "sglang", settings.sglang_python)
+    else:
+        check_installed("torch", "rollout")
+        check_installed("transformers", "rollout")
     return kind
 
 
-def check_router_installed() -> None:
-    """Raise ConfigurationError if the router is not installed."""
-    if not _has_module(None, ROUTER_PACKAGE):
+def check_installed(module: str, extra: str, python: str | None = None) -> None:
+    """Check that an interpreter, by default this one, has ``module``, which ``extra`` installs.
+
+    Raises:
+        ConfigurationError: the module is not installed, or the interpreter cannot be run.
+    """
+    found = importlib.util.find_spec(module) is not None if python is None else _has_module(python, module)
+    if not found:
         raise ConfigurationError(
-            f"node 0 runs the router, and {sys.executable} does not have {ROUTER_PACKAGE}; install the extra 'sglang' "
-            f"or 'rollout'"
+            f"this node needs {module}, which {python or sys.executable} does not have; install the extra {extra!r} or "
+            f"choose another ROLLOUT_ENGINE or SGLANG_PYTHON"
         )
 
 
@@ -119,14 +115,9 @@ def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoin
 def router_command(settings: RolloutSettings, addresses: Addresses) -> Command:
     """Return the command of the router, which starts without workers; these are registered as they come up."""
     metrics = addresses.router_metrics
-    flags = [
-        *_listen_flags(addresses.router),
-        "--prometheus-host",
-        metrics.host,
-        "--prometheus-port",
-        str(metrics.port),
-    ]
-    flags += [API_KEY_FROM_TOKEN, *ROUTER_FLAGS, *shlex.split(settings.router_extra_flags)]
+    flags = [*_listen_flags(addresses.router), API_KEY_FROM_TOKEN, *ROUTER_FLAGS]
+    flags += ["--prometheus-host", metrics.host, "--prometheus-port", str(metrics.port)]
+    flags += shlex.split(settings.router_extra_flags)
     return Command("router", sys.executable, "sglang_router.launch_router", flags)
 
 
@@ -160,9 +151,7 @@ def _sglang_flags(settings: RolloutSettings, address: Endpoint) -> list[str]:
     return flags + shlex.split(settings.sglang_extra_flags)
 
 
-def _has_module(python: str | None, module: str) -> bool:
-    if python is None:
-        return importlib.util.find_spec(module) is not None
+def _has_module(python: str, module: str) -> bool:
     check = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", check], timeout=60, check=False).returncode == 0

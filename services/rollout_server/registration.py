@@ -82,13 +82,7 @@ class WorkerRegistration:
         """
         if not self._was_registered:
             return
-        seconds = self._settings.rollout_lost_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while not await self._router.is_healthy():  # noqa: ASYNC110  # another process
-                    await asyncio.sleep(POLL_SECONDS)
-        except TimeoutError as error:
-            raise DependencyLostError(f"the router did not answer for {seconds:g} s; see node 0's log") from error
+        await self._router.wait_healthy(self._settings.rollout_lost_seconds)
         await self._router.remove(self._url)
 
     async def withdraw_if_possible(self) -> None:

@@ -83,7 +83,7 @@ class SupervisedProcess:
         try:
             while True:
                 self._process = process = await self._start()
-                await run_until_first_ends(_wait_for_end(process), self._kill_if_hung())
+                await run_until_first_ends(process.wait(), self._kill_if_hung())
                 assert process.returncode is not None
                 self.kill()
                 log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
@@ -145,10 +145,8 @@ class SupervisedProcess:
     def _count_restart(self, code: int) -> None:
         child = f"{self.command.name} ({self.command.module})"
         if not self._healthy_start and self.starts > self._max_restarts:
-            raise ConfigurationError(
-                f"the {child} never answered in {self.starts} starts and {describe_exit(code)}; see its own messages "
-                f"above, and its settings"
-            )
+            never = f"never answered in {self.starts} starts and {describe_exit(code)}"
+            raise ConfigurationError(f"the {child} {never}; see its own messages above, and its settings")
         now = time.monotonic()
         self._restarts.append(now)
         while self._restarts[0] < now - RESTART_WINDOW_SECONDS:
@@ -161,15 +159,6 @@ class SupervisedProcess:
             )
 
 
-async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
-    await process.wait()
-
-
 def describe_exit(code: int) -> str:
     """Return a process's return code in words."""
-    if code >= 0:
-        return f"exited with {code}"
-    try:
-        return f"was ended by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was ended by signal {-code}"
+    return f"exited with {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"

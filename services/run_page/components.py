@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import httpx
@@ -25,6 +24,8 @@ POLL_SECONDS = 2.0
 REQUEST_SECONDS = 2.0
 AWAKE_SECONDS = 15.0
 
+SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
+
 Json = dict[str, Any]
 Read = Callable[["Component"], Awaitable[None]]
 
@@ -37,7 +38,6 @@ class Component:
     url: str
     state: str = "asking"
     detail: str | None = None
-    milliseconds: float | None = None
     policy_version: int | None = None
     figures: Json = field(default_factory=dict)
     """The component's own figures: queue lengths, counts."""
@@ -60,10 +60,9 @@ class ComponentMonitor:
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._services = {task: Component(task.value, endpoints.endpoint(task).url) for task in _FIGURES}
+        self._services = [Component(task.value, endpoints.endpoint(task).url) for task in SERVICES]
         self._router = Component("router", endpoints.endpoint(Task.ROLLOUT_SERVER).url)
         self._workers: dict[str, Component] = {}
-        self._generated: dict[str, tuple[float, float]] = {}
 
     def components(self) -> list[Json]:
         """Return all components as last seen; also keep the monitor awake."""
@@ -74,7 +73,7 @@ class ComponentMonitor:
     def last_seen(self) -> list[Json]:
         """Return all components as last seen."""
         workers = [self._workers[url] for url in sorted(self._workers)]
-        return [component.shown() for component in (*self._services.values(), self._router, *workers)]
+        return [component.shown() for component in (*self._services, self._router, *workers)]
 
     async def run(self) -> None:
         """Poll the components while somebody looks, until cancelled."""
@@ -84,7 +83,7 @@ class ComponentMonitor:
                     self._wake.clear()
                     await self._wake.wait()
                 await asyncio.gather(
-                    *(self._poll(c, partial(self._read_stats, _FIGURES[task])) for task, c in self._services.items()),
+                    *(self._poll(service, self._read_stats) for service in self._services),
                     self._poll(self._router, self._read_router),
                     *(self._poll(worker, self._read_worker) for worker in self._workers.values()),
                 )
@@ -92,12 +91,10 @@ class ComponentMonitor:
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""
-        started = time.monotonic()
         try:
             response = await self._get(component, "/health")
-            component.milliseconds = 1000 * (time.monotonic() - started)
             component.answered = time.monotonic()
-            component.state, component.detail = _health(response)
+            component.state, component.detail = health_of(response)
             if response.status_code == httpx.codes.OK:
                 await read(component)
         except DependencyLostError as error:
@@ -113,22 +110,19 @@ class ComponentMonitor:
             self._clients[component.url] = await self._stack.enter_async_context(client)
         return await client.send_once("GET", path, seconds=REQUEST_SECONDS)
 
-    async def _get_json(self, component: Component, path: str) -> Any:
-        """Return the JSON of a route, or None after noting the refusal as the component's detail."""
+    async def _get_json(self, component: Component, path: str) -> Json:
+        """Return the JSON object of a route; ValueError, with the reason, if the component refuses."""
         response = await self._get(component, path)
         if response.status_code != httpx.codes.OK:
-            component.detail = f"{path}: {response.status_code} {problem_detail(response)}"
-            return None
-        return response.json()
+            raise ValueError(f"{path}: {response.status_code} {problem_detail(response)}")
+        content: Json = response.json()
+        return content
 
-    async def _read_stats(self, figures: Callable[[Json], Json], service: Component) -> None:
-        if (stats := await self._get_json(service, "/stats")) is not None:
-            service.figures = figures(stats)
+    async def _read_stats(self, component: Component) -> None:
+        component.figures |= _figures(await self._get_json(component, "/stats"))
 
     async def _read_router(self, router: Component) -> None:
-        if (reply := await self._get_json(router, "/workers")) is None:
-            return
-        listed = reply["workers"]
+        listed = (await self._get_json(router, "/workers"))["workers"]
         routed = {worker["url"]: bool(worker.get("is_healthy", True)) for worker in listed}
         router.figures = {
             "workers routed": len(routed),
@@ -138,28 +132,17 @@ class ComponentMonitor:
             self._workers[url] = Component(_node_name(url), url)
         # A worker that left the routing may come back, so the monitor keeps polling it.
         for url, worker in self._workers.items():
-            worker.figures = worker.figures | {"routed": "yes" if routed.get(url) else "no"}
+            worker.figures["routed"] = "yes" if routed.get(url) else "no"
 
     async def _read_worker(self, worker: Component) -> None:
-        information = await self._get(worker, "/model_info")
-        if information.status_code == httpx.codes.OK:
-            version = str(information.json().get("weight_version"))
-            worker.policy_version = int(version) if version.isdecimal() else None
+        version = str((await self._get_json(worker, "/model_info")).get("weight_version"))
+        worker.policy_version = int(version) if version.isdecimal() else None
         # SGLang has the first route, the embedded engine the second.
         loads = await self._get(worker, "/v1/loads?include=core")
         if loads.status_code == httpx.codes.OK:
-            worker.figures = worker.figures | _load_figures(loads.json()["loads"])
-        elif (stats := await self._get_json(worker, "/stats")) is not None:
-            worker.figures = worker.figures | self._engine_figures(worker.url, stats)
-
-    def _engine_figures(self, url: str, stats: Json) -> Json:
-        now, generated = time.monotonic(), float(stats["generated_tokens"])
-        before, generated_before = self._generated.get(url, (now, generated))
-        self._generated[url] = (now, generated)
-        # A restarted engine counts from zero again.
-        rate = max(0.0, generated - generated_before) / (now - before) if now > before else None
-        figures = {"running": stats["running"], "waiting": stats["waiting"]}
-        return figures if rate is None else figures | {"tokens/s": round(rate, 1)}
+            worker.figures |= _load_figures(loads.json()["loads"])
+        else:
+            await self._read_stats(worker)
 
 
 def _node_name(worker_url: str) -> str:
@@ -173,7 +156,7 @@ def _node_name(worker_url: str) -> str:
     return "rollout worker"
 
 
-def _health(response: httpx.Response) -> tuple[str, str | None]:
+def health_of(response: httpx.Response) -> tuple[str, str | None]:
     """Return state and detail from a reply of /health; SGLang and the router reply with the status code alone."""
     if response.status_code == httpx.codes.OK:
         return "healthy", None
@@ -184,40 +167,12 @@ def _health(response: httpx.Response) -> tuple[str, str | None]:
     return state, str(detail) if detail else f"/health answered {response.status_code}"
 
 
-def _data_figures(stats: Json) -> Json:
-    return {
-        "source": stats.get("source"),
-        "training prompts": stats.get("train_prompts"),
-        "held-out prompts": stats.get("test_prompts"),
-    }
-
-
-def _reward_figures(stats: Json) -> Json:
-    answers = stats.get("answers", {})
-    return {
-        "waiting": stats.get("pending"),
-        "workers": stats.get("workers_alive"),
-        "scored": answers.get("scored", 0),
-        "not scorable": sum(count for status, count in answers.items() if status != "scored"),
-    }
-
-
-def _replay_figures(stats: Json) -> Json:
-    return {
-        "waiting": stats.get("waiting"),
-        "leased": stats.get("leased"),
-        "groups": stats.get("groups"),
-        "capacity": stats.get("capacity"),
-        "newest policy version": stats.get("newest_policy_version"),
-        "disk MB": round(stats.get("disk_bytes", 0) / 1e6, 1),
-    }
-
-
-_FIGURES = {
-    Task.DATA_SERVER: _data_figures,
-    Task.REWARD_SERVER: _reward_figures,
-    Task.REPLAY_BUFFER: _replay_figures,
-}
+def _figures(stats: Json) -> Json:
+    """Return the numbers and texts of a reply of /stats and of the objects within it, with words for names."""
+    flat: Json = {}
+    for name, value in stats.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return {name.replace("_", " "): value for name, value in flat.items() if isinstance(value, str | int | float)}
 
 
 def _load_figures(loads: list[Json]) -> Json:

@@ -9,17 +9,12 @@ from typing import Any
 
 import orjson
 
-from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.run_page.lines import Position, parse, read_lines
 from services.run_page.samples import SampleIndex
 
 RECORDS_A_REPLY = 1000
 METRIC_DIGITS = 6
-SUMMARY_DIGITS = 4
-
-RENAMED = {"seconds_reward": "seconds_score"}
-"""The present names of version 0.1's columns."""
 
 
 @dataclass(frozen=True)
@@ -55,32 +50,19 @@ class RunDirectory:
         self.samples = SampleIndex(self.path / "samples.jsonl")
         self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
-    def settings(self) -> dict[str, Any]:
-        """Return the trainer's settings from config.json; empty while the file does not exist."""
-        settings: dict[str, Any] = self.components().get(Task.TRAINER.value, {}).get("settings", {})
-        return settings
-
     def components(self) -> dict[str, dict[str, Any]]:
         """Return each component's record from config.json, by name; empty while the file does not exist."""
-        content = _read_object(self.path / "config.json")
-        # Version 0.1 wrote the trainer's settings alone.
-        if content and "components" not in content:
-            return {Task.TRAINER.value: {"settings": content}}
-        components: dict[str, dict[str, Any]] = content.get("components", {})
+        components: dict[str, dict[str, Any]] = read_object(self.path / "config.json").get("components", {})
         return components
 
     def summary(self) -> dict[str, Any]:
-        """Return the outcome from summary.json, rounded for people; empty while the file does not exist."""
-        return {name: _rounded(value) for name, value in _read_object(self.path / "summary.json").items()}
+        """Return the outcome from summary.json; empty while the file does not exist."""
+        return read_object(self.path / "summary.json")
 
     def metrics(self, start: Position) -> Metrics:
         """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
         read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
         records = [record for line in read.lines if (record := parse(line)) is not None]
-        for record in records:
-            for old, name in RENAMED.items():
-                if old in record:
-                    record.setdefault(name, record.pop(old))
         names = dict.fromkeys(name for record in records for name in record)
         names.pop("reward_counts", None)
         return Metrics(
@@ -122,7 +104,8 @@ def _is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in ("config.json", "metrics.jsonl"))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no such file."""
     try:
         content: dict[str, Any] = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -136,10 +119,3 @@ def _number(value: Any) -> float | None:
         return None
     # Times and byte counts are whole or need all their digits.
     return value if isinstance(value, int) or abs(value) >= 1e6 else float(f"{value:.{METRIC_DIGITS}g}")
-
-
-def _rounded(value: Any) -> Any:
-    """Return a fraction with SUMMARY_DIGITS digits, or as a whole number if that has more; other values unchanged."""
-    if not isinstance(value, float) or not math.isfinite(value):
-        return value
-    return round(value) if abs(value) >= 10**SUMMARY_DIGITS else float(f"{value:.{SUMMARY_DIGITS}g}")

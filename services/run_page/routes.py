@@ -46,11 +46,10 @@ class RunGroupsQuery(GroupsQuery):
 
 @dataclass(frozen=True)
 class RunOverview:
-    """A run with the trainer's settings, the records of all components, and the outcome."""
+    """A run with the records of all components and the outcome."""
 
     name: str
     path: str
-    settings: dict[str, Any]
     components: dict[str, dict[str, Any]]
     summary: dict[str, Any]
 
@@ -81,7 +80,7 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
         return run
 
     def overviews() -> list[RunOverview]:
-        return [RunOverview(r.name, str(r.path), r.settings(), r.components(), r.summary()) for r in runs()]
+        return [RunOverview(r.name, str(r.path), r.components(), r.summary()) for r in runs()]
 
     @app.get("/api/runs", response_model=RunsReply, tags=["run page"])
     async def get_runs() -> Response:

@@ -10,14 +10,12 @@ import hashlib
 import math
 import threading
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.run_page.lines import Position, parse, read_lines
@@ -50,6 +48,13 @@ class GroupsQuery(BaseModel):
     prompt_key: str = Field(default="", pattern="^([0-9a-f]{16})?$")
     recurring: bool = False
 
+    def admits(self, low: float, high: float) -> bool:
+        """Return whether rewards from ``low`` to ``high`` overlap the bounds; without bounds every group matches."""
+        lower, upper = self.reward_from, self.reward_to
+        if lower is None and upper is None:
+            return True
+        return low <= high and (lower is None or lower <= high) and (upper is None or low <= upper)
+
 
 @dataclass(frozen=True)
 class GroupsFound:
@@ -66,6 +71,19 @@ def prompt_key(prompt: str) -> str:
     return hashlib.blake2b(prompt.encode(), digest_size=8).hexdigest()
 
 
+@dataclass(slots=True)
+class _Group:
+    """The place of a group in its file, and the values by which a search selects groups."""
+
+    step: int
+    prompt_key: str
+    start: int
+    end: int
+    low: float = math.inf
+    """The lowest reward; infinite, with ``high`` = -inf, if no completion could be scored."""
+    high: float = -math.inf
+
+
 class SampleIndex:
     """An index of the groups of one file, for use from several threads."""
 
@@ -76,16 +94,9 @@ class SampleIndex:
 
     def _forget(self) -> None:
         self._position = Position()
-        self._last: tuple[int, str, int] | None = None
-        self._steps = array("q")
-        self._starts = array("q")
-        self._ends = array("q")
-        # Lowest and highest reward; +inf and -inf where no completion could be scored.
-        self._lows = array("d")
-        self._highs = array("d")
-        # The prompts' keys, as numbers to save memory, and the number of groups of each prompt.
-        self._prompts = array("Q")
-        self._groups_of_prompt: Counter[int] = Counter()
+        self._last: tuple[int, str, str] | None = None
+        self._groups: list[_Group] = []
+        self._groups_of_prompt: Counter[str] = Counter()
 
     def refresh(self) -> None:
         """Index the lines that were appended since the last call."""
@@ -103,88 +114,73 @@ class SampleIndex:
         record = parse(line)
         if record is None:
             return
-        prompt = int(prompt_key(str(record.get("prompt"))), 16)
+        key = prompt_key(str(record.get("prompt")))
         # Completions of evaluations have no group id; each has its own prompt.
-        key = (int(record["step"]), str(record.get("group_id")), prompt)
-        if key != self._last:
-            self._last = key
-            self._steps.append(key[0])
-            self._starts.append(start)
-            self._ends.append(start)
-            self._lows.append(math.inf)
-            self._highs.append(-math.inf)
-            self._prompts.append(prompt)
-            self._groups_of_prompt[prompt] += 1
-        self._ends[-1] = start + len(line)
-        if (reward := record.get("reward")) is not None:
-            self._lows[-1] = min(self._lows[-1], reward)
-            self._highs[-1] = max(self._highs[-1], reward)
+        identity = (int(record["step"]), str(record.get("group_id")), key)
+        if identity != self._last:
+            self._last = identity
+            self._groups.append(_Group(identity[0], key, start, start))
+            self._groups_of_prompt[key] += 1
+        group = self._groups[-1]
+        group.end = start + len(line)
+        low, high = _rewards(record)
+        group.low, group.high = min(group.low, low), max(group.high, high)
 
     def search(self, query: GroupsQuery) -> GroupsFound:
         """Return the newest matching groups before ``query.before``; stop after about SEARCH_SECONDS."""
         self.refresh()
         end = time.monotonic() + SEARCH_SECONDS
-        total = len(self._steps)
-        number = total if query.before is None else min(query.before, total)
+        groups = self._groups
+        number = len(groups) if query.before is None else min(query.before, len(groups))
         found: list[dict[str, Any]] = []
         if not self.path.exists():
             return GroupsFound([], None, None, 0)
         with self.path.open("rb") as file:
             while number > 0 and len(found) < query.limit and time.monotonic() < end:
                 number -= 1
-                if self._may_match(number, query) and (group := self._read(file, number, query)) is not None:
-                    count = self._groups_of_prompt[self._prompts[number]]
-                    key = f"{self._prompts[number]:016x}"
-                    found.append({"number": number, "prompt_key": key, "groups_of_prompt": count, **group})
-        step = self._steps[number] if number < total else None
-        return GroupsFound(found, number if number > 0 else None, step, total)
+                group = groups[number]
+                if self._may_match(group, query) and (content := _read(file, group, query)) is not None:
+                    count = self._groups_of_prompt[group.prompt_key]
+                    place = {"number": number, "prompt_key": group.prompt_key, "groups_of_prompt": count}
+                    found.append(place | content)
+        step = groups[number].step if number < len(groups) else None
+        return GroupsFound(found, number if number > 0 else None, step, len(groups))
 
-    def _may_match(self, number: int, query: GroupsQuery) -> bool:
-        step, low, high = self._steps[number], self._lows[number], self._highs[number]
-        if query.step_from is not None and step < query.step_from:
+    def _may_match(self, group: _Group, query: GroupsQuery) -> bool:
+        if query.step_from is not None and group.step < query.step_from:
             return False
-        if query.step_to is not None and step > query.step_to:
+        if query.step_to is not None and group.step > query.step_to:
             return False
-        if query.prompt_key and self._prompts[number] != int(query.prompt_key, 16):
+        if query.prompt_key not in ("", group.prompt_key):
             return False
-        if query.recurring and self._groups_of_prompt[self._prompts[number]] < 2:
+        if query.recurring and self._groups_of_prompt[group.prompt_key] < 2:
             return False
-        if query.spread != "any" and (query.spread == "mixed") != (low < high):
+        if query.spread != "any" and (query.spread == "mixed") != (group.low < group.high):
             return False
-        return _overlap(low, high, query)
-
-    def _read(self, file: IO[bytes], number: int, query: GroupsQuery) -> dict[str, Any] | None:
-        """Return the group if it matches; None also if the file was replaced, which the next refresh notices."""
-        file.seek(self._starts[number])
-        content = file.read(self._ends[number] - self._starts[number])
-        needle = query.text.encode().lower()
-        # A quick test on the JSON; since a match may be in a key, the fields are searched below.
-        if needle and orjson.dumps(query.text)[1:-1].lower() not in content.lower():
-            return None
-        records = [record for line in content.splitlines() if (record := parse(line)) is not None]
-        if not records or records[0]["step"] != self._steps[number]:
-            return None
-        if needle and not any(needle in text.encode().lower() for text in _texts(records)):
-            return None
-        rewards = [record["reward"] for record in records if record.get("reward") is not None]
-        if not _is_unbounded(query) and not any(_overlap(reward, reward, query) for reward in rewards):
-            return None
-        first = records[0]
-        shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
-        completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
-        return {**shared, "completions": completions}
+        return query.admits(group.low, group.high)
 
 
-def _is_unbounded(query: GroupsQuery) -> bool:
-    return query.reward_from is None and query.reward_to is None
+def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] | None:
+    """Return the group if it matches; None also if the file was replaced, which the next refresh notices."""
+    file.seek(group.start)
+    lines = file.read(group.end - group.start).splitlines()
+    records = [record for line in lines if (record := parse(line)) is not None]
+    if not records or records[0]["step"] != group.step:
+        return None
+    if not any(query.text.lower() in text.lower() for text in _texts(records)):
+        return None
+    if not any(query.admits(*_rewards(record)) for record in records):
+        return None
+    first = records[0]
+    shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
+    completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
+    return {**shared, "completions": completions}
 
 
-def _overlap(low: float, high: float, query: GroupsQuery) -> bool:
-    if _is_unbounded(query):
-        return True
-    lower = -math.inf if query.reward_from is None else query.reward_from
-    upper = math.inf if query.reward_to is None else query.reward_to
-    return low <= upper and high >= lower and low <= high
+def _rewards(record: dict[str, Any]) -> tuple[float, float]:
+    """Return the lowest and highest reward of one completion: its own twice, or an empty range without one."""
+    reward = record.get("reward")
+    return (math.inf, -math.inf) if reward is None else (reward, reward)
 
 
 def _texts(records: list[dict[str, Any]]) -> Iterator[str]:

@@ -58,7 +58,6 @@ def test_logs_are_of_a_run_and_of_tasks(capfd):
     assert shown(capfd, "older", "data-server-0") == ["data of older"]
     assert shown(capfd, "volume/runs/other", "ppo-trainer") == ["trainer of other"]
     assert len(shown(capfd, "older")) == len(shown(capfd)) == 2
-    assert shown(capfd, "data-server", run="runs/older") == ["data of older"]
 
 
 def test_logs_of_an_unknown_task_are_refused(capfd):

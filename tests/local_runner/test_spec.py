@@ -125,3 +125,14 @@ def test_a_name_alone_takes_its_value_from_the_environment(monkeypatch):
 def test_node_counts_are_whole_and_positive(pair):
     with pytest.raises(ConfigurationError, match="TASK=COUNT"):
         spec.counts([pair])
+
+
+def test_a_file_of_variables_is_read_as_by_skypilot(tmp_path):
+    path = tmp_path / "settings.env"
+    path.write_text("# a comment\nA=b=c\n\nTEXT=two words\nQUOTED='x y'\nEMPTY=\n")
+    assert spec.env_file(path) == {"A": "b=c", "TEXT": "two words", "QUOTED": "x y", "EMPTY": ""}
+    path.write_text("A=1\nALONE\n")
+    with pytest.raises(ConfigurationError, match=r"\['ALONE'\] have no value; expected NAME=VALUE"):
+        spec.env_file(path)
+    with pytest.raises(ConfigurationError, match="there is no --env-file"):
+        spec.env_file(tmp_path / "absent.env")

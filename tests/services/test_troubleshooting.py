@@ -102,7 +102,7 @@ MISTAKES = [
     (DATA, {"DATASET": "rows.jsonl", "PROMPT_COLUMN": "ask"}, "... is ..., which ... lacks; it has ..."),
     (REWARD, {"REWARD_FN": "no_such_module:reward"}, "REWARD_FN ... cannot be loaded"),
     (REWARD, {"REWARD_FN": "maths"}, "... is no reward; allowed are ..."),
-    (ROLLOUT, {"ROLLOUT_ENGINE": "sglang"}, "needs SGLang on this node"),
+    (ROLLOUT, {"ROLLOUT_ENGINE": "sglang"}, "this node needs sglang"),
     pytest.param(
         *(TRAINER, {"MODEL_NAME": "no-such-model"}, "MODEL_NAME: the model ... cannot be loaded"),
         marks=pytest.mark.slow,

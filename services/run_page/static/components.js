@@ -28,7 +28,6 @@ function card(component, newest) {
       ? []
       : [["policy version", behind > 0 ? `${component.policy_version}, ${behind} behind` : String(component.policy_version)]];
   const figures = Object.entries(component.figures ?? {}).map(([name, value]) => [name, typeof value === "number" ? number(value, 5) : String(value ?? "–")]);
-  const latency = component.milliseconds === null || component.milliseconds === undefined ? [] : [["answers in", `${number(component.milliseconds, 2)} ms`]];
   const silent = component.state === "silent" && component.seconds_since_answer !== null;
   const since = silent ? [["last answer", `${duration(component.seconds_since_answer)} ago`]] : [];
   return h(
@@ -37,6 +36,6 @@ function card(component, newest) {
     h("header", null, h("strong", null, component.name), h("span", { class: `pill ${look(component.state)}` }, component.state)),
     h("p", { class: "muted" }, component.url.replace("http://", "")),
     component.detail ? h("p", { class: "detail" }, component.detail) : null,
-    h("dl", null, [...version, ...figures, ...latency, ...since].map(([name, value]) => [h("dt", null, name), h("dd", null, value)]).flat()),
+    h("dl", null, [...version, ...figures, ...since].map(([name, value]) => [h("dt", null, name), h("dd", null, value)]).flat()),
   );
 }

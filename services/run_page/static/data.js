@@ -16,8 +16,8 @@ export class RunData {
   take(overview) {
     this.name = overview.name;
     this.path = overview.path;
-    this.settings = overview.settings;
     this.components = overview.components;
+    this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
     this.takeBefore(overview.summary);
   }

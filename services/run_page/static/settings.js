@@ -56,7 +56,7 @@ export class Settings {
 function parts(runs) {
   const components = union(runs.map((run) => run.components));
   return [
-    { title: "Outcome", rows: rowsOf(runs, (run) => run.summary) },
+    { title: "Outcome", rows: rowsOf(runs, (run) => rounded(run.summary)) },
     ...components.map((name) => ({
       title: `Settings of ${name}`,
       rows: rowsOf(runs, (run) => run.components[name]?.settings, (run) => run.components[name]?.changed).map((row) => ({
@@ -69,6 +69,12 @@ function parts(runs) {
       rows: rowsOf(runs, ({ components: { [name]: component } }) => component && versions(component)),
     })),
   ];
+}
+
+/** Returns the values with four significant digits for fractions, and large numbers whole. */
+function rounded(values) {
+  const round = (value) => (Math.abs(value) >= 1e4 ? Math.round(value) : Number(value.toPrecision(4)));
+  return Object.fromEntries(Object.entries(values).map(([name, value]) => [name, typeof value === "number" ? round(value) : value]));
 }
 
 function versions({ commit, packages }) {

@@ -90,14 +90,6 @@ def test_the_counts_of_a_steps_rewards_come_beside_its_metrics(tmp_path):
     assert "reward_counts" not in read.columns
 
 
-def test_the_outcome_is_rounded_for_people(tmp_path):
-    run = RunDirectory("run", tmp_path)
-    (tmp_path / "summary.json").write_text(
-        '{"reward_last":0.30000000000000004,"seconds":12345.678,"steps":7,"model":"m"}'
-    )
-    assert run.summary() == {"reward_last": 0.3, "seconds": 12346, "steps": 7, "model": "m"}
-
-
 def test_broken_lines_are_counted_and_left_out(tmp_path):
     run = RunDirectory("run", write_run(tmp_path / "run", 1))
     (run.path / "metrics.jsonl").write_text('{"step":1}\n{"st\n{"step":2}\n')
@@ -108,7 +100,7 @@ def test_broken_lines_are_counted_and_left_out(tmp_path):
 
 def test_a_run_that_has_just_begun_is_empty(tmp_path):
     run = RunDirectory("run", tmp_path / "not-there-yet")
-    assert (run.settings(), run.summary(), run.metrics(Position()).columns) == ({}, {}, {})
+    assert (run.components(), run.summary(), run.metrics(Position()).columns) == ({}, {}, {})
     write_run(run.path, 1)
     assert read_all(run, Position())[0] == [1]
 
@@ -130,12 +122,3 @@ def test_runs_of_the_same_name_are_told_apart(tmp_path):
 def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):
     with pytest.raises(ConfigurationError, match=r"nowhere is no run directory.*runs/grpo-1"):
         find_runs([tmp_path / "nowhere"])
-
-
-def test_runs_of_the_version_before_are_still_read(tmp_path):
-    (tmp_path / "config.json").write_bytes(orjson.dumps({"model_name": "m"}))
-    append(tmp_path / "metrics.jsonl", [{"step": 1, "seconds_reward": 0.5}])
-    run = RunDirectory("run", tmp_path)
-    assert run.components() == {"ppo-trainer": {"settings": {"model_name": "m"}}}
-    assert run.settings() == {"model_name": "m"}
-    assert run.metrics(Position()).columns == {"step": [1], "seconds_score": [0.5]}

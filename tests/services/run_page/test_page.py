@@ -70,9 +70,9 @@ NOW = {
     "accuracy_before": 0.25,
     "components": [
         {"name": "reward-server", "url": "http://r:8002", "state": "healthy", "figures": {"waiting": 12}}
-        | {"detail": None, "milliseconds": 1.2, "policy_version": None, "seconds_since_answer": 0.1},
+        | {"detail": None, "policy_version": None, "seconds_since_answer": 0.1},
         {"name": "rollout-server-1", "url": "http://w:30001", "state": "silent", "figures": {"running": 3}}
-        | {"detail": "no answer", "milliseconds": 2.0, "policy_version": 1, "seconds_since_answer": 42.0},
+        | {"detail": "no answer", "policy_version": 1, "seconds_since_answer": 42.0},
     ],
 }
 
