@@ -30,6 +30,8 @@ RETIRED: dict[str, str] = {
     "REPLAY_BUFFER_LISTEN_PORT": _FLAGS,
     "REPLAY_EXPERIENCE_CAPACITY": "100,000 experiences without tokens are kept",
     "REPLAY_QUEUE_CAPACITY": "65,536 fresh groups may wait; further ones are refused with 429",
+    "REPLAY_MAX_AGE_SECONDS": "set REPLAY_CAPACITY, and the trainer's REPLAY_MAX_STALENESS",
+    "REPLAY_EVICT_STALENESS": "set REPLAY_CAPACITY, and the trainer's REPLAY_MAX_STALENESS",
     "REPLAY_SEED": "give a seed with each request for samples",
     "ENVIRONMENT_SERVER_LISTEN_HOST": _FLAGS,
     "ENVIRONMENT_SERVER_LISTEN_PORT": _FLAGS,

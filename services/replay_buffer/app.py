@@ -17,8 +17,6 @@ from prometheus_client import Gauge
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.http.app import create_service_app, model_response
-from services.http.problems import ProblemError
-from services.protocol.groups import Group
 from services.protocol.replay import (
     AcknowledgeReply,
     AcknowledgeRequest,
@@ -101,7 +99,7 @@ class Buffer:
             experiences=experiences,
             waiting=waiting,
             leased=leased,
-            newest_policy_version=self.store.newest_version,
+            newest_policy_version=self.store.groups.newest_version(),
             leases=self.queue.leases()[0],
             snapshots=self.snapshots.labels,
             disk_bytes=self.store.database.used_bytes,
@@ -179,14 +177,6 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
     async def post_priorities(request: UpdatePrioritiesRequest) -> Response:
         """Set the priorities of groups by id."""
         return model_response(await buffer.run(lambda: buffer.store.update_priorities(request.priorities)))
-
-    @app.get("/groups/{group_id}", response_model=Group, tags=["store"])
-    async def get_group(group_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
-        """Return one group, from store or queue."""
-        found = await buffer.run(lambda: buffer.store.get(group_id))
-        if found is None:
-            raise ProblemError(404, "no group of that id is in the store or the queue")
-        return _json(found)
 
     @app.post("/add", response_model=AddExperiencesReply, tags=["experiences without tokens"])
     async def post_add(request: AddExperiencesRequest) -> Response:

@@ -83,7 +83,7 @@ class FreshQueue:
         lease_id = uuid.uuid4().hex if taken else None
         if taken or stale:
             with self._store.transaction():
-                self._drop(stale)
+                self._store.delete(stale)
                 if lease_id is not None:
                     expires_at = self._store.clock() + request.lease_seconds
                     self._db.execute(
@@ -110,7 +110,7 @@ class FreshQueue:
             if request.keep:
                 self._store.keep(held)
             else:
-                self._drop([record.sequence for record in held])
+                self._store.delete(record.sequence for record in held)
         self._store.counts["acknowledged"] += len(held)
         return AcknowledgeReply(acknowledged=len(held), lost=len(sequences) - len(held))
 
@@ -160,9 +160,6 @@ class FreshQueue:
         self._db.executemany(
             "UPDATE members SET lease = ? WHERE snapshot = 0 AND sequence = ?", [(lease_id, s) for s in sequences]
         )
-
-    def _drop(self, sequences: Sequence[int]) -> None:
-        self._db.executemany("DELETE FROM members WHERE snapshot = 0 AND sequence = ?", [(s,) for s in sequences])
 
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
         reply = {
