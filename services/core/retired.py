@@ -69,6 +69,7 @@ RETIRED: dict[str, str] = {
     "DATA_SHUFFLE": "set CURRICULUM=source for the order of the source",
     "DATA_STATE_DIR": "cursors are kept in the run directory, below SHARED_DIR",
     "FEW_SHOT_COUNT": "it is always 4",
+    "REWARD_FORMAT_PATTERN": "write a function of your own; docs/guides/reward-function.md says how",
     "REWARD_MAX_PENDING": "it is always 20,000",
     "REWARD_OVERLONG_BUFFER_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
     "REWARD_OVERLONG_MAX_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",

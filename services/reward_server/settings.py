@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from services.core.settings import Settings
 
 BUILT_IN = ("math", "exact_match", "format", "reward_model")
-_IN_PROCESS = ("exact_match", "reward_model")
+_IN_PROCESS = ("exact_match", "format", "reward_model")
 """The rewards that run in the server itself, because they are safe on any text."""
 
 _PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
@@ -32,8 +32,9 @@ class RewardSettings(Settings):
         default="math",
         description="The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
         "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
-        "answer is marked) and `reward_model`; `module:function` is a function of your own, called with the keyword "
-        "arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason.",
+        "answer follows `####` or is in a box) and `reward_model`; `module:function` is a function of your own, called "
+        "with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and "
+        "finish_reason.",
     )
     reward_workers: int = Field(
         default=2,
@@ -56,15 +57,10 @@ class RewardSettings(Settings):
         "that wait. Processor time is the closer limit for others, and does not depend on the machine's other work.",
     )
     reward_memory_mb: int = Field(
-        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start."
+        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start, on Linux."
     )
     reward_queue_seconds: float = Field(
         default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."
-    )
-    reward_format_pattern: str = Field(
-        default=r"####\s*\S|\\boxed\{",
-        min_length=1,
-        description="Regular expression that the `format` reward searches for in a response.",
     )
     reward_model: str | None = Field(
         default=None,
@@ -92,15 +88,6 @@ class RewardSettings(Settings):
     @classmethod
     def _check_functions(cls, text: str) -> str:
         parse_functions(text)
-        return text
-
-    @field_validator("reward_format_pattern")
-    @classmethod
-    def _check_pattern(cls, text: str) -> str:
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
         return text
 
 
