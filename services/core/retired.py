@@ -71,6 +71,7 @@ RETIRED: dict[str, str] = {
     "FEW_SHOT_COUNT": "it is always 4",
     "REWARD_FORMAT_PATTERN": "write a function of your own; docs/guides/reward-function.md says how",
     "REWARD_MAX_PENDING": "it is always 20,000",
+    "REWARD_MODEL_BATCH": "it is always 16",
     "REWARD_OVERLONG_BUFFER_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
     "REWARD_OVERLONG_MAX_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
     "EVAL_LOST_SECONDS": "an evaluation gives up when no server has answered for 600 s",

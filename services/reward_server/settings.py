@@ -66,9 +66,6 @@ class RewardSettings(Settings):
         description="Sequence classification model of the `reward_model` reward, by hub name or directory; its one "
         "logit is the reward.",
     )
-    reward_model_batch: int = Field(
-        default=16, ge=1, le=1024, description="Answers that the reward model scores at once."
-    )
     reward_model_max_tokens: int = Field(
         default=2048, ge=16, description="Longer conversations are unscorable by the reward model; nothing is cut off."
     )
