@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 log = get_logger(__name__)
 
-KILLED = Counter("reward_workers_killed", "Workers that ended over an answer.", ["reason"])
 PENDING = Gauge("reward_answers_pending", "Answers that wait for a worker.")
 ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 
@@ -182,11 +181,10 @@ class WorkerPool:
         except (TimeoutError, EOFError, OSError) as error:
             self._alive.discard(free)
             ALIVE.set(len(self._alive))
-            evaluation = self._explain_end(error, await loop.run_in_executor(self._threads, free.end))
-            KILLED.labels(evaluation.status.value).inc()
+            exit_code = await loop.run_in_executor(self._threads, free.end)
             if not self._stopping:
                 self._run(self._replace())
-            return evaluation
+            return self._explain_end(error, exit_code)
         self._free.put_nowait(free)
         if "value" in reply:
             return Evaluation(reply["value"])

@@ -19,7 +19,6 @@ from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings
 
 SCORED = Metric("reward_answers", "Answers by how their scoring ended.", ["status"])
-DECIDED = Metric("reward_math_decided", "Answers that the math reward decided, by where.", ["where"])
 
 _SLICE = 128
 """Answers that are scored in one go before other requests get their turn."""
@@ -93,19 +92,16 @@ class Scorer:
         truncated = item.finish_reason is FinishReason.LENGTH
         judgement = judge(item.response, item.ground_truth, truncated=truncated)
         if judgement.verdict is not Verdict.UNDECIDED:
-            DECIDED.labels("exact").inc()
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
         text = judgement.answer if judgement.answer is not None else item.response[-_LOOKED_THROUGH:].strip()
         known = self._verdicts.get((text, item.ground_truth))
         if known is not None:
-            DECIDED.labels("known").inc()
             return Evaluation(known, extracted=judgement.answer)
         return self._verify(text, item.ground_truth, judgement.answer)
 
     async def _verify(self, text: str, ground_truth: str, answer: str | None) -> Evaluation:
         evaluation = await self._pool.evaluate("math", {"answer": text, "ground_truth": ground_truth})
         if evaluation.value is not None:
-            DECIDED.labels("math_verify").inc()
             # Completions of one prompt often agree. Only verdicts are kept, never a timeout.
             self._verdicts[text, ground_truth] = evaluation.value
             if len(self._verdicts) > _KEPT_VERDICTS:
