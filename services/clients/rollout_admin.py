@@ -6,11 +6,11 @@ has the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 from pydantic import BaseModel
 
 from services.core.endpoints import Endpoint, Task, endpoint
@@ -200,16 +200,11 @@ class WorkerAdmin(HttpClient):
 
     async def _ask(self, method: str, path: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
         response = await self.send_once(method, path, payload, seconds=self.timeout)
-        body = self._json(path, response)
-        if response.status_code >= 400 or (isinstance(body, dict) and body.get("success") is False):
-            raise WorkerRefusedError(f"worker {self.url}{path}: {response.status_code} {response.text[:500]}")
-        return body if isinstance(body, dict) else {}
-
-    def _json(self, path: str, response: httpx.Response) -> Any:
+        body: Any = None
         # Some routes answer with a line of text.
-        if not response.content or not response.headers.get("content-type", "").startswith("application/json"):
-            return {}
-        try:
-            return response.json()
-        except ValueError:
-            raise WorkerRefusedError(f"worker {self.url}{path} answered broken JSON: {response.text[:200]}") from None
+        with contextlib.suppress(ValueError):
+            body = response.json()
+        reply: dict[str, Any] = body if isinstance(body, dict) else {}
+        if response.status_code >= 400 or reply.get("success") is False:
+            raise WorkerRefusedError(f"worker {self.url}{path}: {response.status_code} {response.text[:500]}")
+        return reply

@@ -49,10 +49,9 @@ def decide(setting: str, wanted: ComputeType, *, device: str, multiplies_bfloat1
         return Compute(device, wanted, threads, f"{setting}={wanted}")
     if device == "cuda":
         return Compute(device, ComputeType.BFLOAT16, threads, f"{setting}=auto on a GPU")
-    if multiplies_bfloat16:
-        reason = f"{setting}=auto on a processor with bfloat16 instructions"
-        return Compute(device, ComputeType.BFLOAT16, threads, reason)
-    return Compute(device, ComputeType.FLOAT32, threads, f"{setting}=auto on a processor without bfloat16 instructions")
+    chosen = ComputeType.BFLOAT16 if multiplies_bfloat16 else ComputeType.FLOAT32
+    instructions = "with" if multiplies_bfloat16 else "without"
+    return Compute(device, chosen, threads, f"{setting}=auto on a processor {instructions} bfloat16 instructions")
 
 
 def multiplies_bfloat16(capabilities: Mapping[str, Any]) -> bool:

@@ -9,11 +9,13 @@ anew, because a recovered node has a new address.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from services.core.errors import ConfigurationError
 
@@ -61,6 +63,8 @@ ENDPOINTS_VARIABLE = "JOBGROUP_ENDPOINTS"
 NODE_RANK_VARIABLE = "SKYPILOT_NODE_RANK"
 """Set by SkyPilot on every node of every task."""
 EVERYWHERE = "0.0.0.0"
+
+_ADDRESSES = TypeAdapter(dict[str, Annotated[str, Field(pattern=r"^.+:\d+$")]])
 
 
 @dataclass(frozen=True)
@@ -142,22 +146,17 @@ def _mapped(task: Task, port: int, rank: int) -> Endpoint | None:
             f"{ENDPOINTS_VARIABLE} has no entry {key!r}; give it as 'host:port' or unset the variable"
         )
     host, _, number = address.rpartition(":")
-    if not host or not number.isdecimal():
-        raise ConfigurationError(f"{ENDPOINTS_VARIABLE}[{key!r}] is {address!r}; allowed is 'host:port'")
     return Endpoint(host, int(number))
 
 
 @lru_cache(maxsize=8)
 def _parse_mapping(text: str) -> dict[str, str]:
     try:
-        mapping = json.loads(text)
-    except json.JSONDecodeError as error:
+        return _ADDRESSES.validate_json(text)
+    except ValidationError as error:
         raise ConfigurationError(
-            f'{ENDPOINTS_VARIABLE} is not JSON ({error}); allowed is {{"task-rank:port": "host:port"}}'
+            f'{ENDPOINTS_VARIABLE} is {text!r}; allowed is a JSON object such as {{"task-rank:port": "host:port"}}'
         ) from error
-    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
-        raise ConfigurationError(f"{ENDPOINTS_VARIABLE} must be a JSON object of strings")
-    return mapping
 
 
 def _integer(name: str, default: int) -> int:

@@ -23,18 +23,14 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "services.rollout_server": ("rollout",),
     "trainer": ("trainer",),
     "trainer.collector": ("collector",),
+    "scripts": ("local",),
     "scripts.cartpole_policy": ("head",),
-    "scripts.clean": ("local",),
     "scripts.evaluate": ("data", "evaluation", "local"),
-    "scripts.logs": ("local",),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
-    "scripts.run_local": ("local",),
-    "scripts.status": ("local",),
     "scripts.tiny_model": ("local", "rollout"),
-    "scripts.view": ("local",),
     "local_runner": ("local",),
     # Generators of documents, and benchmarks, need what `make test` installs.
-    "scripts": ("demo", "test"),
+    "scripts.reference": ("demo", "test"),
     "benchmarks": ("demo", "test"),
 }
 """Extras by program (``python -m services.data_server``) or package; the longest matching name counts."""

@@ -14,7 +14,6 @@ from services.data_server.batches import Batches
 from services.data_server.settings import DataSettings
 from services.http.app import JsonResponse, create_service_app, model_response
 from services.http.json_body import JsonRoute
-from services.http.query import query_parameters, read_query
 from services.protocol.prompts import (
     Cursor,
     CursorRequest,
@@ -61,16 +60,14 @@ async def _loaded(request: Request) -> Batches:
 Loaded = Annotated[Batches, Depends(_loaded)]
 
 
-# The query is read as one model because FastAPI takes longer over eight parameters than over the rest of the request.
-@router.get("/prompts", response_model=PromptBatch, openapi_extra={"parameters": query_parameters(PromptsQuery)})
-async def get_prompts(request: Request) -> Response:
+@router.get("/prompts", response_model=PromptBatch)
+async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) -> Response:
     """Return the next prompts.
 
     With ``epoch`` or ``position`` they depend on these alone. Otherwise the server's own cursor of ``consumer``
     (one for each split and shard) moves on; repeating a ``request_id`` returns the same prompts again.
     """
-    query = read_query(request, PromptsQuery)
-    batches, split = await _loaded(request), query.split
+    split = query.split
     shard = (query.shard_index, query.shard_count)
     if query.epoch is not None or query.position is not None:
         cursor = Cursor(epoch=query.epoch or 0, position=query.position or 0)

@@ -55,14 +55,10 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            if self.body_field is not None and not _is_json(request.headers.get("content-type", "")):
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if self.body_field is not None and media_type != "application/json":
                 raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
             response: Response = await handle(JsonRequest(request.scope, request.receive))
             return response
 
         return handler
-
-
-def _is_json(content_type: str) -> bool:
-    media_type = content_type.partition(";")[0].strip().lower()
-    return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))

@@ -152,7 +152,8 @@ class SnapshotReply(WireModel):
 class ReplayStats(BaseModel):
     """Reply of the replay-buffer's GET /stats.
 
-    ``size`` counts the groups of /groups/sample plus the experiences without tokens of /sample.
+    ``size`` counts the groups of /groups/sample plus the experiences without tokens of /sample;
+    ``newest_policy_version`` is the newest of those groups'.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -15,10 +15,8 @@ from fastapi.responses import Response
 from prometheus_client import Gauge
 
 from services.core.logs import get_logger
-from services.core.tasks import in_background
+from services.core.tasks import in_background, run_until_first_ends
 from services.http.app import create_service_app, model_response
-from services.http.problems import ProblemError
-from services.protocol.groups import Group
 from services.protocol.replay import (
     AcknowledgeReply,
     AcknowledgeRequest,
@@ -101,7 +99,7 @@ class Buffer:
             experiences=experiences,
             waiting=waiting,
             leased=leased,
-            newest_policy_version=self.store.newest_version,
+            newest_policy_version=self.store.groups.newest_version(),
             leases=self.queue.leases()[0],
             snapshots=self.snapshots.labels,
             disk_bytes=self.store.database.used_bytes,
@@ -180,14 +178,6 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
         """Set the priorities of groups by id."""
         return model_response(await buffer.run(lambda: buffer.store.update_priorities(request.priorities)))
 
-    @app.get("/groups/{group_id}", response_model=Group, tags=["store"])
-    async def get_group(group_id: Annotated[str, Path(min_length=1, max_length=200)]) -> Response:
-        """Return one group, from store or queue."""
-        found = await buffer.run(lambda: buffer.store.get(group_id))
-        if found is None:
-            raise ProblemError(404, "no group of that id is in the store or the queue")
-        return _json(found)
-
     @app.post("/add", response_model=AddExperiencesReply, tags=["experiences without tokens"])
     async def post_add(request: AddExperiencesRequest) -> Response:
         """Store experiences without tokens, for clients that know no groups."""
@@ -219,7 +209,8 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             reply = await buffer.run(lease)
             if reply is not None:
                 return _json(reply)
-            await _first_of([changed, draining], min(left, await buffer.run(buffer.seconds_to_expiry)))
+            seconds = min(left, await buffer.run(buffer.seconds_to_expiry))
+            await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
 
     @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
@@ -244,16 +235,6 @@ def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
     async def delete_snapshot(label: Label) -> Response:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
         return model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
-
-
-async def _first_of(events: list[asyncio.Event], seconds: float) -> None:
-    """Return when one of the events is set, or after ``seconds``."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def _json(body: bytes) -> Response:

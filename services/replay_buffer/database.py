@@ -26,9 +26,7 @@ CREATE TABLE IF NOT EXISTS contents (sequence INTEGER PRIMARY KEY AUTOINCREMENT,
 CREATE TABLE IF NOT EXISTS known (sequence INTEGER PRIMARY KEY, group_id TEXT NOT NULL);
 CREATE INDEX IF NOT EXISTS known_by_id ON known (group_id);
 
-CREATE TABLE IF NOT EXISTS snapshots (
-    id INTEGER PRIMARY KEY, label TEXT UNIQUE, newest_version INTEGER, random_state TEXT
-);
+CREATE TABLE IF NOT EXISTS snapshots (id INTEGER PRIMARY KEY, label TEXT UNIQUE);
 INSERT OR IGNORE INTO snapshots (id) VALUES (0);
 
 -- The sequence numbers added on the way to a snapshot: an id is known if it was added there. A restore begins a new
@@ -86,16 +84,11 @@ class Database(sqlite3.Connection):
         transactions, but the death of the process undoes none. The file may grow to ``max_bytes``.
 
         Raises:
-            ConfigurationError: the directory cannot be used, or holds groups of a former format.
+            ConfigurationError: the directory cannot be used.
             DependencyLostError: another process uses it.
         """
         self._directory = directory
         self._max_bytes = max_bytes
-        if (directory / "data.mdb").exists():
-            raise ConfigurationError(
-                f"REPLAY_DIR {str(directory)!r} holds groups in a former format (data.mdb), which this version cannot "
-                f"read; remove the directory, so that the run goes on with an empty buffer, or give another REPLAY_DIR"
-            )
         try:
             directory.mkdir(parents=True, exist_ok=True)
             super().__init__(

@@ -83,14 +83,17 @@ class FreshQueue:
         lease_id = uuid.uuid4().hex if taken else None
         if taken or stale:
             with self._store.transaction():
-                self._drop(stale)
+                self._store.delete(stale)
                 if lease_id is not None:
                     expires_at = self._store.clock() + request.lease_seconds
                     self._db.execute(
                         "INSERT INTO leases VALUES (?, ?, ?, ?, ?, 0)",
                         (lease_id, request.consumer, request.request_id, json.dumps(taken), expires_at),
                     )
-                    self._set_lease(taken, lease_id)
+                    self._db.executemany(
+                        "UPDATE members SET lease = ? WHERE snapshot = 0 AND sequence = ?",
+                        [(lease_id, sequence) for sequence in taken],
+                    )
             self._store.counts["dropped_stale"] += len(stale)
         return self._reply(lease_id, taken, len(stale))
 
@@ -106,25 +109,32 @@ class FreshQueue:
         sequences: list[int] = json.loads(found[0])
         with self._store.transaction():
             self._db.execute("DELETE FROM leases WHERE id = ?", (request.lease_id,))
-            held = [record for sequence in sequences for record in self._held(sequence, request.lease_id)]
+            # Groups of an expired lease wait again, or another lease holds them.
+            rows = self._db.execute(
+                "SELECT sequence, version, priority FROM json_each(?1) CROSS JOIN members ON sequence = value "
+                "WHERE snapshot = 0 AND place = 'queue' AND ifnull(lease, ?2) = ?2 ORDER BY sequence",
+                (found[0], request.lease_id),
+            )
+            held = [Record(*row) for row in rows.fetchall()]
             if request.keep:
                 self._store.keep(held)
             else:
-                self._drop([record.sequence for record in held])
+                self._store.delete(record.sequence for record in held)
         self._store.counts["acknowledged"] += len(held)
         return AcknowledgeReply(acknowledged=len(held), lost=len(sequences) - len(held))
 
     def expire_due(self) -> None:
         """Let the groups of leases that have run out wait again, at their old places."""
         due = self._db.execute(
-            "SELECT id, sequences FROM leases WHERE NOT expired AND expires_at <= ?", (self._store.clock(),)
+            "SELECT id FROM leases WHERE NOT expired AND expires_at <= ?", (self._store.clock(),)
         ).fetchall()
         if not due:
             return
         with self._store.transaction():
-            for lease_id, sequences in due:
-                self._set_lease(json.loads(sequences), None)
-                self._db.execute("UPDATE leases SET expired = 1 WHERE id = ?", (lease_id,))
+            self._db.executemany(
+                "UPDATE members SET lease = NULL WHERE snapshot = 0 AND place = 'queue' AND lease = ?", due
+            )
+            self._db.executemany("UPDATE leases SET expired = 1 WHERE id = ?", due)
             self._db.execute(
                 "DELETE FROM leases WHERE expired AND rowid NOT IN "
                 "(SELECT rowid FROM leases WHERE expired ORDER BY rowid DESC LIMIT ?)",
@@ -146,23 +156,6 @@ class FreshQueue:
             (taken if version >= least_version else stale).append(sequence)
         rows.close()
         return taken, stale
-
-    def _held(self, sequence: int, lease_id: str) -> list[Record]:
-        """Return the queued group of that sequence number unless another lease holds it."""
-        rows = self._db.execute(
-            "SELECT sequence, version, priority FROM members WHERE snapshot = 0 AND sequence = ? AND place = 'queue' "
-            "AND ifnull(lease, ?) = ?",
-            (sequence, lease_id, lease_id),
-        )
-        return [Record(*row) for row in rows]
-
-    def _set_lease(self, sequences: Sequence[int], lease_id: str | None) -> None:
-        self._db.executemany(
-            "UPDATE members SET lease = ? WHERE snapshot = 0 AND sequence = ?", [(lease_id, s) for s in sequences]
-        )
-
-    def _drop(self, sequences: Sequence[int]) -> None:
-        self._db.executemany("DELETE FROM members WHERE snapshot = 0 AND sequence = ?", [(s,) for s in sequences])
 
     def _reply(self, lease_id: str | None, sequences: Sequence[int], dropped: int) -> bytes:
         reply = {

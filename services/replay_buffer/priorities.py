@@ -8,20 +8,10 @@ from typing import Any
 
 import numpy as np
 
-Indices = np.ndarray[Any, np.dtype[np.intp]]
+Rows = np.ndarray[Any, np.dtype[np.void]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
-_ROW = np.dtype(
-    [
-        ("position", np.int64),
-        ("sequence", np.int64),
-        ("version", np.int64),
-        ("priority", np.float64),
-        ("stored_at", np.float64),
-    ]
-)
-# The priority of a removed record, whose row stays until there is no room for new ones.
-_REMOVED = -1.0
+_ROW = np.dtype([("position", np.int64), ("sequence", np.int64), ("version", np.int64), ("priority", np.float64)])
 _LEAST_ROWS = 1024
 
 
@@ -36,65 +26,58 @@ class Draw:
 
 
 class PriorityIndex:
-    """Records in order of arrival, one row each: position, sequence number, policy version, priority, time (Unix s).
+    """Records in order of arrival, one row each: position, sequence number, policy version, priority.
 
-    ``position`` is the order of arrival and names a record. A draw depends on the records and the seed alone,
-    not on how the index came to hold them, so that a restarted buffer draws the same.
+    ``position`` is the order of arrival and names a record. Records leave in this order, too. A draw depends on the
+    records and the seed alone, not on how the index came to hold them, so that a restarted buffer draws the same.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int, int, float, float]] = ()) -> None:
-        """Fill the index with rows (position, sequence, version, priority, stored_at), sorted by position."""
-        self._size = self._end = len(rows)
-        self._rows = np.zeros(max(_LEAST_ROWS, 2 * self._size), _ROW)
-        self._rows[: self._end] = np.array(list(rows), _ROW)
+    def __init__(self, rows: Sequence[tuple[int, int, int, float]] = ()) -> None:
+        """Fill the index with rows (position, sequence, version, priority), sorted by position."""
+        self._rows = np.array(list(rows), _ROW)
+        self._first, self._end = 0, len(rows)
 
     def __len__(self) -> int:
         """Return the number of records."""
-        return self._size
+        return self._end - self._first
 
-    def add(self, sequence: int, version: int, priority: float, stored_at: float) -> int:
+    @property
+    def _records(self) -> Rows:
+        return self._rows[self._first : self._end]
+
+    def add(self, sequence: int, version: int, priority: float) -> int:
         """Add a record at the end and return its position."""
+        kept = self._records
         if self._end == len(self._rows):
-            kept = self._rows[self._is_kept()]
             self._rows = np.zeros(max(_LEAST_ROWS, 2 * len(kept)), _ROW)
             self._rows[: len(kept)] = kept
-            self._end = len(kept)
-        position = int(self._rows["position"][self._end - 1]) + 1 if self._end else 1
-        self._rows[self._end] = (position, sequence, version, priority, stored_at)
+            self._first, self._end = 0, len(kept)
+        position = int(kept["position"][-1]) + 1 if len(kept) else 1
+        self._rows[self._end] = (position, sequence, version, priority)
         self._end += 1
-        self._size += 1
         return position
 
-    def remove(self, indices: Indices) -> list[int]:
-        """Remove the records in these rows and return their sequence numbers."""
-        self._rows["priority"][indices] = _REMOVED
-        self._size -= len(indices)
-        sequences: list[int] = self._rows["sequence"][indices].tolist()
+    def remove_oldest(self, count: int) -> list[int]:
+        """Remove the ``count`` records that came first and return their sequence numbers."""
+        sequences: list[int] = self._records["sequence"][:count].tolist()
+        self._first += len(sequences)
         return sequences
 
     def set_priority(self, position: int, priority: float) -> None:
         """Change the priority of the record at ``position``."""
-        self._rows["priority"][self._row_of(position)] = priority
+        self._records["priority"][self._row_of(position)] = priority
 
     def highest_priority(self) -> float:
         """Return the highest priority in the index, 1 in an empty one."""
-        return float(self._rows["priority"][: self._end].max()) if self._size else 1.0
+        return float(self._records["priority"].max()) if len(self) else 1.0
 
-    def oldest(self, count: int) -> Indices:
-        """Return the rows of the ``count`` records that came first."""
-        return np.flatnonzero(self._is_kept())[:count]
-
-    def with_version_below(self, version: int) -> Indices:
-        """Return the rows of records of an older policy version."""
-        return np.flatnonzero(self._is_kept() & (self._rows["version"][: self._end] < version))
-
-    def stored_before(self, time: float) -> Indices:
-        """Return the rows of records that came before ``time`` (Unix seconds)."""
-        return np.flatnonzero(self._is_kept() & (self._rows["stored_at"][: self._end] < time))
+    def newest_version(self) -> int | None:
+        """Return the newest policy version in the index, None in an empty one."""
+        return int(self._records["version"].max()) if len(self) else None
 
     def newest(self, count: int, *, least_version: int = 0, exclude: Iterable[int] = ()) -> list[Draw]:
         """Return the ``count`` records that came last, newest first; ``exclude`` are positions."""
-        rows = self._rows[np.flatnonzero(self._qualifying(least_version, exclude))[-count:][::-1]]
+        rows = self._records[np.flatnonzero(self._qualifying(least_version, exclude))[-count:][::-1]]
         return [Draw(int(row["sequence"]), float(row["priority"]), 1.0, 1.0) for row in rows]
 
     def draw(
@@ -116,7 +99,7 @@ class PriorityIndex:
         Independent draws that skip records drawn before have the same distribution as draws without replacement.
         """
         qualifying = self._qualifying(least_version, exclude)
-        powers = np.maximum(self._rows["priority"][: self._end], 0.0) ** exponent * qualifying
+        powers = self._records["priority"] ** exponent * qualifying
         drawn: dict[int, float] = {}
         total = 0.0
         while len(drawn) < count:
@@ -133,18 +116,14 @@ class PriorityIndex:
         probabilities = np.fromiter(drawn.values(), np.float64) / total
         weights = (np.count_nonzero(qualifying) * probabilities) ** -correction
         weights /= weights.max(initial=0.0)
-        rows = self._rows[list(drawn)]
+        rows = self._records[list(drawn)]
         columns = (rows["sequence"], rows["priority"], probabilities, weights)
         return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Mask:
-        mask = self._is_kept() & (self._rows["version"][: self._end] >= least_version)
+        mask: Mask = self._records["version"] >= least_version
         mask[[self._row_of(position) for position in exclude]] = False
         return mask
 
-    def _is_kept(self) -> Mask:
-        kept: Mask = self._rows["priority"][: self._end] != _REMOVED
-        return kept
-
     def _row_of(self, position: int) -> int:
-        return int(np.searchsorted(self._rows["position"][: self._end], position))
+        return int(np.searchsorted(self._records["position"], position))

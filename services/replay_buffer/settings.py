@@ -19,14 +19,6 @@ class ReplaySettings(Settings):
     replay_capacity: int = Field(
         default=100_000, ge=1, le=10_000_000, description="Groups kept for replay; beyond it the oldest are evicted."
     )
-    replay_max_age_seconds: float | None = Field(
-        default=None, gt=0, description="Groups kept for replay longer than this are evicted. Unset: never."
-    )
-    replay_evict_staleness: int | None = Field(
-        default=None,
-        ge=0,
-        description="Groups whose oldest token is more policy versions behind the newest are evicted. Unset: never.",
-    )
     replay_fsync: bool = Field(
         default=True,
         description="Whether acknowledged groups survive a loss of power too, at the cost of waiting for the disk. "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from services.http.problems import ProblemError
 from services.protocol.replay import SnapshotReply
 from services.replay_buffer.store import Store
@@ -34,10 +32,7 @@ class Snapshots:
         """Save store and queue under a label, in place of its former snapshot. Leased groups count as waiting."""
         with self._store.transaction():
             self._delete(label)
-            snapshot = self._db.execute(
-                "INSERT INTO snapshots (label, newest_version, random_state) VALUES (?, ?, ?)",
-                (label, self._store.newest_version, json.dumps(self._store.random.bit_generator.state)),
-            ).lastrowid
+            snapshot = self._db.execute("INSERT INTO snapshots (label) VALUES (?)", (label,)).lastrowid
             self._copy(0, snapshot)
         return SnapshotReply(label=label, groups=self._groups(label))
 
@@ -58,11 +53,6 @@ class Snapshots:
             self._copy(found[0], 0)
             self._db.execute(
                 "INSERT INTO histories VALUES (0, ?, 9223372036854775807)", (self._db.newest_sequence + 1,)
-            )
-            self._db.execute(
-                "UPDATE snapshots SET (newest_version, random_state) = "
-                "(SELECT newest_version, random_state FROM snapshots WHERE id = ?) WHERE id = 0",
-                found,
             )
         self._store.load()
         return SnapshotReply(label=label, groups=self._groups(label))

@@ -83,8 +83,8 @@ async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -
         raise ConfigurationError(
             f"REWARD_MODEL needs torch and transformers ({error}); run: {install_command('reward', 'reward-model')}"
         ) from error
-    name, batch_size, max_tokens = settings.reward_model, settings.reward_model_batch, settings.reward_model_max_tokens
+    name = settings.reward_model
     assert name is not None
-    model = await in_background(lambda: RewardModel(name, batch_size=batch_size, max_tokens=max_tokens))
+    model = await in_background(lambda: RewardModel(name, max_tokens=settings.reward_model_max_tokens))
     await stack.enter_async_context(model.serving())
     return model.score

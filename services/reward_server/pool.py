@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import queue
 import signal
-import sys
 import threading
-import time
-from concurrent.futures import Future
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
@@ -23,9 +21,10 @@ from services.protocol.groups import RewardStatus
 from services.reward_server import worker
 from services.reward_server.settings import RewardSettings
 
+T = TypeVar("T")
+
 log = get_logger(__name__)
 
-KILLED = Counter("reward_workers_killed", "Workers that ended over an answer.", ["reason"])
 PENDING = Gauge("reward_answers_pending", "Answers that wait for a worker.")
 ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 
@@ -33,7 +32,7 @@ MAX_PENDING = 20_000
 """Answers that may wait for a worker, which bounds the memory; further answers come back ``overloaded``."""
 START_SECONDS = 60.0
 _END_SECONDS = 2.0
-_MEMORY_POLL_SECONDS = 0.05
+_RESTART_SECONDS = 1.0
 
 # multiprocessing looks for ended processes whenever it starts one, and an exit code can be read only once: of two
 # threads that do so at the same time, one gets no exit code and reports 255.
@@ -51,13 +50,10 @@ class Evaluation:
     """The answer that the function read from the response."""
 
 
-_STOPPED = Evaluation(None, RewardStatus.OVERLOADED, "the server is stopping")
-
-
 class _Worker:
-    """A process that evaluates answers, and the connection to it."""
+    """A process that evaluates answers, and the connection to it. Its methods block."""
 
-    def __init__(self, settings: RewardSettings, *, limits_memory: bool) -> None:
+    def __init__(self, settings: RewardSettings) -> None:
         """Start a process and wait until it has loaded its functions.
 
         Raises:
@@ -69,12 +65,8 @@ class _Worker:
             ["services.reward_server.worker", *(["services.reward_server.verifier"] if "math" in functions else [])]
         )
         self._connection, theirs = context.Pipe()
-        memory_bytes = settings.reward_memory_mb * 2**20 if limits_memory else None
-        self._process = context.Process(
-            target=worker.run,
-            args=(theirs, functions, settings.reward_format_pattern, settings.reward_cpu_seconds, memory_bytes),
-            daemon=True,
-        )
+        limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
+        self._process = context.Process(target=worker.run, args=(theirs, functions, *limits), daemon=True)
         with theirs, _PROCESSES:
             self._process.start()
         try:
@@ -87,22 +79,14 @@ class _Worker:
                 f"REWARD_FN {settings.reward_fn!r} cannot be loaded: {reason}; correct it or its module"
             )
 
-    def ask(self, message: bytes, seconds: float, watched_bytes: int | None) -> dict[str, Any]:
-        """Return the worker's reply to an answer.
-
-        Args:
-            message: the function and its item, as JSON.
-            seconds: time that the reply may take.
-            watched_bytes: growth of resident memory that ends the wait; None where the kernel limits memory.
+    def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
+        """Return the worker's reply to ``message``, the function and its item as JSON.
 
         Raises:
-            TimeoutError: the reply took too long.
-            MemoryError: the process took more than ``watched_bytes``.
+            TimeoutError: the reply took more than ``seconds``.
             EOFError, OSError: the process ended.
         """
         self._connection.send_bytes(message)
-        if watched_bytes is not None:
-            self._watch_memory(seconds, watched_bytes)
         return self._receive(seconds)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
@@ -110,23 +94,6 @@ class _Worker:
             raise TimeoutError
         reply: dict[str, Any] = orjson.loads(self._connection.recv_bytes())
         return reply
-
-    def _watch_memory(self, seconds: float, watched_bytes: int) -> None:
-        """Return when the reply or the end of the process can be read; MemoryError and TimeoutError as in ``ask``."""
-        import psutil
-
-        deadline = time.monotonic() + seconds
-        try:
-            process = psutil.Process(self._process.pid)
-            before = process.memory_info().rss
-            # The system has no event for memory: it can only be polled.
-            while not self._connection.poll(_MEMORY_POLL_SECONDS):
-                if process.memory_info().rss - before > watched_bytes:
-                    raise MemoryError
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-        except psutil.NoSuchProcess:
-            return
 
     def kill(self) -> None:
         """Kill the process."""
@@ -146,16 +113,17 @@ class _Worker:
 
 
 class WorkerPool:
-    """A pool of worker processes that evaluates answers, first come first served. A thread feeds each worker."""
+    """A pool of worker processes that evaluates answers, first come first served."""
 
-    def __init__(self, settings: RewardSettings, *, watch_memory: bool = sys.platform == "darwin") -> None:
-        """Make a pool. With ``watch_memory`` the server polls resident memory, because macOS ignores RLIMIT_AS."""
+    def __init__(self, settings: RewardSettings) -> None:
         self._settings = settings
-        self._watch_memory = watch_memory
-        self._jobs: queue.SimpleQueue[tuple[Future[Evaluation], bytes] | None] = queue.SimpleQueue()
         self._alive: set[_Worker] = set()
-        self._threads: list[threading.Thread] = []
-        self._stopping = threading.Event()
+        self._free: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._threads = ThreadPoolExecutor(settings.reward_workers, "reward-worker")
+        self._stopping = False
+        self.pending = 0
+        """Number of answers that wait for a worker."""
 
     async def start(self) -> None:
         """Start the workers.
@@ -163,34 +131,24 @@ class WorkerPool:
         Raises:
             ConfigurationError: the reward functions cannot be loaded.
         """
-        if not self._settings.worker_functions:
-            return
-        starting = [in_background(self._start_worker) for _ in range(self._settings.reward_workers)]
+        count = self._settings.reward_workers if self._settings.worker_functions else 0
+        starting = (in_background(lambda: _Worker(self._settings)) for _ in range(count))
         results = await asyncio.gather(*starting, return_exceptions=True)
-        workers = [result for result in results if isinstance(result, _Worker)]
-        failure = next((result for result in results if isinstance(result, BaseException)), None)
-        if failure is not None:
-            await asyncio.gather(*(asyncio.to_thread(started.end) for started in workers))
-            raise failure
-        for started in workers:
-            self._set_alive(started, True)
-            self._threads.append(threading.Thread(target=self._serve, args=(started,), daemon=True))
-            self._threads[-1].start()
+        for result in results:
+            if isinstance(result, _Worker):
+                self._add(result)
+        for result in results:
+            if isinstance(result, BaseException):
+                await self.stop()
+                raise result
 
     async def stop(self) -> None:
-        """Kill the workers; unfinished answers come back ``overloaded``."""
-        self._stopping.set()
-        for started in list(self._alive):
+        """Kill the workers; the answers that they evaluate have no reward."""
+        self._stopping = True
+        for started in self._alive:
             started.kill()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join, _END_SECONDS)
-
-    @property
-    def pending(self) -> int:
-        """Number of answers that wait for a worker."""
-        return self._jobs.qsize()
+        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*(asyncio.to_thread(started.end) for started in self._alive))
 
     @property
     def alive(self) -> int:
@@ -201,85 +159,73 @@ class WorkerPool:
         """Return the outcome of ``function`` for ``item``, once a worker is free."""
         if self.pending >= MAX_PENDING:
             return Evaluation(None, RewardStatus.OVERLOADED, f"{self.pending} answers wait for a worker already")
-        job: Future[Evaluation] = Future()
-        self._jobs.put((job, orjson.dumps({"function": function, "item": item})))
-        PENDING.set(self.pending)
         seconds = self._settings.reward_queue_seconds
-        result = asyncio.wrap_future(job)
+        self._count_pending(1)
         try:
-            done, _ = await asyncio.wait([result], timeout=seconds)
-            if not done and job.cancel():  # A job that a worker has begun cannot be cancelled.
-                reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
-                return Evaluation(None, RewardStatus.OVERLOADED, reason)
-            return await result
+            async with asyncio.timeout(seconds):
+                free = await self._free.get()
+        except TimeoutError:
+            reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
+            return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
-            job.cancel()
+            self._count_pending(-1)
+        message = orjson.dumps({"function": function, "item": item})
+        # The worker finishes its answer even if nobody waits for it any longer.
+        return await asyncio.shield(self._run(self._evaluate(free, message)))
 
-    def _serve(self, current: _Worker) -> None:
-        """Feed one worker, and its successors when it ends, until the pool stops."""
-        while (job := self._jobs.get()) is not None:
-            PENDING.set(self.pending)
-            future, message = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            if self._stopping.is_set():
-                future.set_result(_STOPPED)
-                continue
-            future.set_result(self._evaluate(current, message))
-            if current not in self._alive:
-                current = self._replace(current)
-        current.end()
-
-    def _evaluate(self, current: _Worker, message: bytes) -> Evaluation:
-        watched_bytes = self._settings.reward_memory_mb * 2**20 if self._watch_memory else None
+    async def _evaluate(self, free: _Worker, message: bytes) -> Evaluation:
+        loop = asyncio.get_running_loop()
+        seconds = self._settings.reward_timeout_seconds
         try:
-            reply = current.ask(message, self._settings.reward_timeout_seconds, watched_bytes)
-        except (TimeoutError, MemoryError, EOFError, OSError) as error:
-            self._set_alive(current, False)
-            evaluation = self._explain_end(error, current.end())
-            KILLED.labels(evaluation.status.value).inc()
-            return evaluation
+            reply = await loop.run_in_executor(self._threads, free.ask, message, seconds)
+        except (TimeoutError, EOFError, OSError) as error:
+            self._alive.discard(free)
+            ALIVE.set(len(self._alive))
+            exit_code = await loop.run_in_executor(self._threads, free.end)
+            if not self._stopping:
+                self._run(self._replace())
+            return self._explain_end(error, exit_code)
+        self._free.put_nowait(free)
         if "value" in reply:
             return Evaluation(reply["value"])
         return Evaluation(None, RewardStatus(reply["status"]), reply["reason"])
 
     def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
         """Return the outcome of an answer whose worker ended."""
-        if self._stopping.is_set():
-            return _STOPPED
+        settings = self._settings
         if isinstance(error, TimeoutError):
-            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {self._settings.reward_timeout_seconds:g} s")
+            return Evaluation(None, RewardStatus.TIMEOUT, f"more than {settings.reward_timeout_seconds:g} s")
         if exit_code == -signal.SIGPROF:
-            limit = f"{self._settings.reward_cpu_seconds:g} s of processor time"
+            limit = f"{settings.reward_cpu_seconds:g} s of processor time"
             return Evaluation(None, RewardStatus.TIMEOUT, f"more than {limit}")
-        if isinstance(error, MemoryError) or exit_code == worker.EXIT_MEMORY:
-            limit = f"{self._settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
+        if exit_code == worker.EXIT_MEMORY:
+            limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
             return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
-        reason = f"the worker died over it (exit code {exit_code})"
-        if exit_code == -signal.SIGKILL:
-            # Perhaps for another process's memory, perhaps by hand: it says nothing about the answer.
-            reason = "the worker was killed by signal 9, which the kernel's out-of-memory killer or a person sends"
-        elif exit_code is not None and exit_code < 0:
-            reason = f"the worker died over it ({signal.Signals(-exit_code).name})"
-        return Evaluation(None, RewardStatus.ERROR, reason)
+        end = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end})")
 
-    def _replace(self, ended: _Worker) -> _Worker:
-        """Return a new worker as soon as one starts; the ended one if the pool stops before that."""
-        pause = 0.0
-        while not self._stopping.wait(pause):
+    async def _replace(self) -> None:
+        """Add a new worker as soon as one starts, unless the pool stops before that."""
+        while not self._stopping:
             try:
-                current = self._start_worker()
+                self._add(await in_background(lambda: _Worker(self._settings)))
             except (ConfigurationError, EOFError, OSError) as error:
                 log.error("a worker cannot be started", error=str(error))
-                pause = min(max(0.1, pause * 2), 5.0)
+                await asyncio.sleep(_RESTART_SECONDS)
             else:
-                self._set_alive(current, True)
-                return current
-        return ended
+                return
 
-    def _start_worker(self) -> _Worker:
-        return _Worker(self._settings, limits_memory=not self._watch_memory)
-
-    def _set_alive(self, changed: _Worker, alive: bool) -> None:
-        (self._alive.add if alive else self._alive.discard)(changed)
+    def _add(self, started: _Worker) -> None:
+        self._alive.add(started)
         ALIVE.set(len(self._alive))
+        self._free.put_nowait(started)
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _count_pending(self, change: int) -> None:
+        self.pending += change
+        PENDING.set(self.pending)

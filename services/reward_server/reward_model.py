@@ -21,17 +21,19 @@ from services.reward_server.pool import Evaluation
 
 log = get_logger(__name__)
 
+BATCH_SIZE = 16
+"""Answers that the model scores at once."""
+
 
 class RewardModel:
     """A model that scores answers in batches, in a thread; on the GPU where there is one."""
 
-    def __init__(self, name: str, *, batch_size: int, max_tokens: int) -> None:
+    def __init__(self, name: str, *, max_tokens: int) -> None:
         """Load the model ``name``, a hub name or directory.
 
         Raises:
             ConfigurationError: the model cannot be loaded, or has not exactly one logit.
         """
-        self._batch_size = batch_size
         self._max_tokens = max_tokens
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
@@ -87,7 +89,7 @@ class RewardModel:
     async def _serve(self) -> None:
         while True:
             batch = [await self._waiting.get()]
-            while len(batch) < self._batch_size and not self._waiting.empty():
+            while len(batch) < BATCH_SIZE and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings
 
 SCORED = Metric("reward_answers", "Answers by how their scoring ended.", ["status"])
-DECIDED = Metric("reward_math_decided", "Answers that the math reward decided, by where.", ["where"])
 
 _SLICE = 128
 """Answers that are scored in one go before other requests get their turn."""
@@ -26,6 +26,7 @@ _KEPT_VERDICTS = 50_000
 _LOOKED_THROUGH = 4096
 """Characters at a response's end in which math-verify looks for an answer where none stands out."""
 _MAX_EXTRACTED = 200
+_MARKED = re.compile(r"####\s*\S|\\boxed\{")
 
 T = TypeVar("T")
 NeuralReward = Callable[[RewardItem], Awaitable[Evaluation]]
@@ -43,25 +44,16 @@ class Scorer:
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Return one result an item, in order. An item that fails or takes long does not affect the others."""
-        results: list[RewardResult | Awaitable[RewardResult]] = []
-        for number, item in enumerate(items):
-            if number and number % _SLICE == 0:
-                await asyncio.sleep(0)
-            results.append(self._begin(item))
-        scored = await _settle(results, RewardResult)
+        parts = [self._evaluate(f.name, item) async for item in _in_turns(items) for f in self._functions]
+        awaited = iter(await asyncio.gather(*(part for part in parts if not isinstance(part, Evaluation))))
+        evaluations = [part if isinstance(part, Evaluation) else next(awaited) for part in parts]
+        count = len(self._functions)
+        starts = _in_turns(range(0, len(evaluations), count))
+        scored = [self._combine(evaluations[start : start + count]) async for start in starts]
         for status, count in Counter(result.status.value for result in scored).items():
             SCORED.labels(status).inc(count)
             self.counts[status] += count
         return scored
-
-    def _begin(self, item: RewardItem) -> RewardResult | Awaitable[RewardResult]:
-        """Return the result at once where no part has to be waited for."""
-        parts = [self._evaluate(function.name, item) for function in self._functions]
-        ready = [part for part in parts if isinstance(part, Evaluation)]
-        return self._combine(ready) if len(ready) == len(parts) else self._finish(parts)
-
-    async def _finish(self, parts: Sequence[Evaluation | Awaitable[Evaluation]]) -> RewardResult:
-        return self._combine(await _settle(parts, Evaluation))
 
     def _combine(self, parts: Sequence[Evaluation]) -> RewardResult:
         extracted = next((part.extracted for part in parts if part.extracted is not None), None)
@@ -88,6 +80,8 @@ class Scorer:
             case "exact_match":
                 answer = item.response.strip()
                 return Evaluation(float(answer == item.ground_truth.strip()), extracted=answer or None)
+            case "format":
+                return Evaluation(float(_MARKED.search(item.response) is not None))
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
@@ -98,19 +92,16 @@ class Scorer:
         truncated = item.finish_reason is FinishReason.LENGTH
         judgement = judge(item.response, item.ground_truth, truncated=truncated)
         if judgement.verdict is not Verdict.UNDECIDED:
-            DECIDED.labels("exact").inc()
             return Evaluation(float(judgement.verdict is Verdict.RIGHT), extracted=judgement.answer)
         text = judgement.answer if judgement.answer is not None else item.response[-_LOOKED_THROUGH:].strip()
         known = self._verdicts.get((text, item.ground_truth))
         if known is not None:
-            DECIDED.labels("known").inc()
             return Evaluation(known, extracted=judgement.answer)
         return self._verify(text, item.ground_truth, judgement.answer)
 
     async def _verify(self, text: str, ground_truth: str, answer: str | None) -> Evaluation:
         evaluation = await self._pool.evaluate("math", {"answer": text, "ground_truth": ground_truth})
         if evaluation.value is not None:
-            DECIDED.labels("math_verify").inc()
             # Completions of one prompt often agree. Only verdicts are kept, never a timeout.
             self._verdicts[text, ground_truth] = evaluation.value
             if len(self._verdicts) > _KEPT_VERDICTS:
@@ -118,8 +109,9 @@ class Scorer:
         return replace(evaluation, extracted=answer)
 
 
-async def _settle(values: Sequence[T | Awaitable[T]], kind: type[T]) -> list[T]:
-    """Await those of ``values`` that are not of ``kind`` yet, all at once, and return all in order."""
-    waiting: list[Any] = [value for value in values if not isinstance(value, kind)]
-    ended = iter(await asyncio.gather(*waiting))
-    return [value if isinstance(value, kind) else next(ended) for value in values]
+async def _in_turns(values: Iterable[T]) -> AsyncIterator[T]:
+    """Yield ``values``; other requests get their turn after every _SLICE of them."""
+    for number, value in enumerate(values, start=1):
+        yield value
+        if number % _SLICE == 0:
+            await asyncio.sleep(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -11,10 +10,10 @@ from pydantic import Field, field_validator
 from services.core.settings import Settings
 
 BUILT_IN = ("math", "exact_match", "format", "reward_model")
-_IN_PROCESS = ("exact_match", "reward_model")
+_IN_PROCESS = ("exact_match", "format", "reward_model")
 """The rewards that run in the server itself, because they are safe on any text."""
 
-_PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
+_PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d*\.?\d+(?:[eE][-+]?\d{1,2})?))?")
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class RewardSettings(Settings):
         default="math",
         description="The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
         "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
-        "answer is marked) and `reward_model`; `module:function` is a function of your own, called with the keyword "
-        "arguments of its signature among prompt, response, ground_truth, completion_tokens and finish_reason.",
+        "answer follows `####` or is in a box) and `reward_model`; `module:function` is a function of your own, called "
+        "with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and "
+        "finish_reason.",
     )
     reward_workers: int = Field(
         default=2,
@@ -56,23 +56,15 @@ class RewardSettings(Settings):
         "that wait. Processor time is the closer limit for others, and does not depend on the machine's other work.",
     )
     reward_memory_mb: int = Field(
-        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start."
+        default=256, ge=16, description="Memory that one answer may add to what a worker has at its start, on Linux."
     )
     reward_queue_seconds: float = Field(
         default=20.0, gt=0, le=3600, description="An answer that no worker has begun by then comes back `overloaded`."
-    )
-    reward_format_pattern: str = Field(
-        default=r"####\s*\S|\\boxed\{",
-        min_length=1,
-        description="Regular expression that the `format` reward searches for in a response.",
     )
     reward_model: str | None = Field(
         default=None,
         description="Sequence classification model of the `reward_model` reward, by hub name or directory; its one "
         "logit is the reward.",
-    )
-    reward_model_batch: int = Field(
-        default=16, ge=1, le=1024, description="Answers that the reward model scores at once."
     )
     reward_model_max_tokens: int = Field(
         default=2048, ge=16, description="Longer conversations are unscorable by the reward model; nothing is cut off."
@@ -94,15 +86,6 @@ class RewardSettings(Settings):
         parse_functions(text)
         return text
 
-    @field_validator("reward_format_pattern")
-    @classmethod
-    def _check_pattern(cls, text: str) -> str:
-        try:
-            re.compile(text)
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from error
-        return text
-
 
 def parse_functions(text: str) -> list[WeightedFunction]:
     """Parse ``name=weight,module:function=weight``; ValueError where a name or a weight is not allowed."""
@@ -112,15 +95,9 @@ def parse_functions(text: str) -> list[WeightedFunction]:
         if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN):
             raise ValueError(
                 f"{part.strip()!r} is no reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
-                f"=weight or without"
+                f"=weight, a number, or without"
             )
-        try:
-            weight = float(match["weight"] or 1.0)
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of {match['name']} is {match['weight']!r}; allowed is a number")
-        functions.append(WeightedFunction(match["name"], weight))
+        functions.append(WeightedFunction(match["name"], float(match["weight"] or 1.0)))
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise ValueError(f"a reward occurs twice in {names}")

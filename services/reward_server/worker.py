@@ -1,7 +1,7 @@
 """The program of a worker process: evaluates one answer at a time, under limits that the kernel enforces.
 
-ITIMER_PROF limits processor time: its signal ends the process, whatever code is running. RLIMIT_AS limits memory where
-the system honours it (Linux). The server limits time by the clock, and memory elsewhere.
+ITIMER_PROF limits processor time: its signal ends the process, whatever code is running. RLIMIT_AS limits memory on
+Linux; macOS ignores it. The server limits time by the clock.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import importlib
 import inspect
 import math
 import os
-import re
 import resource
 import select
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -32,29 +32,26 @@ _RESERVE_BYTES = 2**20
 _MAX_REASON = 300
 
 
-def run(
-    connection: Connection, functions: list[str], format_pattern: str, cpu_seconds: float, memory_bytes: int | None
-) -> None:
+def run(connection: Connection, functions: list[str], cpu_seconds: float, memory_bytes: int) -> None:
     """Load ``functions``, report the result, and evaluate answers until the server hangs up.
 
     Args:
         connection: to the server.
         functions: names of ``RewardSettings.worker_functions``.
-        format_pattern: regular expression of the ``format`` reward.
         cpu_seconds: processor time that an answer may take.
-        memory_bytes: memory that an answer may add; None where the server watches it.
+        memory_bytes: memory that an answer may add.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server ends its workers.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
-        table = {name: _load(name, format_pattern) for name in functions}
+        table = {name: _load(name) for name in functions}
     # The module is the user's and may raise anything, which the server reports.
     except Exception as error:  # noqa: BLE001
         connection.send_bytes(orjson.dumps({"reason": _reason(error)}))
         return
-    if memory_bytes is not None:
+    if sys.platform == "linux":
         _limit_memory(memory_bytes)
     # The server hangs up when it has no more answers.
     with contextlib.suppress(ConnectionError, EOFError):
@@ -89,14 +86,11 @@ def _end_with(connection: Connection) -> None:
     os._exit(0)
 
 
-def _load(name: str, format_pattern: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     if name == "math":
         from services.reward_server.verifier import is_equal
 
         return lambda item: {"value": float(is_equal(item["answer"], item["ground_truth"]))}
-    if name == "format":
-        search = re.compile(format_pattern).search
-        return lambda item: {"value": float(search(item["response"]) is not None)}
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp
 
 from services.core import logs
 from services.core.errors import ConfigurationError, exit_code_of
+from services.http import problems
 from services.http.connections import server_config
 from services.http.disconnect import ended_before_client_left
 from services.http.middleware import ServiceMiddleware
@@ -78,6 +79,7 @@ def create_app(router_url: str, token: str) -> ASGIApp:
         return response
 
     app = Starlette(lifespan=lifespan)
+    problems.install(app)
     app.add_route("/{path:path}", forward, methods=list(METHODS))
     return ServiceMiddleware(app, service=SERVICE, token=token, is_ready=lambda: True)
 

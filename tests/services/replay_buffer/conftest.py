@@ -11,6 +11,7 @@ import pytest
 from services.protocol.groups import Group
 from services.protocol.replay import LeaseRequest, SampleGroupsRequest
 from services.replay_buffer.fresh_queue import FreshQueue
+from services.replay_buffer.packing import unpack
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.snapshots import Snapshots
 from services.replay_buffer.store import Store
@@ -58,6 +59,16 @@ class Parts:
             "WHERE snapshot = 0 AND place = 'store' ORDER BY position"
         )
         return dict(rows.fetchall())
+
+    def group(self, group_id: str) -> dict[str, Any]:
+        """A group in the store or the queue, as the database has it."""
+        (data,) = self.store.database.execute(
+            "SELECT data FROM known JOIN members USING (sequence) JOIN contents USING (sequence) "
+            "WHERE group_id = ? AND snapshot = 0",
+            (group_id,),
+        ).fetchone()
+        read: dict[str, Any] = orjson.loads(orjson.dumps(unpack(data), option=orjson.OPT_SERIALIZE_NUMPY))
+        return read
 
     def contents(self) -> int:
         """The number of records whose contents are on disk."""

@@ -16,7 +16,7 @@ def index_of(priorities: list[float], versions: list[int] | None = None) -> Prio
     """Records of sequence numbers 0, 1, ... at positions 1, 2, ..."""
     index = PriorityIndex()
     for i, value in enumerate(priorities):
-        assert index.add(i, 0 if versions is None else versions[i], value, float(i)) == i + 1
+        assert index.add(i, 0 if versions is None else versions[i], value) == i + 1
     return index
 
 
@@ -101,9 +101,7 @@ def test_excluded_and_old_records_are_not_drawn_and_do_not_count() -> None:
     assert all(d.probability == 0.5 for d in draws)
     newest = index.newest(2, least_version=1, exclude=[5])
     assert [d.sequence for d in newest] == [5, 3]
-    assert index.remove(index.with_version_below(2)) == [0, 1]
-    assert index.remove(index.stored_before(3.0)) == [2]
-    assert index.remove(index.oldest(1)) == [3]
+    assert index.remove_oldest(4) == [0, 1, 2, 3]
     assert (sorted(drawn(index, 9)), len(index)) == ([4, 5], 2)
 
 
@@ -114,11 +112,9 @@ def test_the_same_contents_and_seed_give_the_same_draws_whatever_came_between() 
     index.set_priority(41, 50.0)
     drawn(index, 10, 6, 0.7)
     index.set_priority(41, 40 % 7 + 1)
-    position = index.add(999, 0, 3.0, 0.0)
-    assert index.remove(np.array([position - 1])) == [999]
     assert drawn(index, 20, 5, 0.7) == before
-    # Positions have gaps where records left.
-    reloaded = PriorityIndex([(3 * i, i, 0, value, 0.0) for i, value in enumerate(values)])
+    # Positions may have gaps.
+    reloaded = PriorityIndex([(3 * i, i, 0, value) for i, value in enumerate(values)])
     assert drawn(reloaded, 20, 5, 0.7) == before
 
 
@@ -126,9 +122,9 @@ def test_rows_of_removed_records_are_used_again_and_the_order_stays() -> None:
     index = PriorityIndex()
     positions = []
     for i in range(5000):
-        positions.append(index.add(i, 0, float(i), 0.0))
+        positions.append(index.add(i, 0, float(i)))
         if len(index) > 700:
-            assert index.remove(index.oldest(1)) == [i - 700]
+            assert index.remove_oldest(1) == [i - 700]
     assert positions == sorted(set(positions))
     assert [draw.sequence for draw in index.newest(700)] == list(range(4999, 4299, -1))
     index.set_priority(positions[4500], 1e9)
@@ -140,13 +136,13 @@ def test_an_empty_index_has_nothing_to_draw() -> None:
     index = PriorityIndex()
     assert (len(index), index.highest_priority()) == (0, 1.0)
     assert (drawn(index, 4), index.newest(4)) == ([], [])
-    index.add(1, 0, 5.0, 0.0)
-    index.remove(index.oldest(1))
+    index.add(1, 0, 5.0)
+    index.remove_oldest(1)
     assert (len(index), index.highest_priority(), drawn(index, 4)) == (0, 1.0, [])
 
 
 def test_a_draw_from_100_000_is_a_matter_of_milliseconds() -> None:
-    index = PriorityIndex([(i, i, 0, 1.0 + i % 7, 0.0) for i in range(100_000)])
+    index = PriorityIndex([(i, i, 0, 1.0 + i % 7) for i in range(100_000)])
     started = time.process_time()
     for seed in range(20):
         drawn(index, 64, seed, 0.7)

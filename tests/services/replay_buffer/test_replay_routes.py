@@ -53,15 +53,6 @@ async def test_a_lease_gets_groups_whose_former_lease_runs_out_meanwhile(serving
         assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
 
 
-async def test_groups_are_found_by_id_in_store_and_queue(serving: Any, app: Any, group: Any) -> None:
-    async with serving(app) as client:
-        await client.post("/groups", json=body(group, "stored"))
-        await client.post("/queue", json=body(group, "queued"))
-        for name in ("stored", "queued"):
-            assert (await client.get(f"/groups/{name}")).json() == group(name).model_dump(mode="json")
-        assert (await client.get("/groups/nowhere")).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("path", "change"),
     [

@@ -29,7 +29,7 @@ def test_adding_a_known_id_again_changes_nothing(buffer: Any, group: Any) -> Non
     again = parts.store.add([group("a", prompt="another"), group("c"), group("c")], [9.0, 3.0, 4.0])
     assert (again.added, again.duplicates, again.size) == (1, 2, 3)
     assert parts.stored() == {"a": 1.0, "b": 2.0, "c": 3.0}
-    assert orjson.loads(parts.store.get("a"))["prompt"] == "2 + 2?"
+    assert parts.group("a")["prompt"] == "2 + 2?"
     # Not even after it has left, or waits in the queue.
     parts = buffer(replay_capacity=1)
     parts.store.add([group("d")], None)
@@ -49,7 +49,7 @@ def test_a_restart_finds_everything_as_it_was(buffer: Any, group: Any) -> None:
     assert parts.stored() == stored
     assert parts.stored()["g3"] == 33.0
     assert parts.sample(8, seed=4) == drawn
-    assert parts.store.newest_version == 19
+    assert parts.store.groups.newest_version() == 19
 
 
 def test_what_is_drawn_is_what_was_added(buffer: Any, group: Any) -> None:
@@ -88,32 +88,8 @@ def test_beyond_the_capacity_the_oldest_leave_with_their_contents(buffer: Any, g
     assert list(parts.stored()) == ["g2", "g3", "h0", "h1", "h2"]
     parts.store.add([group(f"i{i}") for i in range(9)], None)
     assert list(parts.stored()) == [f"i{i}" for i in range(4, 9)]
-    assert parts.store.get("g0") is None
-    assert parts.store.counts["evicted_capacity"] == 11
+    assert parts.store.counts["evicted"] == 11
     assert parts.contents() == 5
-
-
-def test_groups_too_stale_leave_when_the_policy_moves_on(buffer: Any, group: Any) -> None:
-    parts = buffer(replay_evict_staleness=3)
-    parts.store.add([group(f"g{i}", version=i) for i in range(4)], None)
-    assert len(parts.stored()) == 4
-    parts.store.add([group("new", version=5)], None)
-    assert set(parts.stored()) == {"g2", "g3", "new"}
-    # A group of an older version that comes late does not turn time back.
-    parts.store.add([group("late", version=4)], None)
-    parts.store.add([group("too late", version=1)], None)
-    assert set(parts.stored()) == {"g2", "g3", "new", "late"}
-    assert parts.store.newest_version == 5
-
-
-def test_groups_too_old_by_the_clock_leave(buffer: Any, group: Any, clock: Any) -> None:
-    parts = buffer(replay_max_age_seconds=60)
-    parts.store.add([group("a")], None)
-    clock.now += 40
-    parts.store.add([group("b")], None)
-    clock.now += 40
-    assert parts.sample(9) == ["b"]
-    assert parts.store.counts["evicted_age"] == 1
 
 
 def test_experiences_without_tokens_live_beside_the_groups(
@@ -155,7 +131,7 @@ def test_a_write_that_fails_changes_nothing(buffer: Any, group: Any, monkeypatch
         patch.setattr(Database, "executemany", fail)
         with pytest.raises(OSError, match="the disk is gone"):
             parts.store.add([group("b", version=9), group("c")], [5.0, 5.0])
-    assert (list(parts.stored()), parts.sample(9), parts.store.newest_version) == (["a"], ["a"], 1)
+    assert (list(parts.stored()), parts.sample(9), parts.store.groups.newest_version()) == (["a"], ["a"], 1)
     assert parts.contents() == 1
     assert parts.store.add([group("b")], None).added == 1
     assert parts.stored() == {"a": 1.0, "b": 1.0}
@@ -284,19 +260,6 @@ def test_a_broken_disk_is_not_called_full(
     assert parts.store.add([group("a", tokens=100_000)], None).added == 1
 
 
-def test_ids_of_the_long_gone_are_forgotten_beyond_a_bound(
-    buffer: Any, group: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "KNOWN_GONE", 10)
-    parts = buffer(replay_capacity=1)
-    parts.queue.enqueue([group("waiting")], None)
-    for i in range(40):
-        parts.store.add([group(f"g{i}")], None)
-    assert parts.store.add([group("g38"), group("waiting")], None).duplicates == 2
-    assert parts.store.add([group("g1")], None).added == 1
-    assert parts.store.database.execute("SELECT count(*) FROM known").fetchone()[0] <= 13
-
-
 def test_a_directory_in_use_is_refused(buffer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
     parts = buffer()
@@ -311,13 +274,6 @@ def test_a_process_that_is_just_ending_is_waited_for(buffer: Any, group: Any) ->
     successor = store.Store(parts.store.settings)
     assert len(successor.groups) == 1
     successor.database.close()
-
-
-def test_a_directory_of_a_former_format_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(b"groups")
-    with pytest.raises(ConfigurationError, match=r"former format .* remove the directory"):
-        store.Store(ReplaySettings(replay_dir=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["data.mdb"]
 
 
 def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ def scoring(plugin: str) -> Scoring:
     """``async with scoring(reward_fn=...) as scorer``: a scorer with its worker processes."""
 
     @asynccontextmanager
-    async def score(*, watch_memory: bool = False, **options: Any) -> AsyncIterator[Scorer]:
+    async def score(**options: Any) -> AsyncIterator[Scorer]:
         settings = RewardSettings(**{"reward_workers": 1, **options})
-        pool = WorkerPool(settings, watch_memory=watch_memory)
+        pool = WorkerPool(settings)
         await pool.start()
         try:
             yield Scorer(settings, pool)

@@ -34,12 +34,15 @@ def _save(directory: Path, *, labels: int) -> str:
 
 
 async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not_at_all(
-    serving: Any, tmp_path: Path
+    serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from services.reward_server import reward_model
+
+    monkeypatch.setattr(reward_model, "BATCH_SIZE", 4)
     model = _save(tmp_path, labels=1)
     options = {"reward_fn": "reward_model", "reward_model": model, "reward_model_max_tokens": 64}
     items = [{"prompt": "What is 2 + 2?", "response": "4" * i, "ground_truth": ""} for i in (1, 5, 9, 30, 100)]
-    async with serving(create_app(RewardSettings(**options, reward_model_batch=4))) as client:
+    async with serving(create_app(RewardSettings(**options))) as client:
         together = (await client.post("/batch_reward", json={"items": items})).json()["rewards"]
         alone = [(await client.post("/reward", json=item)).json() for item in items]
     assert [r["reward"] for r in together[:4]] == pytest.approx([r["reward"] for r in alone[:4]], abs=1e-5)
@@ -62,7 +65,7 @@ async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_pat
 async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from services.reward_server.reward_model import RewardModel
 
-    model = RewardModel(_save(tmp_path, labels=1), batch_size=2, max_tokens=64)
+    model = RewardModel(_save(tmp_path, labels=1), max_tokens=64)
 
     def fail(batch: list[list[int]]) -> list[float]:
         raise RuntimeError("out of memory")

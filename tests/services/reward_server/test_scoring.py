@@ -57,7 +57,7 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("grab", RewardStatus.MEMORY, "more than 64 MB"),
         ("exit", RewardStatus.ERROR, "exit code 3"),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
-        ("killed", RewardStatus.ERROR, "killed by signal 9, which the kernel's out-of-memory killer or a person sends"),
+        ("killed", RewardStatus.ERROR, "SIGKILL"),
     ],
 )
 async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
@@ -70,13 +70,6 @@ async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
         assert (bad.reward, bad.status) == (None, status)
         assert reason in (bad.reason or "")
         assert (before.reward, after.reward) == (1.0, 1.0)
-
-
-async def test_where_the_system_does_not_limit_memory_the_server_watches_it(scoring: Any, plugin: str) -> None:
-    limits = {"reward_cpu_seconds": 30, "reward_timeout_seconds": 30, "reward_memory_mb": 64}
-    async with scoring(reward_fn=f"{plugin}:moody", watch_memory=True, **limits) as scorer:
-        bad, after = await scorer.score([item("hog"), item("fine")])
-        assert (bad.status, after.reward) == (RewardStatus.MEMORY, 1.0)
 
 
 async def test_several_rewards_are_weighted_and_each_is_told_by_name(scoring: Any, plugin: str) -> None:
