@@ -34,7 +34,6 @@ class Plan:
     reward_url: str | None
     variables: Mapping[str, str]
     """The variables of --env and --env-file, for the servers."""
-    print_results: bool
     agent: Agent | None
 
     @classmethod

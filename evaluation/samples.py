@@ -84,6 +84,11 @@ class Sample(BaseModel):
         return None if self.result is None else is_correct(self.result)
 
     @property
+    def needs_score(self) -> bool:
+        """Return whether the sample is a single completion that is not judged; an agent scores its own episodes."""
+        return self.is_correct is None and self.messages is None
+
+    @property
     def is_over_limit(self) -> bool:
         """Return whether the answer is wrong because it exceeds the verifier's time or memory limit."""
         return self.result is not None and self.result.status in OVER_LIMIT

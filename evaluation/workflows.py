@@ -53,8 +53,8 @@ def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
 class Workflow(Protocol):
     """A way to answer a prompt."""
 
-    one_by_one: bool
-    """True if each sample of a prompt is a piece of work by itself."""
+    at_once: int
+    """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return samples with these indices, perhaps fewer, and perhaps not scored yet."""
@@ -64,7 +64,7 @@ class Workflow(Protocol):
 class SingleTurn:
     """One request for all completions of a prompt, so that the engine computes the prompt once."""
 
-    one_by_one = False
+    at_once = 1024
 
     def __init__(self, settings: EvaluationSettings) -> None:
         self._settings = settings
@@ -129,7 +129,7 @@ class AgentWorkflow:
     It returns a reward, or None for an answer that cannot be scored.
     """
 
-    one_by_one = True
+    at_once = 1
 
     def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
         self._agent = agent

@@ -17,6 +17,7 @@ from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.settings import EvaluationSettings
+from evaluation.workflows import SingleTurn
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
@@ -57,10 +58,10 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
 
     with SampleStore(tmp_path, {}) as store:
         store.add([sample(prompt) for prompt in PROMPTS])
-        # All samples are there already, so neither workflow nor servers have anything to do.
-        evaluation = Evaluation(PROMPTS, 0, cast(Any, None), cast(Any, None), score, store)
-        await evaluation.run()
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
+        # All samples are there already, so servers have nothing to do.
+        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings), cast(Any, None), score, store)
+        await evaluation.run()
         results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
     assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
