@@ -17,7 +17,7 @@ from evaluation import examples, report, schedulers, servers, skypilot
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
-from evaluation.samples import SampleStore
+from evaluation.samples import open_store
 from evaluation.servers import ServerPool
 from evaluation.settings import SchedulerName
 from evaluation.view import View
@@ -116,9 +116,9 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     found = examples.load(settings.eval_split, checkpoint.model, settings.eval_prompts)
     identity = plan.identity(checkpoint, found)
     start_seconds = JOB_GROUP_START_SECONDS if schedulers.in_job_group() else START_SECONDS
-    with SampleStore(directory, identity) as store:
-        if store.resumed:
-            say(f"{directory} has {store.resumed} samples already")
+    with open_store(directory, identity) as store:
+        if store.samples:
+            say(f"{directory} has {len(store.samples)} samples already")
         async with (
             schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,

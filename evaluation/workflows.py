@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import httpx
 
@@ -31,9 +30,6 @@ from services.protocol.rewards import RewardItem
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
 
-AGENT_PACKAGES = ("agents", "openai")
-"""The packages of the extra ``evaluation`` that agents import."""
-
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 
 
@@ -50,21 +46,11 @@ def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
     return derive_seed(seed, kind.value, prompt.id, index)
 
 
-class Workflow(Protocol):
-    """A way to answer a prompt."""
-
-    at_once: int
-    """The most samples of a prompt that are one piece of work."""
-
-    async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """Return samples with these indices, perhaps fewer, and perhaps not scored yet."""
-        ...
-
-
 class SingleTurn:
     """One request for all completions of a prompt, so that the engine computes the prompt once."""
 
     at_once = 1024
+    """The most samples of a prompt that are one piece of work."""
 
     def __init__(self, settings: EvaluationSettings) -> None:
         self._settings = settings
@@ -130,6 +116,7 @@ class AgentWorkflow:
     """
 
     at_once = 1
+    """The most samples of a prompt that are one piece of work."""
 
     def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
         self._agent = agent
@@ -214,27 +201,26 @@ def _result(example: Example, reward: float | None) -> RewardResult:
     return RewardResult(reward=reward, extracted=example.result.extracted if example.result else None)
 
 
+Workflow = SingleTurn | AgentWorkflow
+
+
 def load_agent(name: str) -> Agent:
     """Import the agent ``module:function``; the current directory is on the path, too.
 
     Raises:
         ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
     """
-    module_name, _, function = name.partition(":")
-    if not module_name or not function:
-        raise ConfigurationError(f"--agent {name!r}: give it as module:function")
+    module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        if error.name in AGENT_PACKAGES:
-            raise ConfigurationError(f"--agent {name!r}: {error}; run: {install_command('evaluation')}") from error
-        raise ConfigurationError(f"--agent {name!r}: {error}; is the module installed, or in {here}?") from error
-    agent: Agent | None = getattr(module, function, None)
-    if not callable(agent):
-        raise ConfigurationError(f"--agent {name!r}: {module_name} has no function {function!r}")
+        agent: Agent = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"--agent {name!r} cannot be imported: {error}; give it as module:function, with the module in {here} or "
+            f"installed; if its library is missing, run: {install_command('evaluation')}"
+        ) from error
     if not inspect.iscoroutinefunction(agent):
         raise ConfigurationError(f"--agent {name!r} is no `async def`; it must be, since many episodes run at once")
     return agent

@@ -15,7 +15,7 @@ from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
-from evaluation.samples import Kind, Sample, SampleStore
+from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import SingleTurn
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
@@ -56,7 +56,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         asked.extend(item.prompt for item in items)
         return [RESULTS[item.prompt] for item in items]
 
-    with SampleStore(tmp_path, {}) as store:
+    with open_store(tmp_path, {}) as store:
         store.add([sample(prompt) for prompt in PROMPTS])
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
         # All samples are there already, so servers have nothing to do.
