@@ -9,10 +9,10 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from pydantic import ConfigDict, Field
 
 from evaluation import servers
 from evaluation.recording import Recording, RecordingTransport
@@ -24,7 +24,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
 from services.core.seeds import derive_seed
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
-from services.protocol.prompts import Message, Prompt
+from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
 NO_KEY = "none"
@@ -82,20 +82,18 @@ class SingleTurn:
         ]
 
 
-@dataclass
-class Example:
-    """A prompt as an agent gets it."""
+class Example(Prompt):
+    """A prompt as an agent gets it.
 
-    id: str
-    prompt: str
-    """The user's turn, with the instruction on how to give the answer."""
-    messages: list[Message]
-    """The whole conversation before the answer: the system turn and solved examples, where there are any."""
-    ground_truth: str
-    category: str | None
+    ``prompt`` is the user's turn, with the instruction on how to give the answer. ``messages`` is the whole
+    conversation before the answer: the system turn and solved examples, where there are any.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
     model: str
     """The model's name in requests."""
-    scorer: Score = field(repr=False)
+    scorer: Score = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``."""
 
@@ -135,15 +133,7 @@ class AgentWorkflow:
             seed = seed_of(settings.seed, prompt, kind, index)
             forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
         transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
-        example = Example(
-            id=prompt.id,
-            prompt=prompt.prompt,
-            messages=prompt.messages,
-            ground_truth=prompt.ground_truth,
-            category=prompt.category,
-            model=self._model,
-            scorer=self._score,
-        )
+        example = Example(**dict(prompt), model=self._model, scorer=self._score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(example, f"{server.url}/v1", http_client, recording)
