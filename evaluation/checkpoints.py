@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-
 from services.core.errors import ConfigurationError
 from services.weights.policy_store import PolicyStore
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
 
 
@@ -85,13 +84,11 @@ def _checkpoint(model: str) -> Checkpoint:
                 f"policy/v000010 or model; --run takes the directory of a run"
             )
         return Checkpoint(_name(str(path)), str(path), _step(path))
-    try:
-        validate_repo_id(model)
-    except HFValidationError as error:
+    if not _HUB_NAME.fullmatch(model):
         raise ConfigurationError(
             f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
             f"of a model"
-        ) from error
+        )
     return Checkpoint(_name(model), model)
 
 

@@ -78,6 +78,18 @@ class Progress:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
+    @property
+    def throughput(self) -> dict[str, int | float | None]:
+        """The throughput of this process only; the samples of earlier attempts are counted apart."""
+        seconds = self.seconds
+        return {
+            "seconds": seconds,
+            "samples": self.fresh,
+            "samples_resumed": self.done - self.fresh,
+            "samples_per_second": self.fresh / seconds if self.fresh else None,
+            "completion_tokens_per_second": self.tokens / seconds if self.fresh else None,
+        }
+
     def judge(self, samples: Sequence[Sample]) -> None:
         """Count the judged greedy samples and the right ones among them."""
         judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
@@ -85,25 +97,18 @@ class Progress:
         self.correct += sum(judged)
 
 
+@dataclass
 class Evaluation:
     """The evaluation of one model, which continues from the samples in its store."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        samples: int,
-        workflow: Workflow,
-        pool: ServerPool,
-        score: Score,
-        store: SampleStore,
-    ) -> None:
-        self.progress = Progress(total=len(prompts) * (1 + samples))
-        self._prompts = prompts
-        self._samples = samples
-        self._workflow = workflow
-        self._pool = pool
-        self._score = score
-        self._store = store
+    prompts: Sequence[Prompt]
+    samples: int
+    """Samples of each prompt, beside the greedy one."""
+    workflow: Workflow
+    pool: ServerPool
+    score: Score
+    store: SampleStore
+    progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Generate and score the missing samples; ``watch`` is called after each piece of work.
@@ -114,7 +119,8 @@ class Evaluation:
             ConfigurationError: every prompt or episode fails.
         """
         keys = ((prompt.id, kind, i) for prompt, kind, indices in self._wanted() for i in indices)
-        stored = [self._store.samples[key] for key in keys if key in self._store.samples]
+        stored = [self.store.samples[key] for key in keys if key in self.store.samples]
+        self.progress.total = len(self.prompts) * (1 + self.samples)
         self.progress.done = len(stored)
         self.progress.judge(stored)
         watch(self.progress)
@@ -139,22 +145,22 @@ class Evaluation:
 
     def _wanted(self) -> Iterator[tuple[Prompt, Kind, range]]:
         """Yield the indices of the samples that an evaluation has of each prompt and kind."""
-        for prompt in self._prompts:
+        for prompt in self.prompts:
             yield prompt, Kind.GREEDY, range(1)
-            yield prompt, Kind.SAMPLED, range(self._samples)
+            yield prompt, Kind.SAMPLED, range(self.samples)
 
     def _missing(self) -> Iterator[tuple[Prompt, Kind, Sequence[int]]]:
         """Yield the samples that are not stored, in pieces of work."""
         for prompt, kind, indices in self._wanted():
-            missing = [i for i in indices if (prompt.id, kind, i) not in self._store.samples]
-            for start in range(0, len(missing), self._workflow.at_once):
-                yield prompt, kind, missing[start : start + self._workflow.at_once]
+            missing = [i for i in indices if (prompt.id, kind, i) not in self.store.samples]
+            for start in range(0, len(missing), self.workflow.at_once):
+                yield prompt, kind, missing[start : start + self.workflow.at_once]
 
     async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
         try:
-            samples = await self._pool.run(lambda server: self._workflow.sample(server, prompt, kind, indices))
-        except tuple(LEFT_OUT) as error:
-            if isinstance(error, DependencyLostError) and not self._pool.alive:
+            samples = await self.pool.run(lambda server: self.workflow.sample(server, prompt, kind, indices))
+        except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
+            if isinstance(error, DependencyLostError) and not self.pool.alive:
                 raise
             self._leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
             return
@@ -181,13 +187,13 @@ class Evaluation:
             if sample.needs_score
         ]
         try:
-            results = iter(await self._score(items) if items else [])
+            results = iter(await self.score(items) if items else [])
         except ScoringLostError:
             # The next attempt scores them.
-            self._store.add(samples)
+            self.store.add(samples)
             raise
         scored = [s.model_copy(update={"result": next(results)}) if s.needs_score else s for s in samples]
-        self._store.add(scored)
+        self.store.add(scored)
         return scored
 
     def _leave_out(self, prompt: Prompt, reason: str, detail: str, count: int) -> None:

@@ -74,11 +74,6 @@ def bootstrap(scores: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
     return Estimate(value=values.mean().item(), stderr=standard_error(scores), low=low, high=high, prompts=n)
 
 
-def avg_at_k(answers: Sequence[Answer]) -> float:
-    """Return the share of right answers among a prompt's samples."""
-    return statistics.fmean(answer.is_correct for answer in answers)
-
-
 def majority_at_k(answers: Sequence[Answer], k: int) -> float:
     """Return how often the commonest answer among k samples is right (self-consistency, arXiv:2203.11171).
 
@@ -129,7 +124,7 @@ def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], 
     scores: dict[str, list[float]] = {GREEDY: [float(p.greedy.is_correct) for p in prompts if p.greedy is not None]}
     sampled = [p.samples for p in prompts if p.samples]
     if samples:
-        scores[f"avg@{samples}"] = [avg_at_k(answers) for answers in sampled]
+        scores[f"avg@{samples}"] = [statistics.fmean(answer.is_correct for answer in answers) for answers in sampled]
     for k in ks:
         enough = [answers for answers in sampled if len(answers) >= k]
         scores[f"pass@{k}"] = [pass_at_k(len(a), sum(one.is_correct for one in a), k) for a in enough]

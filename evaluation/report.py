@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Progress
 from evaluation.metrics import Answer, Metrics, PromptAnswers, accuracy, by_category, lengths
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
@@ -151,18 +150,6 @@ def _answers(samples: Sequence[Sample]) -> list[Answer]:
     return [
         Answer(s.is_correct, s.result.extracted) for s in samples if s.result is not None and s.is_correct is not None
     ]
-
-
-def throughput(progress: Progress) -> dict[str, int | float | None]:
-    """Return the throughput of this process only; the samples of earlier attempts are counted apart."""
-    seconds = progress.seconds
-    return {
-        "seconds": seconds,
-        "samples": progress.fresh,
-        "samples_resumed": progress.done - progress.fresh,
-        "samples_per_second": progress.fresh / seconds if progress.fresh else None,
-        "completion_tokens_per_second": progress.tokens / seconds if progress.fresh else None,
-    }
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -22,7 +22,6 @@ from local_runner import gpus, nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
-from services.clients.reward import RewardClient
 from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints
 from services.core.endpoints import Endpoint, Task
@@ -117,9 +116,12 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             job = asyncio.create_task(supervisor.run())
             try:
                 reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
-                router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)) if model else None
-                await run_until_first_ends(_wait_ready(reward, router), watch())
-                yield Servers([router.url] if router else [], reward, watch=watch)
+                urls = []
+                if model is not None:
+                    router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
+                    await run_until_first_ends(_wait_ready(router), watch())
+                    urls = [router.url]
+                yield Servers(urls, reward, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
@@ -130,18 +132,13 @@ def in_job_group() -> bool:
     return "SKYPILOT_JOBGROUP_NAME" in os.environ or endpoints.ENDPOINTS_VARIABLE in os.environ
 
 
-async def _wait_ready(reward: Endpoint, router: Endpoint | None) -> None:
-    """Wait until the reward-server answers and the router has a worker.
+async def _wait_ready(router: Endpoint) -> None:
+    """Wait until the router has a worker.
 
     Raises:
-        DependencyLostError: they are not ready within LOCAL_START_SECONDS.
+        DependencyLostError: it has none within LOCAL_START_SECONDS.
     """
-    token = Settings.load().token
-    async with RewardClient(reward, token) as client:
-        await client.wait_healthy(LOCAL_START_SECONDS)
-    if router is None:
-        return
-    async with RouterAdmin(router, token) as control:
+    async with RouterAdmin(router, Settings.load().token) as control:
         try:
             async with asyncio.timeout(LOCAL_START_SECONDS):
                 # The router has no route that waits for a worker.

@@ -9,7 +9,9 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import httpx
 from pydantic import ConfigDict, Field
@@ -46,18 +48,17 @@ def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
     return derive_seed(seed, kind.value, prompt.id, index)
 
 
+@dataclass(frozen=True)
 class SingleTurn:
     """One request for all completions of a prompt, so that the engine computes the prompt once."""
 
-    at_once = 1024
+    settings: EvaluationSettings
+    at_once: ClassVar[int] = 1024
     """The most samples of a prompt that are one piece of work."""
-
-    def __init__(self, settings: EvaluationSettings) -> None:
-        self._settings = settings
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return the completions that the server gave."""
-        settings = self._settings
+        settings = self.settings
         params = SamplingParams(settings.max_new_tokens, settings.temperature, settings.top_p)
         if kind is Kind.GREEDY:
             params = SamplingParams(settings.max_new_tokens, temperature=0.0)
@@ -107,33 +108,33 @@ class Example(Prompt):
 Agent = Callable[..., Awaitable[float | None]]
 
 
+@dataclass(frozen=True)
 class AgentWorkflow:
     """Episodes of an agent: an ``async def`` that gets the example, ``base_url``, ``api_key`` and ``http_client``.
 
     It returns a reward, or None for an answer that cannot be scored.
     """
 
-    at_once = 1
+    agent: Agent
+    settings: EvaluationSettings
+    score: Score
+    model: str
+    """The model's name in requests."""
+    at_once: ClassVar[int] = 1
     """The most samples of a prompt that are one piece of work."""
-
-    def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
-        self._agent = agent
-        self._settings = settings
-        self._score = score
-        self._model = model
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Play one episode for each index, one after the other."""
         return [await self._episode(server, prompt, kind, index) for index in indices]
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
-        settings, recording = self._settings, Recording()
+        settings, recording = self.settings, Recording()
         forced: dict[str, float] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
             seed = seed_of(settings.seed, prompt, kind, index)
             forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
         transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
-        example = Example(**dict(prompt), model=self._model, scorer=self._score)
+        example = Example(**dict(prompt), model=self.model, scorer=self.score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(example, f"{server.url}/v1", http_client, recording)
@@ -164,8 +165,8 @@ class AgentWorkflow:
         """
         try:
             async with asyncio.timeout(servers.PROMPT_SECONDS):
-                key = self._settings.token or NO_KEY
-                reward = await self._agent(example, base_url=base_url, api_key=key, http_client=http_client)
+                key = self.settings.token or NO_KEY
+                reward = await self.agent(example, base_url=base_url, api_key=key, http_client=http_client)
         except TimeoutError as error:
             raise AgentFailedError(f"the agent took more than {servers.PROMPT_SECONDS:g} s") from error
         except (DependencyLostError, ScoringLostError):

@@ -83,7 +83,7 @@ def main(
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
         overrides |= {"eval_agent": _agent(workflow, agent), "eval_concurrency": concurrency}
-        plan = Plan.make(
+        plan = Plan(
             _settings(variables, overrides),
             models=model or [],
             run_dir=run_dir,

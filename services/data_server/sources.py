@@ -184,17 +184,15 @@ def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]
             f"or .parquet file or to arithmetic"
         ) from error
 
-    def open_split(setting: str) -> ReadTable:
-        split = getattr(settings, setting)
-        if split not in loaded:
+    wanted = {"dataset_train_split", *({"dataset_test_split"} & settings.model_fields_set)}
+    for setting in sorted(wanted):
+        if getattr(settings, setting) not in loaded:
             raise ConfigurationError(
-                f"{where} has no split {split!r}; set {setting.upper()} to one of {sorted(loaded)}"
+                f"{where} has no split {getattr(settings, setting)!r}; set {setting.upper()} to one of {sorted(loaded)}"
             )
-        return _open(loaded[split], where, settings)
-
-    train = open_split("dataset_train_split")
-    has_test = settings.dataset_test_split in loaded or "dataset_test_split" in settings.model_fields_set
-    return train, open_split("dataset_test_split") if has_test else None
+    test = loaded.get(settings.dataset_test_split)
+    train = _open(loaded[settings.dataset_train_split], where, settings)
+    return train, None if test is None else _open(test, where, settings)
 
 
 def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
