@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server import sources
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.protocol.prompts import Prompt, Split
@@ -28,21 +26,15 @@ class Examples:
 
 
 def load(split: str, model: str, limit: int) -> Examples:
-    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test``, ``all`` or, on the hub, any other.
+    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test`` or ``all``.
 
     Raises:
-        ConfigurationError: the dataset, the split or the tokenizer of ``model`` cannot be loaded.
+        ConfigurationError: the dataset or the tokenizer of ``model`` cannot be loaded.
     """
     settings = DataSettings.load(model_name=model)
-    if split not in (*Split, ALL):
-        if settings.dataset == "arithmetic" or sources.is_path(settings.dataset):
-            raise ConfigurationError(
-                f"--split {split!r}: DATASET {settings.dataset!r} has the splits train, test and all; give one of them"
-            )
-        settings = DataSettings.load(model_name=model, dataset_test_split=split)
     # As in a data-server's own process, transformers is imported without torch, which saves seconds.
     catalogues = load_dataset(settings, own_process=True).catalogues
-    chosen = list(Split) if split == ALL else [Split.TRAIN if split == Split.TRAIN else Split.TEST]
+    chosen = list(Split) if split == ALL else [Split(split)]
     prompts: list[Prompt] = []
     too_long = 0
     for catalogue, place in ((catalogues[one], place) for one in chosen for place in range(len(catalogues[one]))):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from evaluation import skypilot
@@ -70,7 +71,10 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
             yield servers
         return
     urls = [parse_url(url).url for url in plan.urls]
-    discover = skypilot.discovery(plan.discover) if plan.discover else None
+    discover: Discover | None = None
+    if plan.discover is not None:
+        skypilot.import_sky()
+        discover = partial(asyncio.to_thread, skypilot.find, plan.discover)
     if not urls and discover is None:
         if not in_job_group():
             raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")

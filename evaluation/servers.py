@@ -211,8 +211,8 @@ class ServerPool:
         http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=settings.eval_concurrency + 8, keepalive_expiry=5.0),
+            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS),
+            limits=httpx.Limits(),  # The places of a server bound its connections.
             trust_env=False,
         )
         self.servers[url] = Server(

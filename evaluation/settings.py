@@ -50,8 +50,8 @@ class EvaluationSettings(Settings):
     """Seed of the sampling and of the bootstrap."""
     engine_deterministic: bool = False
     """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
-    eval_split: str = Field("test", min_length=1)
-    """`test`, `train`, `all` (both), or any other split of a Hugging Face dataset."""
+    eval_split: str = Field("test", pattern=r"^(test|train|all)$")
+    """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
     eval_agent: str = ""
     """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
     built in. Unset: one completion answers a prompt."""

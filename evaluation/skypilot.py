@@ -6,10 +6,9 @@ for SkyPilot.
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, s
     Raises:
         ConfigurationError: SkyPilot is not installed, or refuses the file with these variables.
     """
-    _import_sky()
+    import_sky()
     from sky.utils import dag_utils
 
     try:
@@ -62,7 +61,7 @@ def launch(
     group = load(num_servers, variables, secrets)
     from sky import jobs
 
-    sky = _import_sky()
+    sky = import_sky()
     group.name = name
     try:
         job_ids, _ = sky.stream_and_get(jobs.launch(group, name=name))
@@ -78,20 +77,6 @@ def launch(
     if log.results is None:
         raise DependencyLostError(f"job {job_id} ended with {code} and no results; see sky jobs logs {job_id}")
     return log.results
-
-
-def discovery(prefix: str) -> Callable[[], Awaitable[Sequence[str]]]:
-    """Return a function that discovers the clusters and SkyServe services whose names begin with ``prefix``.
-
-    Raises:
-        ConfigurationError: SkyPilot is not installed.
-    """
-    _import_sky()
-
-    async def discover() -> Sequence[str]:
-        return await asyncio.to_thread(find, prefix)
-
-    return discover
 
 
 def find(prefix: str) -> list[str]:
@@ -127,7 +112,12 @@ class _Log(io.TextIOBase):
         return len(text)
 
 
-def _import_sky() -> Any:
+def import_sky() -> Any:
+    """Return SkyPilot's package.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed.
+    """
     try:
         import sky
     except ImportError as error:

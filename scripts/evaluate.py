@@ -30,7 +30,7 @@ Models = Annotated[
 ]
 RunDir = Annotated[Path | None, Option("--run", help="A run's directory: evaluates each model that it keeps.")]
 Dataset = Annotated[str | None, Option(help="gsm8k, arithmetic, a Hugging Face dataset, a .jsonl or .parquet file.")]
-Split = Annotated[str | None, Option(help="test, train, all, or another split on the hub.")]
+Split = Annotated[str | None, Option(help="test, train or all.")]
 Limit = Annotated[int | None, Option(help="Only the first so many prompts.")]
 Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")]
 Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of two up to --samples.")]

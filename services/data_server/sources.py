@@ -282,8 +282,6 @@ def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.Chun
 
 def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
     """Return training and held-out rows of a source without a held-out split: DATA_SEED draws the held-out share."""
-    if len(rows) < 2:
-        return rows, rows.select(slice(0))
     order = np.random.default_rng([settings.data_seed, len(rows)]).permutation(len(rows))
     cut = min(len(rows) - 1, max(1, round(settings.dataset_held_out * len(rows))))
     return rows.select(np.sort(order[cut:])), rows.select(np.sort(order[:cut]))
