@@ -14,6 +14,7 @@ from services.weights.policy_store import PolicyStore
 
 CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
 
 
@@ -54,14 +55,16 @@ def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     found = [_checkpoint(model) for model in models]
     if run_dir is not None:
         found += _of_run(run_dir)
-    if len({checkpoint.model for checkpoint in found}) < len(found):
-        raise ConfigurationError(f"--model: a model is named twice in {[checkpoint.model for checkpoint in found]}")
-    names = [checkpoint.name for checkpoint in found]
-    if len(set(names)) < len(names):
+    names = {checkpoint.name for checkpoint in found}
+    if len(names) < len(found):
         # runs/a/model and runs/b/model: the directories above tell them apart.
         found = [replace(checkpoint, name=_name(checkpoint.model, parts=3)) for checkpoint in found]
-    if len({checkpoint.name for checkpoint in found}) < len(found):
-        raise ConfigurationError(f"--model: give directories of different names, not {names}")
+        names = {checkpoint.name for checkpoint in found}
+    if len(names) < len(found):
+        raise ConfigurationError(
+            f"--model: a model is named twice, or two directories have the same name, in {sorted(names)}; give each "
+            f"model once"
+        )
     if all(checkpoint.step is not None for checkpoint in found):
         found.sort(key=lambda checkpoint: checkpoint.step or 0)
     return found
@@ -73,11 +76,15 @@ def file_name(text: str) -> str:
 
 
 def _checkpoint(model: str) -> Checkpoint:
-    path = Path(model).expanduser()
+    path = Path(model).expanduser().resolve()
     if path.is_dir():
-        _check_is_model(path)
-        return Checkpoint(_name(str(path)), str(path.resolve()), _step(path))
-    if path.is_absolute() or model.startswith(("./", "../", "~")) or model.count("/") > 1 or path.exists():
+        if not (path / CONFIG).is_file():
+            raise ConfigurationError(
+                f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
+                f"policy/v000010 or model; --run takes the directory of a run"
+            )
+        return Checkpoint(_name(str(path)), str(path), _step(path))
+    if not _HUB_NAME.fullmatch(model):
         raise ConfigurationError(
             f"--model {model!r} is not a directory, seen from {Path.cwd()}; give a Hugging Face name or the directory "
             f"of a model"
@@ -85,27 +92,15 @@ def _checkpoint(model: str) -> Checkpoint:
     return Checkpoint(_name(model), model)
 
 
-def _check_is_model(path: Path) -> None:
-    if (path / CONFIG).is_file():
-        return
-    if (path / "manifest.json").is_file():
-        raise ConfigurationError(
-            f"--model {str(path)!r} is a checkpoint for resuming training, not a model; the run's models are "
-            f"{path.parents[1]}/policy/v* and {path.parents[1]}/model"
-        )
-    if (path / "metrics.jsonl").is_file():
-        raise ConfigurationError(f"--model {str(path)!r} is the directory of a run; give it as --run {path}")
-    raise ConfigurationError(f"--model {str(path)!r} has no {CONFIG}; give the directory of a Hugging Face model")
-
-
 def _of_run(run_dir: Path) -> list[Checkpoint]:
     if not run_dir.is_dir():
         raise ConfigurationError(f"--run {str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
+    run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
-    found = [Checkpoint(policy.path.name, str(policy.path.resolve()), policy.version) for policy in published]
+    found = [Checkpoint(policy.path.name, str(policy.path), policy.version) for policy in published]
     model = run_dir / "model"
     if (model / CONFIG).is_file():
-        final = Checkpoint("model", str(model.resolve()), _step(model))
+        final = Checkpoint("model", str(model), _step(model))
         # The last published policy is the trained model.
         if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
             found.append(final)
@@ -115,8 +110,7 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
 
 
 def _step(path: Path) -> int | None:
-    """Return the step in the directory's name, or for a run's final model the run's number of steps."""
-    path = path.resolve()
+    """Return the step in the name of an absolute path, or for a run's final model the run's number of steps."""
     if match := _STEP.fullmatch(path.name):
         return int(match[1])
     summary = path.parent / "summary.json"
@@ -127,5 +121,4 @@ def _step(path: Path) -> int | None:
 
 
 def _name(model: str, parts: int = 1) -> str:
-    path = Path(model).expanduser()
-    return file_name("-".join((path.resolve() if path.is_dir() else path).parts[-parts:]).strip("/"))
+    return file_name("-".join(Path(model).parts[-parts:]))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from evaluation.samples import Key, Kind, Sample, SampleStore
+from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.servers import ServerPool
 from evaluation.workflows import AgentFailedError, Score, ScoringLostError, Workflow
 from services.clients.reward import RewardClient
@@ -48,13 +48,8 @@ async def score(rewards: RewardClient, items: Sequence[RewardItem]) -> list[Rewa
     return results
 
 
-@dataclass(frozen=True)
-class Work:
-    """Samples that a prompt still lacks."""
-
-    prompt: Prompt
-    kind: Kind
-    indices: tuple[int, ...]
+LEFT_OUT = {RequestRefusedError: "refused", AgentFailedError: "agent failed", DependencyLostError: "lost"}
+"""The reason, in reports, of samples that an error of this type prevents."""
 
 
 @dataclass
@@ -83,6 +78,18 @@ class Progress:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
+    @property
+    def throughput(self) -> dict[str, int | float | None]:
+        """The throughput of this process only; the samples of earlier attempts are counted apart."""
+        seconds = self.seconds
+        return {
+            "seconds": seconds,
+            "samples": self.fresh,
+            "samples_resumed": self.done - self.fresh,
+            "samples_per_second": self.fresh / seconds if self.fresh else None,
+            "completion_tokens_per_second": self.tokens / seconds if self.fresh else None,
+        }
+
     def judge(self, samples: Sequence[Sample]) -> None:
         """Count the judged greedy samples and the right ones among them."""
         judged = [s.is_correct for s in samples if s.kind is Kind.GREEDY and s.is_correct is not None]
@@ -90,25 +97,18 @@ class Progress:
         self.correct += sum(judged)
 
 
+@dataclass
 class Evaluation:
     """The evaluation of one model, which continues from the samples in its store."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        samples: int,
-        workflow: Workflow,
-        pool: ServerPool,
-        score: Score,
-        store: SampleStore,
-    ) -> None:
-        self.progress = Progress(total=len(prompts) * (1 + samples))
-        self._prompts = prompts
-        self._samples = samples
-        self._workflow = workflow
-        self._pool = pool
-        self._score = score
-        self._store = store
+    prompts: Sequence[Prompt]
+    samples: int
+    """Samples of each prompt, beside the greedy one."""
+    workflow: Workflow
+    pool: ServerPool
+    score: Score
+    store: SampleStore
+    progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
         """Generate and score the missing samples; ``watch`` is called after each piece of work.
@@ -118,64 +118,54 @@ class Evaluation:
             ScoringLostError: the reward-server does not answer.
             ConfigurationError: every prompt or episode fails.
         """
-        wanted = set(self._keys())
-        stored = [sample for key, sample in self._store.samples.items() if key in wanted]
+        keys = ((prompt.id, kind, i) for prompt, kind, indices in self._wanted() for i in indices)
+        stored = [self.store.samples[key] for key in keys if key in self.store.samples]
+        self.progress.total = len(self.prompts) * (1 + self.samples)
         self.progress.done = len(stored)
         self.progress.judge(stored)
         watch(self.progress)
-        # An agent scores its own episodes; only single completions can be scored later.
-        unscored = [s for s in stored if s.is_correct is None and s.messages is None]
-        self.progress.judge(await self._store_scored([s.model_copy(update={"result": None}) for s in unscored]))
+        self.progress.judge(await self._store_scored([sample for sample in stored if sample.needs_score]))
         window = asyncio.Semaphore(WINDOW)
 
-        async def do(work: Work) -> None:
+        async def do(prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
             try:
-                await self._do(work)
+                await self._do(prompt, kind, indices)
                 watch(self.progress)
             finally:
                 window.release()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for work in self._missing():
+                for prompt, kind, indices in self._missing():
                     await window.acquire()
-                    group.create_task(do(work))
+                    group.create_task(do(prompt, kind, indices))
         except BaseExceptionGroup as errors:
             # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
 
-    def _keys(self) -> Iterator[Key]:
-        for prompt in self._prompts:
-            yield prompt.id, Kind.GREEDY, 0
-            yield from ((prompt.id, Kind.SAMPLED, i) for i in range(self._samples))
+    def _wanted(self) -> Iterator[tuple[Prompt, Kind, range]]:
+        """Yield the indices of the samples that an evaluation has of each prompt and kind."""
+        for prompt in self.prompts:
+            yield prompt, Kind.GREEDY, range(1)
+            yield prompt, Kind.SAMPLED, range(self.samples)
 
-    def _missing(self) -> Iterator[Work]:
-        for prompt in self._prompts:
-            for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, self._samples)):
-                missing = [i for i in range(count) if (prompt.id, kind, i) not in self._store.samples]
-                if missing and self._workflow.one_by_one:
-                    yield from (Work(prompt, kind, (i,)) for i in missing)
-                elif missing:
-                    yield Work(prompt, kind, tuple(missing))
+    def _missing(self) -> Iterator[tuple[Prompt, Kind, Sequence[int]]]:
+        """Yield the samples that are not stored, in pieces of work."""
+        for prompt, kind, indices in self._wanted():
+            missing = [i for i in indices if (prompt.id, kind, i) not in self.store.samples]
+            for start in range(0, len(missing), self.workflow.at_once):
+                yield prompt, kind, missing[start : start + self.workflow.at_once]
 
-    async def _do(self, work: Work) -> None:
+    async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
         try:
-            samples = await self._pool.run(
-                lambda server: self._workflow.sample(server, work.prompt, work.kind, work.indices)
-            )
-        except RequestRefusedError as error:
-            self._leave_out(work, "refused", f"{error.status} {error.detail}")
-            return
-        except AgentFailedError as error:
-            self._leave_out(work, "agent failed", str(error))
-            return
-        except DependencyLostError as error:
-            if not self._pool.alive:
+            samples = await self.pool.run(lambda server: self.workflow.sample(server, prompt, kind, indices))
+        except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
+            if isinstance(error, DependencyLostError) and not self.pool.alive:
                 raise
-            self._leave_out(work, "lost", str(error))
+            self._leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
             return
-        if missing := len(work.indices) - len(samples):
-            self._leave_out(work, "missing", "the server gave fewer completions than asked for", missing)
+        if missing := len(indices) - len(samples):
+            self._leave_out(prompt, "missing", "the server gave fewer completions than asked for", missing)
         scored = await self._store_scored(samples)
         progress = self.progress
         progress.done += len(scored)
@@ -184,7 +174,7 @@ class Evaluation:
         progress.judge(scored)
 
     async def _store_scored(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Score the samples that have no result, store all of them, and return them."""
+        """Score the samples that need it, store all of them, and return them."""
         items = [
             RewardItem(
                 prompt=sample.prompt,
@@ -194,23 +184,23 @@ class Evaluation:
                 finish_reason=sample.finish_reason,
             )
             for sample in samples
-            if sample.result is None
+            if sample.needs_score
         ]
         try:
-            results = iter(await self._score(items) if items else [])
+            results = iter(await self.score(items) if items else [])
         except ScoringLostError:
             # The next attempt scores them.
-            self._store.add(samples)
+            self.store.add(samples)
             raise
-        scored = [s if s.result is not None else s.model_copy(update={"result": next(results)}) for s in samples]
-        self._store.add(scored)
+        scored = [s.model_copy(update={"result": next(results)}) if s.needs_score else s for s in samples]
+        self.store.add(scored)
         return scored
 
-    def _leave_out(self, work: Work, reason: str, detail: str, count: int | None = None) -> None:
+    def _leave_out(self, prompt: Prompt, reason: str, detail: str, count: int) -> None:
         left_out = self.progress.left_out
-        left_out[reason] += len(work.indices) if count is None else count
-        self.progress.examples.setdefault(reason, f"{work.prompt.id}: {detail}")
+        left_out[reason] += count
+        self.progress.examples.setdefault(reason, f"{prompt.id}: {detail}")
         if not self.progress.done and left_out.total() >= min(HOPELESS_FAILURES, self.progress.total):
             raise ConfigurationError(
-                f"nothing succeeds: {left_out.total()} samples {dict(left_out)}; {work.prompt.id}: {detail}"
+                f"nothing succeeds: {left_out.total()} samples {dict(left_out)}; {prompt.id}: {detail}"
             )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from services.core.errors import ConfigurationError
 from services.core.settings import Settings
-from services.data_server import sources
 from services.data_server.dataset import load as load_dataset
 from services.data_server.settings import DataSettings
 from services.protocol.prompts import Prompt, Split
@@ -28,37 +26,24 @@ class Examples:
 
 
 def load(split: str, model: str, limit: int) -> Examples:
-    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test``, ``all`` or, on the hub, any other.
+    """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test`` or ``all``.
 
     Raises:
-        ConfigurationError: the dataset, the split or the tokenizer of ``model`` cannot be loaded.
+        ConfigurationError: the dataset or the tokenizer of ``model`` cannot be loaded.
     """
-    settings = _settings(split, model)
+    settings = DataSettings.load(model_name=model)
     # As in a data-server's own process, transformers is imported without torch, which saves seconds.
     catalogues = load_dataset(settings, own_process=True).catalogues
-    splits = [Split.TRAIN, Split.TEST] if split == ALL else [Split.TRAIN if split == Split.TRAIN else Split.TEST]
+    chosen = list(Split) if split == ALL else [Split(split)]
     prompts: list[Prompt] = []
     too_long = 0
-    for catalogue in (catalogues[one] for one in splits):
-        for place in range(len(catalogue)):
-            if limit and len(prompts) >= limit:
-                break
-            record = catalogue.record(place)
-            if record is None:
-                too_long += 1
-            else:
-                prompts.append(Prompt.model_validate(record))
+    for catalogue, place in ((catalogues[one], place) for one in chosen for place in range(len(catalogues[one]))):
+        if limit and len(prompts) >= limit:
+            break
+        record = catalogue.record(place)
+        if record is None:
+            too_long += 1
+        else:
+            prompts.append(Prompt.model_validate(record))
     recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
     return Examples(prompts, too_long, {**recipe, "split": split})
-
-
-def _settings(split: str, model: str) -> DataSettings:
-    given: dict[str, Any] = {"model_name": model}
-    settings = DataSettings.load(**given)
-    if split in (Split.TRAIN, Split.TEST, ALL):
-        return settings
-    if settings.dataset == "arithmetic" or sources.is_path(settings.dataset):
-        raise ConfigurationError(
-            f"--split {split!r}: DATASET {settings.dataset!r} has the splits train, test and all; give one of them"
-        )
-    return DataSettings.load(**given, dataset_test_split=split)

@@ -22,8 +22,6 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 """Resamples of the bootstrap: the interval's ends are then stable to a few per cent of its width."""
 GREEDY = "greedy pass@1"
-_BLOCK = 4_000_000
-"""Resampled scores held at once."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,9 @@ class Estimate(BaseModel):
     high: float
     prompts: int
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
 
 Metrics = dict[str, Estimate]
 
@@ -67,21 +68,10 @@ def bootstrap(scores: Sequence[float], seed: int = 0, resamples: int = RESAMPLES
     values = np.asarray(scores, dtype=np.float64)
     n = len(values)
     draw = np.random.default_rng(seed)
-    block = max(1, _BLOCK // n)
-    means = [
-        values[draw.integers(0, n, (min(block, resamples - start), n))].mean(axis=1)
-        for start in range(0, resamples, block)
-    ]
+    means = [values[draw.integers(0, n, n)].mean() for _ in range(resamples)]
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return Estimate(
-        value=float(values.mean()), stderr=standard_error(scores), low=float(low), high=float(high), prompts=n
-    )
-
-
-def avg_at_k(answers: Sequence[Answer]) -> float:
-    """Return the share of right answers among a prompt's samples."""
-    return statistics.fmean(answer.is_correct for answer in answers)
+    low, high = np.quantile(means, [tail, 1 - tail]).tolist()
+    return Estimate(value=values.mean().item(), stderr=standard_error(scores), low=low, high=high, prompts=n)
 
 
 def majority_at_k(answers: Sequence[Answer], k: int) -> float:
@@ -134,7 +124,7 @@ def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], 
     scores: dict[str, list[float]] = {GREEDY: [float(p.greedy.is_correct) for p in prompts if p.greedy is not None]}
     sampled = [p.samples for p in prompts if p.samples]
     if samples:
-        scores[f"avg@{samples}"] = [avg_at_k(answers) for answers in sampled]
+        scores[f"avg@{samples}"] = [statistics.fmean(answer.is_correct for answer in answers) for answers in sampled]
     for k in ks:
         enough = [answers for answers in sampled if len(answers) >= k]
         scores[f"pass@{k}"] = [pass_at_k(len(a), sum(one.is_correct for one in a), k) for a in enough]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
 from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
-from evaluation.workflows import Agent, load_agent
+from evaluation.workflows import load_agent
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 from services.reward_server.settings import RewardSettings
@@ -19,67 +18,52 @@ from services.reward_server.settings import RewardSettings
 VOLUME = "/shared/"
 
 
-@dataclass(frozen=True)
 class Plan:
     """The checkpoints to evaluate, with which settings and servers, and the directory of the results."""
 
-    settings: EvaluationSettings
-    scheduler: SchedulerName
-    checkpoints: Sequence[Checkpoint]
-    dataset: str
-    output: Path
-    num_servers: int
-    urls: Sequence[str]
-    discover: str | None
-    reward_url: str | None
-    variables: Mapping[str, str]
-    """The variables of --env and --env-file, for the servers."""
-    print_results: bool
-    agent: Agent | None
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         settings: EvaluationSettings,
         *,
         models: Sequence[str],
         run_dir: Path | None,
         scheduler: SchedulerName | None,
+        num_servers: int,
         urls: Sequence[str],
         discover: str | None,
+        reward_url: str | None,
         output: Path | None,
-        **others: Any,
-    ) -> Plan:
-        """Make a plan from the options of the command line; ``others`` are fields of the plan as they are.
+        variables: Mapping[str, str],
+    ) -> None:
+        """Make a plan from the options of the command line; ``variables`` are those of --env and --env-file.
 
         Raises:
             ConfigurationError: options contradict each other, or a model or agent does not exist.
         """
         if not models and run_dir is None:
             models = [settings.model_name]
-        scheduler = scheduler or (SchedulerName.ENDPOINTS if urls or discover else SchedulerName.LOCAL)
-        is_on_cluster = scheduler is SchedulerName.SKYPILOT
-        _check(settings, scheduler, has_servers=bool(urls or discover))
-        dataset = DataSettings.load().dataset
+        has_servers = bool(urls or discover)
+        self.settings = settings
+        self.scheduler = scheduler or (SchedulerName.ENDPOINTS if has_servers else SchedulerName.LOCAL)
+        self.num_servers = num_servers
+        self.urls = urls
+        self.discover = discover
+        self.reward_url = reward_url
+        self.variables = variables
+        self.dataset = DataSettings.load().dataset
+        _check(settings, self.scheduler, has_servers=has_servers)
+        is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
         found = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
-        if scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
+        if self.scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
             raise ConfigurationError(
                 f"running servers have one model, but {len(found)} are given; give one, or --scheduler local"
             )
+        self.checkpoints = found
         is_agent = settings.workflow is WorkflowName.AGENT
+        self.agent = load_agent(settings.eval_agent) if is_agent and not is_on_cluster else None
         name = found[0].name if len(found) == 1 else (run_dir.resolve().name if run_dir else f"{len(found)}-models")
-        parts = [name, Path(dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
-        return cls(
-            settings=settings,
-            scheduler=scheduler,
-            checkpoints=found,
-            dataset=dataset,
-            output=(output or settings.eval_output / "-".join(parts)).resolve(),
-            urls=urls,
-            discover=discover,
-            agent=load_agent(settings.eval_agent) if is_agent and not is_on_cluster else None,
-            **others,
-        )
+        parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
+        self.output = (output or settings.eval_output / "-".join(parts)).resolve()
 
     def directory(self, checkpoint: Checkpoint) -> Path:
         """Return the directory of a model's samples and results."""

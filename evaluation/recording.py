@@ -39,24 +39,18 @@ class Recording:
         return next((text for text in reversed(texts) if isinstance(text, str)), "")
 
 
+@dataclass
 class RecordingTransport(httpx.AsyncBaseTransport):
     """A transport over a client that all episodes share; closing the transport leaves that client open."""
 
-    def __init__(
-        self, shared: httpx.AsyncClient, forced: dict[str, float], max_tokens: int, recording: Recording
-    ) -> None:
-        """Make a transport.
-
-        Args:
-            shared: sends the requests.
-            forced: sampling parameters that win over the agent's own.
-            max_tokens: length limit of a turn, unless the agent sets a lower one.
-            recording: is filled.
-        """
-        self._shared = shared
-        self._forced = forced
-        self._max_tokens = max_tokens
-        self._recording = recording
+    shared: httpx.AsyncClient
+    """Sends the requests."""
+    forced: dict[str, float]
+    """Sampling parameters that win over the agent's own."""
+    max_tokens: int
+    """Length limit of a turn, unless the agent sets a lower one."""
+    recording: Recording
+    """The conversation so far, which each request continues."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""
@@ -66,29 +60,29 @@ class RecordingTransport(httpx.AsyncBaseTransport):
             headers = {k: v for k, v in request.headers.items() if k.lower() not in ("content-length", "host")}
             request = httpx.Request("POST", request.url, headers=headers, json=body, extensions=request.extensions)
         try:
-            response = await self._shared.send(request, stream=True)
+            response = await self.shared.send(request, stream=True)
             # A streamed reply passes unread: its text is for the agent alone.
             is_read = body is not None and not body.get("stream")
             if is_read:
                 await response.aread()
         except httpx.TransportError as error:
-            self._recording.server_error = f"{type(error).__name__}: {error}"
+            self.recording.server_error = f"{type(error).__name__}: {error}"
             raise
         status = response.status_code
         is_overloaded = status >= 500 or status == httpx.codes.TOO_MANY_REQUESTS
-        self._recording.server_error = f"the server answered {status}" if is_overloaded else None
-        self._recording.turns += status == httpx.codes.OK
+        self.recording.server_error = f"the server answered {status}" if is_overloaded else None
+        self.recording.turns += status == httpx.codes.OK
         if body is not None and is_read and status == httpx.codes.OK:
             self._record(body, response.json())
         return response
 
     def _with_sampling(self, body: dict[str, Any]) -> dict[str, Any]:
-        limit = min([self._max_tokens, *(int(body[name]) for name in _LIMITS if body.get(name))])
+        limit = min([self.max_tokens, *(int(body[name]) for name in _LIMITS if body.get(name))])
         kept = {name: value for name, value in body.items() if name not in _LIMITS}
-        return {**kept, "max_tokens": limit, **self._forced}
+        return {**kept, "max_tokens": limit, **self.forced}
 
     def _record(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
-        recording = self._recording
+        recording = self.recording
         usage = reply.get("usage") or {}
         recording.prompt_tokens = recording.prompt_tokens or int(usage.get("prompt_tokens", 0))
         recording.completion_tokens += int(usage.get("completion_tokens", 0))

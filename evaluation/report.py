@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evaluation.checkpoints import Checkpoint
-from evaluation.evaluation import Progress
-from evaluation.metrics import Answer, Estimate, Metrics, PromptAnswers, accuracy, by_category, lengths
+from evaluation.metrics import Answer, Metrics, PromptAnswers, accuracy, by_category, lengths
 from evaluation.samples import Key, Kind, Sample
 from evaluation.settings import EvaluationSettings
 from services.core.files import atomic_write
@@ -61,6 +60,18 @@ class Results(BaseModel):
     def headline(self) -> list[str]:
         """One metric of each kind: of pass@k and maj@k the metric with the largest k."""
         return list({name.partition("@")[0]: name for name in self.metrics}.values())
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """The cells of the printed table by the label of their row."""
+        cells = {name: str(estimate) for name, estimate in self.metrics.items()}
+        if tokens := self.completion_tokens.get("greedy"):
+            cells["tokens, mean"] = f"{tokens['mean']:.0f}"
+            cells["tokens, p95"] = f"{tokens['p95']:.0f}"
+            cells["truncated"] = f"{self.truncated['greedy']:.1%}"
+        if rate := self.throughput.get("completion_tokens_per_second"):
+            cells["tokens/s"] = f"{rate:.0f}"
+        return cells | {name.replace("_", " "): f"{value:.2f}" for name, value in self.agent.items()}
 
 
 def results_of(
@@ -122,42 +133,23 @@ def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind,
 
 def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, Any]]:
     """Return rewards, lengths and truncation by kind, and the turns and tool calls of agents."""
-    rewards = {
-        kind: [s.result.reward for s in found if s.result is not None and s.result.reward is not None]
-        for kind, found in by_kind.items()
-    }
-    episodes = [sample for found in by_kind.values() for sample in found if sample.messages is not None]
-    return {
-        "reward_mean": {kind: statistics.fmean(given) for kind, given in rewards.items() if given},
-        "completion_tokens": {kind: lengths([s.completion_tokens for s in found]) for kind, found in by_kind.items()},
-        "truncated": {
-            kind: statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in found)
-            for kind, found in by_kind.items()
-        },
-        "agent": {
-            name: statistics.fmean(getattr(episode, name) for episode in episodes)
-            for name in ("turns", "tool_calls")
-            if episodes
-        },
-    }
+    found: dict[str, dict[str, Any]] = {"reward_mean": {}, "completion_tokens": {}, "truncated": {}, "agent": {}}
+    for kind, samples in by_kind.items():
+        rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
+        if rewards:
+            found["reward_mean"][kind] = statistics.fmean(rewards)
+        found["completion_tokens"][kind] = lengths([s.completion_tokens for s in samples])
+        found["truncated"][kind] = statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in samples)
+    if episodes := [s for samples in by_kind.values() for s in samples if s.messages is not None]:
+        found["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
+        found["agent"]["tool_calls"] = statistics.fmean(s.tool_calls for s in episodes)
+    return found
 
 
 def _answers(samples: Sequence[Sample]) -> list[Answer]:
     return [
         Answer(s.is_correct, s.result.extracted) for s in samples if s.result is not None and s.is_correct is not None
     ]
-
-
-def throughput(progress: Progress) -> dict[str, int | float | None]:
-    """Return the throughput of this process only; the samples of earlier attempts are counted apart."""
-    seconds = progress.seconds
-    return {
-        "seconds": seconds,
-        "samples": progress.fresh,
-        "samples_resumed": progress.done - progress.fresh,
-        "samples_per_second": progress.fresh / seconds if progress.fresh else None,
-        "completion_tokens_per_second": progress.tokens / seconds if progress.fresh else None,
-    }
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -169,18 +161,14 @@ def write_json(path: Path, content: Any) -> None:
 def show(console: Console, everything: Sequence[Results]) -> None:
     """Print a table of all models, and one by category for each model that has categories."""
     first = everything[0]
-    table = Table(title=f"{first.dataset} {first.split}, {first.prompts} prompts", title_justify="left")
-    table.add_column("")
-    for results in everything:
-        table.add_column(results.name, justify="right")
-    for name in dict.fromkeys(name for results in everything for name in results.metrics):
-        table.add_row(name, *(_estimate(results.metrics.get(name)) for results in everything))
-    for label, form, values in _further_rows(everything):
-        table.add_row(label, *("-" if value is None else format(value, form) for value in values))
-    console.print(table)
+    names = [results.name for results in everything]
+    table = Table("", *names, title=f"{first.dataset} {first.split}, {first.prompts} prompts", title_justify="left")
+    for label in dict.fromkeys(label for results in everything for label in results.rows):
+        table.add_row(label, *(results.rows.get(label, "-") for results in everything))
+    console.print(table, soft_wrap=False)
     for results in everything:
         if results.categories:
-            console.print(_category_table(results))
+            console.print(_category_table(results), soft_wrap=False)
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
         counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
         console.print(f"left out: {counts}", style="yellow")
@@ -188,32 +176,13 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
 
 
-def _further_rows(everything: Sequence[Results]) -> list[tuple[str, str, list[int | float | None]]]:
-    """Return label, format and one value a model of the rows below the metrics."""
-    greedy = [results.completion_tokens.get("greedy", {}) for results in everything]
-    rows: list[tuple[str, str, list[int | float | None]]] = [
-        ("tokens, mean", ".0f", [tokens.get("mean") for tokens in greedy]),
-        ("tokens, p95", ".0f", [tokens.get("p95") for tokens in greedy]),
-        ("truncated", ".1%", [results.truncated.get("greedy") for results in everything]),
-        ("tokens/s", ".0f", [results.throughput.get("completion_tokens_per_second") for results in everything]),
-    ]
-    if any(results.agent for results in everything):
-        rows.append(("tool calls", ".2f", [results.agent.get("tool_calls") for results in everything]))
-        rows.append(("turns", ".2f", [results.agent.get("turns") for results in everything]))
-    return rows
-
-
 def _category_table(results: Results) -> Table:
     names = results.headline
     table = Table("category", "prompts", *names, title=f"{results.name} by category", title_justify="left")
     for category, metrics in results.categories.items():
         prompts = max((estimate.prompts for estimate in metrics.values()), default=0)
-        table.add_row(category, str(prompts), *(_estimate(metrics.get(name)) for name in names))
+        table.add_row(category, str(prompts), *(str(metrics.get(name, "-")) for name in names))
     return table
-
-
-def _estimate(estimate: Estimate | None) -> str:
-    return "-" if estimate is None else f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 def write_curve(directory: Path, everything: Sequence[Results]) -> None:

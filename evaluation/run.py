@@ -8,9 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,9 +17,8 @@ from evaluation import examples, report, schedulers, servers, skypilot
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
-from evaluation.samples import SampleStore
-from evaluation.schedulers import Say, Servers
-from evaluation.servers import Discover, ServerPool
+from evaluation.samples import open_store
+from evaluation.servers import ServerPool
 from evaluation.settings import SchedulerName
 from evaluation.view import View
 from evaluation.workflows import AgentWorkflow, Score, SingleTurn, Workflow
@@ -37,50 +34,44 @@ JOB_GROUP_START_SECONDS = 3600.0
 SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 
 
-def run_until_signal(plan: Plan, *, live: bool | None) -> int:
+async def run_until_signal(plan: Plan) -> int:
     """Evaluate until done, or until Ctrl-C, SIGTERM or a hang-up, which end the servers in order; return the exit code.
-
-    ``live`` says whether progress is a bar; None: on a terminal only.
 
     Raises:
         ConfigurationError: a model, dataset or server cannot be had.
         DependencyLostError: servers do not answer. Finished samples are kept.
         ScoringLostError: the reward-server does not answer. Finished samples are kept.
     """
-    # Without a terminal rich assumes 80 columns, too few for the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=160)
-    received: list[int] = []
+    task = asyncio.ensure_future(evaluate(plan))
+    received: list[signal.Signals] = []
 
-    async def work() -> None:
-        task = asyncio.ensure_future(evaluate(plan, console, live=console.is_terminal if live is None else live))
+    def stop(number: signal.Signals) -> None:
+        received.append(number)
+        task.cancel()
 
-        def stop(number: int) -> None:
-            received.append(number)
-            task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await task
-
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
-        asyncio.run(work())
+        await task
     except asyncio.CancelledError:
         if not received:
             raise
-        name = signal.Signals(received[0]).name
-        print(f"evaluate: stopped by {name}; the same command goes on from {plan.output}", file=sys.stderr)
+        print(f"evaluate: stopped by {received[0].name}; the same command goes on from {plan.output}", file=sys.stderr)
         return 128 + received[0]
     return 0
 
 
-async def evaluate(plan: Plan, console: Console, *, live: bool) -> None:
+async def evaluate(plan: Plan) -> None:
     """Evaluate each model of the plan, and show and write the results; raises as ``run_until_signal`` does."""
+    # Without a terminal rich assumes 80 columns, too few for the tables.
+    width = None if sys.stdout.isatty() else 160
+    console = Console(width=width, soft_wrap=True, highlight=False, markup=False)
     everything = []
     for checkpoint in plan.checkpoints:
         if plan.scheduler is SchedulerName.SKYPILOT:
             results = await _evaluate_on_cluster(plan, checkpoint, console)
         else:
-            results = await _evaluate_here(plan, checkpoint, console, live=live)
+            results = await _evaluate_here(plan, checkpoint, console)
         report.write_json(plan.directory(checkpoint) / report.RESULTS, results.model_dump())
         everything.append(results)
     content: Mapping[str, Any] = everything[0].model_dump()
@@ -89,8 +80,9 @@ async def evaluate(plan: Plan, console: Console, *, live: bool) -> None:
         report.write_json(plan.output / report.RESULTS, content)
         report.write_curve(plan.output, everything)
     report.show(console, everything)
-    console.print(f"written to {plan.output}", highlight=False, soft_wrap=True)
-    if plan.print_results:
+    console.print(f"written to {plan.output}")
+    if schedulers.in_job_group():
+        # A launcher elsewhere reads them from the log.
         print(skypilot.RESULTS_MARK + json.dumps(content), flush=True)
 
 
@@ -112,23 +104,23 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         plan.num_servers,
         {name: value for name, value in variables.items() if name not in secrets},
         secrets,
-        _printer(console),
+        console.print,
     )
     return report.Results.model_validate(content)
 
 
-async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *, live: bool) -> report.Results:
+async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
     settings = plan.settings
     directory = plan.directory(checkpoint)
-    say = _printer(console)
+    say = console.print
     found = examples.load(settings.eval_split, checkpoint.model, settings.eval_prompts)
     identity = plan.identity(checkpoint, found)
     start_seconds = JOB_GROUP_START_SECONDS if schedulers.in_job_group() else START_SECONDS
-    with SampleStore(directory, identity) as store:
-        if store.resumed:
-            say(f"{directory} has {store.resumed} samples already")
+    with open_store(directory, identity) as store:
+        if store.samples:
+            say(f"{directory} has {len(store.samples)} samples already")
         async with (
-            _servers(plan, checkpoint, directory, say) as started,
+            schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,
             RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
         ):
@@ -138,7 +130,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *
             if plan.agent is not None:
                 workflow = AgentWorkflow(plan.agent, settings, scorer, checkpoint.model)
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store)
-            with View(console, checkpoint.name, pool, live=live) as view:
+            with View(console, checkpoint.name, pool) as view:
                 await run_until_first_ends(evaluation.run(view.show), started.watch())
             progress = evaluation.progress
             for reason, detail in progress.examples.items():
@@ -150,23 +142,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console, *
                 settings,
                 left_out={**progress.left_out, **({"prompt too long": found.too_long} if found.too_long else {})},
                 dataset=plan.dataset,
-                throughput=report.throughput(progress),
+                throughput=progress.throughput,
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
                 identity=identity,
             )
-
-
-def _printer(console: Console) -> Say:
-    return lambda line: console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _servers(plan: Plan, checkpoint: Checkpoint, directory: Path, say: Say) -> AbstractAsyncContextManager[Servers]:
-    if plan.scheduler is SchedulerName.LOCAL:
-        return schedulers.local(checkpoint.model, plan.num_servers, directory, plan.variables, say)
-    return schedulers.running(plan.urls, _discovery(plan.discover), plan.reward_url, directory, plan.variables, say)
-
-
-def _discovery(where: str | None) -> Discover | None:
-    if where is None:
-        return None
-    return schedulers.local_run(Path(where)) if Path(where).is_dir() else skypilot.discovery(where)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -84,58 +85,42 @@ class Sample(BaseModel):
         return None if self.result is None else is_correct(self.result)
 
     @property
+    def needs_score(self) -> bool:
+        """Return whether the sample is a single completion that is not judged; an agent scores its own episodes."""
+        return self.is_correct is None and self.messages is None
+
+    @property
     def is_over_limit(self) -> bool:
         """Return whether the answer is wrong because it exceeds the verifier's time or memory limit."""
         return self.result is not None and self.result.status in OVER_LIMIT
 
 
 class SampleStore:
-    """Samples by key, and the file that holds them. A context manager; one process at a time."""
+    """Samples by key, and the file that holds them."""
 
-    def __init__(self, directory: Path, identity: Mapping[str, Any]) -> None:
-        """Make a store that is not open.
-
-        Args:
-            directory: holds the file.
-            identity: everything that the samples depend on; samples of another identity are refused.
-        """
-        self.directory = directory
-        self.path = directory / SAMPLES
-        self._identity = identity
-        self.samples: dict[Key, Sample] = {}
-        self.resumed = 0
-        """The number of samples that the file had when it was opened."""
-
-    def __enter__(self) -> Self:
-        """Open the file and read it.
+    def __init__(self, file: BinaryIO) -> None:
+        """Read ``file``; a last line that a kill cut off is removed.
 
         Raises:
-            ConfigurationError: the file belongs to another evaluation, is in use by another process, or does not hold
-                samples.
+            ConfigurationError: the file does not hold samples.
         """
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+b")
-        except OSError as error:
-            raise ConfigurationError(f"--output {self.directory}: {error}; give a directory to write to") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._read()
-            self._check_identity()
-        except BlockingIOError as error:
-            self._file.close()
-            raise ConfigurationError(
-                f"another evaluation writes to {self.directory}; wait for it, end it, or give another --output"
-            ) from error
-        except BaseException:
-            self._file.close()
-            raise
-        self.resumed = len(self.samples)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._file:
-            os.fsync(self._file.fileno())
+        self.samples: dict[Key, Sample] = {}
+        self._file = file
+        file.seek(0)
+        position = 0
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                sample = Sample.model_validate_json(line)
+            except ValidationError as error:
+                raise ConfigurationError(
+                    f"{file.name}, line {number}, is not a sample ({error.errors()[0]['msg']}); give another --output"
+                ) from error
+            self.samples[sample.key] = sample
+            position += len(line)
+        file.truncate(position)
+        file.seek(0, os.SEEK_END)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Store samples, so that they survive this process; a sample replaces an earlier one with its key."""
@@ -143,35 +128,43 @@ class SampleStore:
         self._file.flush()
         self.samples.update((sample.key, sample) for sample in samples)
 
-    def _read(self) -> None:
-        self._file.seek(0)
-        position = 0
-        for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
-                break  # cut off by a kill
-            try:
-                sample = Sample.model_validate_json(line)
-            except ValidationError as error:
-                raise ConfigurationError(
-                    f"{self.path}, line {number}, is not a sample ({error.errors()[0]['msg']}); give another --output"
-                ) from error
-            self.samples[sample.key] = sample
-            position += len(line)
-        self._file.truncate(position)
-        self._file.seek(0, os.SEEK_END)
 
-    def _check_identity(self) -> None:
-        path = self.directory / IDENTITY
-        content = json.dumps(self._identity, indent=2) + "\n"
-        # Through JSON, so that tuples compare equal to the lists that were written.
-        identity: dict[str, Any] = json.loads(content)
-        if self.samples and path.exists():
-            before = json.loads(path.read_text())
-            differing = sorted(name for name in {*before, *identity} if before.get(name) != identity.get(name))
-            if differing:
-                name = differing[0]
-                raise ConfigurationError(
-                    f"{self.directory} holds the samples of another evaluation: {name} was {before.get(name)!r} and is "
-                    f"{identity.get(name)!r}; give another --output, or remove that directory"
-                )
-        atomic_write(path, content)
+@contextmanager
+def open_store(directory: Path, identity: Mapping[str, Any]) -> Iterator[SampleStore]:
+    """Yield the store of ``directory``, whose samples depend on everything in ``identity``.
+
+    Raises:
+        ConfigurationError: the directory cannot be written, belongs to another evaluation, is in use by another
+            process, or does not hold samples.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / SAMPLES).open("a+b")
+    except OSError as error:
+        raise ConfigurationError(f"--output {directory}: {error}; give a directory to write to") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"another evaluation writes to {directory}; wait for it, end it, or give another --output"
+            ) from error
+        store = SampleStore(file)
+        _check_identity(directory, identity, is_used=bool(store.samples))
+        yield store
+        os.fsync(file.fileno())
+
+
+def _check_identity(directory: Path, given: Mapping[str, Any], *, is_used: bool) -> None:
+    path = directory / IDENTITY
+    content = json.dumps(given, indent=2) + "\n"
+    # Through JSON, so that tuples compare equal to the lists that were written.
+    identity: dict[str, Any] = json.loads(content)
+    before = json.loads(path.read_text()) if is_used and path.exists() else identity
+    for name in sorted({*before, *identity}):
+        if before.get(name) != identity.get(name):
+            raise ConfigurationError(
+                f"{directory} holds the samples of another evaluation: {name} was {before.get(name)!r} and is "
+                f"{identity.get(name)!r}; give another --output, or remove that directory"
+            )
+    atomic_write(path, content)

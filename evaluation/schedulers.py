@@ -9,17 +9,20 @@ import asyncio
 import os
 import signal
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from evaluation import skypilot
+from evaluation.plan import Plan
 from evaluation.servers import Discover, parse_url
-from local_runner import directory, gpus, nodes, watchdog
+from evaluation.settings import SchedulerName
+from local_runner import gpus, nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
-from services.clients.reward import RewardClient
 from services.clients.rollout_admin import RouterAdmin
 from services.core import endpoints
 from services.core.endpoints import Endpoint, Task
@@ -52,16 +55,43 @@ class Servers:
 
 
 @asynccontextmanager
-async def local(
-    model: str | None, num_servers: int, output: Path, variables: Mapping[str, str], say: Say
-) -> AsyncIterator[Servers]:
-    """Start a reward-server and, with a ``model``, ``num_servers`` rollout nodes behind one router; end them on exit.
+async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Yield the servers of a plan: started on this machine, or running already; end the started ones on exit.
+
+    Servers that run already are the given and the discovered ones, else the router of this job group. Their
+    reward-server is the given one, else that of this job group; outside a job group one is started here.
 
     Raises:
-        ConfigurationError: a server refuses its configuration; the message has the end of its log.
-        DependencyLostError: a server failed for good, or was not ready in time.
+        ConfigurationError: no server is given outside a job group, or a started server refuses its configuration; the
+            message has the end of its log.
+        DependencyLostError: a started server failed for good, or was not ready in time.
     """
-    group = _group(model, num_servers, variables)
+    if plan.scheduler is SchedulerName.LOCAL:
+        async with _started(plan, model, output, say) as servers:
+            yield servers
+        return
+    urls = [parse_url(url).url for url in plan.urls]
+    discover: Discover | None = None
+    if plan.discover is not None:
+        skypilot.import_sky()
+        discover = partial(asyncio.to_thread, skypilot.find, plan.discover)
+    if not urls and discover is None:
+        if not in_job_group():
+            raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
+        urls = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
+    if plan.reward_url is not None:
+        yield Servers(urls, parse_url(plan.reward_url), discover)
+    elif in_job_group():
+        yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover)
+    else:
+        async with _started(plan, None, output, say) as servers:
+            yield Servers(urls, servers.reward, discover, servers.watch)
+
+
+@asynccontextmanager
+async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start a reward-server and, with a ``model``, the plan's number of rollout nodes behind one router."""
+    group = _group(model, plan)
     with nodes.allocate(group) as addresses:
         run = Run(
             group=group,
@@ -90,42 +120,15 @@ async def local(
             job = asyncio.create_task(supervisor.run())
             try:
                 reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
-                router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT)) if model else None
-                await run_until_first_ends(_wait_ready(reward, router), watch())
-                yield Servers([router.url] if router else [], reward, watch=watch)
+                urls = []
+                if model is not None:
+                    router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
+                    await run_until_first_ends(_wait_ready(router), watch())
+                    urls = [router.url]
+                yield Servers(urls, reward, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
-
-
-@asynccontextmanager
-async def running(
-    urls: Sequence[str],
-    discover: Discover | None,
-    reward_url: str | None,
-    output: Path,
-    variables: Mapping[str, str],
-    say: Say,
-) -> AsyncIterator[Servers]:
-    """Use servers that run already: the given and the discovered ones, else the router of this job group.
-
-    The reward-server is the given one, else that of this job group; outside a job group one is started here.
-
-    Raises:
-        ConfigurationError: no server is given outside a job group.
-    """
-    given = [parse_url(url).url for url in urls]
-    if not given and discover is None:
-        if not in_job_group():
-            raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
-        given = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
-    if reward_url is not None:
-        yield Servers(given, parse_url(reward_url), discover)
-    elif in_job_group():
-        yield Servers(given, endpoints.endpoint(Task.REWARD_SERVER), discover)
-    else:
-        async with local(None, 0, output, variables, say) as servers:
-            yield Servers(given, servers.reward, discover, servers.watch)
 
 
 def in_job_group() -> bool:
@@ -133,35 +136,13 @@ def in_job_group() -> bool:
     return "SKYPILOT_JOBGROUP_NAME" in os.environ or endpoints.ENDPOINTS_VARIABLE in os.environ
 
 
-def local_run(run_dir: Path) -> Discover:
-    """Return a function that discovers the router of a local runner's run.
+async def _wait_ready(router: Endpoint) -> None:
+    """Wait until the router has a worker.
 
     Raises:
-        ConfigurationError: ``run_dir`` is not the directory of such a run.
+        DependencyLostError: it has none within LOCAL_START_SECONDS.
     """
-    if not (run_dir / directory.FILE).is_file():
-        raise ConfigurationError(f"--discover {run_dir} is not the directory of a run of scripts.run_local")
-
-    async def discover() -> Sequence[str]:
-        found = directory.read_nodes(run_dir)
-        router = found and found.endpoints.get(f"{Task.ROLLOUT_SERVER.value}-0:{endpoints.ROUTER_PORT}")
-        return [f"http://{router}"] if router else []
-
-    return discover
-
-
-async def _wait_ready(reward: Endpoint, router: Endpoint | None) -> None:
-    """Wait until the reward-server answers and the router has a worker.
-
-    Raises:
-        DependencyLostError: they are not ready within LOCAL_START_SECONDS.
-    """
-    token = Settings.load().token
-    async with RewardClient(reward, token) as client:
-        await client.wait_healthy(LOCAL_START_SECONDS)
-    if router is None:
-        return
-    async with RouterAdmin(router, token) as control:
+    async with RouterAdmin(router, Settings.load().token) as control:
         try:
             async with asyncio.timeout(LOCAL_START_SECONDS):
                 # The router has no route that waits for a worker.
@@ -171,7 +152,7 @@ async def _wait_ready(reward: Endpoint, router: Endpoint | None) -> None:
             raise DependencyLostError(f"no rollout node is ready after {LOCAL_START_SECONDS:g} s") from error
 
 
-def _group(model: str | None, num_servers: int, variables: Mapping[str, str]) -> JobGroup:
+def _group(model: str | None, plan: Plan) -> JobGroup:
     """Return the tasks of jobgroup.yaml that an evaluation needs; each is primary, so its end is noticed."""
 
     def task(name: Task, count: int, gpus_per_node: int, **own: str) -> TaskSpec:
@@ -180,7 +161,7 @@ def _group(model: str | None, num_servers: int, variables: Mapping[str, str]) ->
             run=f"exec python -m services.{name.value.replace('-', '_')}",
             num_nodes=count,
             gpus_per_node=gpus_per_node,
-            environment={**variables, **own},
+            environment={**plan.variables, **own},
             max_restarts_on_errors=MAX_RESTARTS,
             recover_on_exit_codes=frozenset({EXIT_RECOVERABLE}),
             is_primary=True,
@@ -188,8 +169,8 @@ def _group(model: str | None, num_servers: int, variables: Mapping[str, str]) ->
 
     tasks = [task(Task.REWARD_SERVER, 1, 0)]
     if model is not None:
-        share = len(gpus.visible()) // num_servers
-        tasks.append(task(Task.ROLLOUT_SERVER, num_servers, share, MODEL_NAME=model))
+        share = len(gpus.visible()) // plan.num_servers
+        tasks.append(task(Task.ROLLOUT_SERVER, plan.num_servers, share, MODEL_NAME=model))
     return JobGroup("evaluation", tuple(tasks))
 
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import httpx
+from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from evaluation.settings import EvaluationSettings
 from services.clients.rollout import RolloutClient
@@ -62,13 +62,10 @@ def parse_url(text: str) -> UrlEndpoint:
     """
     base = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
     try:
-        parts = urlsplit(base)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-    except ValueError:
-        parts, port = urlsplit(""), 0
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(f"{text!r} is no address; give one such as http://127.0.0.1:30000")
-    return UrlEndpoint(parts.hostname, port, base)
+        url = TypeAdapter(HttpUrl).validate_python(base)
+    except ValidationError as error:
+        raise ConfigurationError(f"{text!r} is no address; give one such as http://127.0.0.1:30000") from error
+    return UrlEndpoint(url.host or "", url.port or 80, base)
 
 
 @dataclass(eq=False)
@@ -214,8 +211,8 @@ class ServerPool:
         http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS, pool=None),
-            limits=httpx.Limits(max_connections=settings.eval_concurrency + 8, keepalive_expiry=5.0),
+            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS),
+            limits=httpx.Limits(),  # The places of a server bound its connections.
             trust_env=False,
         )
         self.servers[url] = Server(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from services.core.settings import Settings
 
@@ -35,42 +36,35 @@ class WorkflowName(StrEnum):
 class EvaluationSettings(Settings):
     """Settings of an evaluation."""
 
-    model_name: str = Field(
-        default="Qwen/Qwen2.5-0.5B-Instruct", min_length=1, description="The model: a hub name or a directory."
-    )
-    max_new_tokens: int = Field(default=512, ge=1, description="Longest completion, in tokens; an agent's, a turn.")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="Temperature of the samples; greedy is beside it.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of the samples; 1 cuts nothing.")
-    seed: int = Field(default=0, ge=0, description="Seed of the sampling and of the bootstrap.")
-    engine_deterministic: bool = Field(
-        default=False,
-        description="As rollout-server's: completions are then asked for one by one, each with a seed of its own.",
-    )
-    eval_split: str = Field(
-        default="test",
-        min_length=1,
-        description="`test`, `train`, `all` (both), or any other split of a Hugging Face dataset.",
-    )
-    eval_agent: str = Field(
-        default="",
-        description="An agent that answers the prompts over several turns, as `module:function`; "
-        f"`{MATH_AGENT}` is built in. Unset: one completion answers a prompt.",
-    )
-    eval_output: Path = Field(
-        default=Path("runs/evaluations"), description="Evaluations are in directories below, by model and dataset."
-    )
-    eval_prompts: int = Field(default=0, ge=0, description="Evaluate only this many prompts, the first ones; 0: all.")
-    eval_samples: int = Field(
-        default=0, ge=0, le=1024, description="Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."
-    )
-    eval_k: str = Field(
-        default="",
-        pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$",
-        description="Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that.",
-    )
-    eval_concurrency: int = Field(
-        default=64, ge=1, description="Prompts, or an agent's episodes, in flight at one server (or router)."
-    )
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
+    """The model: a hub name or a directory."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest completion, in tokens; an agent's, a turn."""
+    temperature: float = Field(1.0, gt=0, le=10)
+    """Temperature of the samples; greedy is beside it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus of the samples; 1 cuts nothing."""
+    seed: int = Field(0, ge=0)
+    """Seed of the sampling and of the bootstrap."""
+    engine_deterministic: bool = False
+    """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
+    eval_split: str = Field("test", pattern=r"^(test|train|all)$")
+    """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
+    eval_agent: str = ""
+    """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
+    built in. Unset: one completion answers a prompt."""
+    eval_output: Path = Path("runs/evaluations")
+    """Evaluations are in directories below, by model and dataset."""
+    eval_prompts: int = Field(0, ge=0)
+    """Evaluate only this many prompts, the first ones; 0: all."""
+    eval_samples: int = Field(0, ge=0, le=1024)
+    """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
+    eval_k: str = Field("", pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$")
+    """Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that."""
+    eval_concurrency: int = Field(64, ge=1)
+    """Prompts, or an agent's episodes, in flight at one server (or router)."""
 
     @property
     def workflow(self) -> WorkflowName:

@@ -1,19 +1,19 @@
 """SkyPilot: an evaluation as a job group of its own, and the discovery of servers by their names.
 
-This module alone imports SkyPilot. Of this project it imports the errors only, so that it also runs in an environment
-made for SkyPilot.
+Of this project it imports only errors and the evaluation head's discovery, so that it also runs in an environment made
+for SkyPilot.
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError, first_line
+from services.evaluation_head.skypilot import DiscoveryError, find_clusters, find_replicas
 
 if TYPE_CHECKING:
     import sky
@@ -34,17 +34,15 @@ def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, s
     Raises:
         ConfigurationError: SkyPilot is not installed, or refuses the file with these variables.
     """
-    _import_sky()
+    import_sky()
     from sky.utils import dag_utils
 
-    if not YAML.is_file():
-        raise ConfigurationError(f"{YAML} does not exist; run this from a checkout of the project")
     try:
         group = dag_utils.load_job_group_from_yaml(
             str(YAML), env_overrides=list(variables.items()), secrets_overrides=list(secrets.items())
         )
-    except ValueError as error:
-        raise ConfigurationError(f"SkyPilot refuses {YAML.name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"SkyPilot refuses {YAML}: {error}; is this a checkout of the project?") from error
     for task in group.tasks:
         if task.name == SERVERS_TASK:
             task.num_nodes = num_servers
@@ -63,15 +61,14 @@ def launch(
     group = load(num_servers, variables, secrets)
     from sky import jobs
 
-    sky = _import_sky()
+    sky = import_sky()
     group.name = name
     try:
         job_ids, _ = sky.stream_and_get(jobs.launch(group, name=name))
     # SkyPilot raises a dozen kinds of errors: no such cluster, a refused login, no such volume, ...
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigurationError(
-            f"SkyPilot did not launch {name}: {line[:500]}; try `sky check` and `sky api info`"
+            f"SkyPilot did not launch {name}: {first_line(error)}; try `sky check` and `sky api info`"
         ) from error
     job_id = job_ids[0]
     say(f"job {job_id} ({name}); its log: sky jobs logs {job_id} {EVALUATE_TASK}; to end it: sky jobs cancel {job_id}")
@@ -82,47 +79,17 @@ def launch(
     return log.results
 
 
-def discovery(prefix: str) -> Callable[[], Awaitable[Sequence[str]]]:
-    """Return a function that discovers the clusters and SkyServe services whose names begin with ``prefix``.
-
-    Raises:
-        ConfigurationError: SkyPilot is not installed.
-    """
-    _import_sky()
-
-    async def discover() -> Sequence[str]:
-        return await asyncio.to_thread(find, prefix)
-
-    return discover
-
-
 def find(prefix: str) -> list[str]:
-    """Return the routers' URLs of clusters and services whose names begin with ``prefix`` and that are up.
+    """Return the URLs of clusters' routers and of services' replicas that are up and whose names begin with ``prefix``.
 
     Raises:
-        DependencyLostError: SkyPilot's API server does not answer.
+        DependencyLostError: SkyPilot cannot tell.
     """
-    sky = _import_sky()
-    from sky import exceptions
-
     try:
-        clusters = [record["name"] for record in sky.get(sky.status(all_users=True))]
-    # The client raises many kinds of errors, of the network or of the server; it is asked again later.
-    except Exception as error:
-        raise DependencyLostError(f"SkyPilot cannot be asked for its clusters: {error}") from error
-    urls = []
-    for name in clusters:
-        if name.startswith(prefix):
-            try:
-                urls += list(sky.get(sky.endpoints(name, port=ROUTER_PORT)).values())
-            except (exceptions.ClusterNotUpError, ValueError, RuntimeError):
-                continue  # not up, or without that port: perhaps the next time
-    try:
-        services = sky.get(sky.serve.status(None))
-    except RuntimeError:
-        services = []  # there is no service at all
-    urls += [s["endpoint"] for s in services if s["name"].startswith(prefix) and s.get("endpoint")]
-    return sorted(set(urls))
+        found = find_clusters(prefix, ROUTER_PORT) + find_replicas(prefix)
+    except DiscoveryError as error:
+        raise DependencyLostError(str(error)) from error
+    return sorted({server.url for server in found if server.url is not None})
 
 
 class _Log(io.TextIOBase):
@@ -145,7 +112,12 @@ class _Log(io.TextIOBase):
         return len(text)
 
 
-def _import_sky() -> Any:
+def import_sky() -> Any:
+    """Return SkyPilot's package.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed.
+    """
     try:
         import sky
     except ImportError as error:

@@ -18,35 +18,37 @@ LINE_SECONDS = 10.0
 class View:
     """The progress of one model's evaluation. A context manager."""
 
-    def __init__(self, console: Console, name: str, pool: ServerPool, *, live: bool) -> None:
+    def __init__(self, console: Console, name: str, pool: ServerPool) -> None:
         self._console = console
         self._name = name
         self._pool = pool
-        self._printed = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, TextColumn("{task.fields[figures]}"), console=console) if live else None
-        self._task = self._bar.add_task(name, figures="", total=None) if self._bar else None
+        self._printed = float("-inf")
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task(name, figures="", total=None)
 
     def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def show(self, progress: Progress) -> None:
         """Show the progress; plain lines appear at the start, at the end and every LINE_SECONDS."""
         figures = self._figures(progress)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
-            return
-        is_first_or_last = not progress.fresh or progress.done + progress.left_out.total() >= progress.total
-        if is_first_or_last or time.monotonic() - self._printed >= LINE_SECONDS:
+        self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
+        is_last = progress.done + progress.left_out.total() >= progress.total
+        if self._bar.disable and (is_last or time.monotonic() - self._printed >= LINE_SECONDS):
             self._printed = time.monotonic()
-            line = f"{self._name}  {progress.done}/{progress.total} samples  {figures}"
-            self._console.print(line, highlight=False, soft_wrap=True)
+            self._console.print(f"{self._name}  {progress.done}/{progress.total} samples  {figures}")
 
     def _figures(self, progress: Progress) -> str:
         servers = len(self._pool.servers)

@@ -9,11 +9,12 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import httpx
+from pydantic import ConfigDict, Field
 
 from evaluation import servers
 from evaluation.recording import Recording, RecordingTransport
@@ -25,14 +26,11 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.extras import install_command
 from services.core.seeds import derive_seed
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
-from services.protocol.prompts import Message, Prompt
+from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
-
-AGENT_PACKAGES = ("agents", "openai")
-"""The packages of the extra ``evaluation`` that agents import."""
 
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 
@@ -50,28 +48,17 @@ def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
     return derive_seed(seed, kind.value, prompt.id, index)
 
 
-class Workflow(Protocol):
-    """A way to answer a prompt."""
-
-    one_by_one: bool
-    """True if each sample of a prompt is a piece of work by itself."""
-
-    async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """Return samples with these indices, perhaps fewer, and perhaps not scored yet."""
-        ...
-
-
+@dataclass(frozen=True)
 class SingleTurn:
     """One request for all completions of a prompt, so that the engine computes the prompt once."""
 
-    one_by_one = False
-
-    def __init__(self, settings: EvaluationSettings) -> None:
-        self._settings = settings
+    settings: EvaluationSettings
+    at_once: ClassVar[int] = 1024
+    """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return the completions that the server gave."""
-        settings = self._settings
+        settings = self.settings
         params = SamplingParams(settings.max_new_tokens, settings.temperature, settings.top_p)
         if kind is Kind.GREEDY:
             params = SamplingParams(settings.max_new_tokens, temperature=0.0)
@@ -96,20 +83,18 @@ class SingleTurn:
         ]
 
 
-@dataclass
-class Example:
-    """A prompt as an agent gets it."""
+class Example(Prompt):
+    """A prompt as an agent gets it.
 
-    id: str
-    prompt: str
-    """The user's turn, with the instruction on how to give the answer."""
-    messages: list[Message]
-    """The whole conversation before the answer: the system turn and solved examples, where there are any."""
-    ground_truth: str
-    category: str | None
+    ``prompt`` is the user's turn, with the instruction on how to give the answer. ``messages`` is the whole
+    conversation before the answer: the system turn and solved examples, where there are any.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
     model: str
     """The model's name in requests."""
-    scorer: Score = field(repr=False)
+    scorer: Score = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``."""
 
@@ -123,40 +108,33 @@ class Example:
 Agent = Callable[..., Awaitable[float | None]]
 
 
+@dataclass(frozen=True)
 class AgentWorkflow:
     """Episodes of an agent: an ``async def`` that gets the example, ``base_url``, ``api_key`` and ``http_client``.
 
     It returns a reward, or None for an answer that cannot be scored.
     """
 
-    one_by_one = True
-
-    def __init__(self, agent: Agent, settings: EvaluationSettings, score: Score, model: str) -> None:
-        self._agent = agent
-        self._settings = settings
-        self._score = score
-        self._model = model
+    agent: Agent
+    settings: EvaluationSettings
+    score: Score
+    model: str
+    """The model's name in requests."""
+    at_once: ClassVar[int] = 1
+    """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Play one episode for each index, one after the other."""
         return [await self._episode(server, prompt, kind, index) for index in indices]
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
-        settings, recording = self._settings, Recording()
+        settings, recording = self.settings, Recording()
         forced: dict[str, float] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
             seed = seed_of(settings.seed, prompt, kind, index)
             forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
         transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
-        example = Example(
-            id=prompt.id,
-            prompt=prompt.prompt,
-            messages=prompt.messages,
-            ground_truth=prompt.ground_truth,
-            category=prompt.category,
-            model=self._model,
-            scorer=self._score,
-        )
+        example = Example(**dict(prompt), model=self.model, scorer=self.score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(example, f"{server.url}/v1", http_client, recording)
@@ -187,8 +165,8 @@ class AgentWorkflow:
         """
         try:
             async with asyncio.timeout(servers.PROMPT_SECONDS):
-                key = self._settings.token or NO_KEY
-                reward = await self._agent(example, base_url=base_url, api_key=key, http_client=http_client)
+                key = self.settings.token or NO_KEY
+                reward = await self.agent(example, base_url=base_url, api_key=key, http_client=http_client)
         except TimeoutError as error:
             raise AgentFailedError(f"the agent took more than {servers.PROMPT_SECONDS:g} s") from error
         except (DependencyLostError, ScoringLostError):
@@ -214,27 +192,26 @@ def _result(example: Example, reward: float | None) -> RewardResult:
     return RewardResult(reward=reward, extracted=example.result.extracted if example.result else None)
 
 
+Workflow = SingleTurn | AgentWorkflow
+
+
 def load_agent(name: str) -> Agent:
     """Import the agent ``module:function``; the current directory is on the path, too.
 
     Raises:
         ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
     """
-    module_name, _, function = name.partition(":")
-    if not module_name or not function:
-        raise ConfigurationError(f"--agent {name!r}: give it as module:function")
+    module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        if error.name in AGENT_PACKAGES:
-            raise ConfigurationError(f"--agent {name!r}: {error}; run: {install_command('evaluation')}") from error
-        raise ConfigurationError(f"--agent {name!r}: {error}; is the module installed, or in {here}?") from error
-    agent: Agent | None = getattr(module, function, None)
-    if not callable(agent):
-        raise ConfigurationError(f"--agent {name!r}: {module_name} has no function {function!r}")
+        agent: Agent = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"--agent {name!r} cannot be imported: {error}; give it as module:function, with the module in {here} or "
+            f"installed; if its library is missing, run: {install_command('evaluation')}"
+        ) from error
     if not inspect.iscoroutinefunction(agent):
         raise ConfigurationError(f"--agent {name!r} is no `async def`; it must be, since many episodes run at once")
     return agent

@@ -6,6 +6,7 @@ are started by SkyPilot. A killed evaluation continues when the same command is 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ Models = Annotated[
 ]
 RunDir = Annotated[Path | None, Option("--run", help="A run's directory: evaluates each model that it keeps.")]
 Dataset = Annotated[str | None, Option(help="gsm8k, arithmetic, a Hugging Face dataset, a .jsonl or .parquet file.")]
-Split = Annotated[str | None, Option(help="test, train, all, or another split on the hub.")]
+Split = Annotated[str | None, Option(help="test, train or all.")]
 Limit = Annotated[int | None, Option(help="Only the first so many prompts.")]
 Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")]
 Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of two up to --samples.")]
@@ -42,17 +43,13 @@ NumServers = Annotated[int, Option(min=1, help="Rollout nodes to start.")]
 Urls = Annotated[
     list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
 ]
-Discover = Annotated[
-    str | None, Option(help="Use servers of SkyPilot whose name begins so, or of a local run, by its directory.")
-]
+Discover = Annotated[str | None, Option(help="Use servers of SkyPilot whose name begins so.")]
 RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
 Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
 Seed = Annotated[int | None, Option(help="Of sampling and bootstrap; default 0.")]
 Output = Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")]
 Env = Annotated[list[str] | None, Option(help="NAME=VALUE for us and the servers. Repeatable.")]
 EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")]
-Live = Annotated[bool | None, Option("--live/--plain", help="A bar or plain lines.")]
-PrintResults = Annotated[bool, Option("--print-results", help="Also print results.json, on a line.")]
 
 
 def main(
@@ -77,8 +74,6 @@ def main(
     output: Output = None,
     env: Env = None,
     env_file: EnvFiles = None,
-    live: Live = None,
-    print_results: PrintResults = False,
 ) -> None:
     """Evaluate checkpoints over many inference servers. Writes results.json and samples.jsonl."""
 
@@ -88,7 +83,7 @@ def main(
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
         overrides |= {"eval_agent": _agent(workflow, agent), "eval_concurrency": concurrency}
-        plan = Plan.make(
+        plan = Plan(
             _settings(variables, overrides),
             models=model or [],
             run_dir=run_dir,
@@ -99,9 +94,8 @@ def main(
             reward_url=reward_url,
             output=output,
             variables=variables,
-            print_results=print_results,
         )
-        return run_until_signal(plan, live=live)
+        return asyncio.run(run_until_signal(plan))
 
     raise typer.Exit(_exit_code(work))
 

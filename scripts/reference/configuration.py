@@ -51,7 +51,7 @@ def _own_fields(settings: type[Settings]) -> dict[str, FieldInfo]:
 
 
 def _table(fields: dict[str, FieldInfo]) -> str:
-    meanings = {name: (field.description or "").replace("|", "\\|") for name, field in fields.items()}
+    meanings = {name: " ".join((field.description or "").split()).replace("|", "\\|") for name, field in fields.items()}
     rows = [f"| `{name.upper()}` | {_default(field)} | {meanings[name]} |" for name, field in fields.items()]
     return "\n".join(["| variable | default | meaning |", "|---|---|---|", *rows, ""])
 

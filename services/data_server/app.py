@@ -65,17 +65,16 @@ async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) 
     """Return the next prompts.
 
     With ``epoch`` or ``position`` they depend on these alone. Otherwise the server's own cursor of ``consumer``
-    (one for each split and shard) moves on; repeating a ``request_id`` returns the same prompts again.
+    (one for each split) moves on; repeating a ``request_id`` returns the same prompts again.
     """
     split = query.split
-    shard = (query.shard_index, query.shard_count)
     if query.epoch is not None or query.position is not None:
         cursor = Cursor(epoch=query.epoch or 0, position=query.position or 0)
-        return _reply(batches, split, *batches.batch(split, cursor, query.batch_size, *shard))
-    key = _cursor_key(query.consumer, split, *shard)
+        return _reply(batches, split, *batches.batch(split, cursor, query.batch_size))
+    key = _cursor_key(query.consumer, split)
     before = None if query.request_id is None else batches.state.start_of(key, query.request_id)
-    start = batches.state.cursor(key) if before is None else before
-    prompts, after = batches.batch(split, start, query.batch_size, *shard)
+    start = before or batches.state.cursor(key)
+    prompts, after = batches.batch(split, start, query.batch_size)
     if before is None:
         await batches.state.advance(key, query.request_id, start, after)
     return _reply(batches, split, prompts, after)
@@ -84,8 +83,7 @@ async def get_prompts(batches: Loaded, query: Annotated[PromptsQuery, Query()]) 
 @router.post("/prompts", response_model=PromptBatch)
 async def post_prompts(request: PromptsRequest, batches: Loaded) -> Response:
     """Return the prompts at and after a cursor; the server's own cursors are left alone."""
-    found = batches.batch(request.split, request.cursor, request.batch_size, request.shard_index, request.shard_count)
-    return _reply(batches, request.split, *found)
+    return _reply(batches, request.split, *batches.batch(request.split, request.cursor, request.batch_size))
 
 
 @router.get("/cursor", response_model=Cursor)
@@ -116,8 +114,8 @@ async def post_success_rates(request: SuccessRatesRequest, batches: Loaded) -> R
     return model_response(SuccessRatesReply(recorded=len(known), unknown=len(request.success_rates) - len(known)))
 
 
-def _cursor_key(consumer: str, split: Split, shard_index: int = 0, shard_count: int = 1) -> str:
-    return f"{consumer}/{split.value}" + (f"/{shard_index}of{shard_count}" if shard_count > 1 else "")
+def _cursor_key(consumer: str, split: Split) -> str:
+    return f"{consumer}/{split.value}"
 
 
 def _reply(batches: Batches, split: Split, prompts: list[dict[str, Any]], after: Cursor) -> Response:

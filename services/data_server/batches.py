@@ -61,9 +61,7 @@ class Batches:
             REFUSED_ROWS.labels(reason).set(count)
         return cls(dataset, orders, state, curriculum)
 
-    def batch(
-        self, split: Split, cursor: Cursor, batch_size: int, shard_index: int = 0, shard_count: int = 1
-    ) -> tuple[list[dict[str, Any]], Cursor]:
+    def batch(self, split: Split, cursor: Cursor, batch_size: int) -> tuple[list[dict[str, Any]], Cursor]:
         """Return the prompts from ``cursor`` on and the cursor after them.
 
         Raises:
@@ -71,24 +69,19 @@ class Batches:
         """
         catalogue, order = self.dataset.catalogues[split], self.orders[split]
         self.check(split, cursor)
-        if shard_count == 1:
-            ahead = order.of(cursor.epoch)[cursor.position : cursor.position + batch_size]
-            catalogue.prefetch(ahead.tolist())
+        catalogue.prefetch(order.of(cursor.epoch)[cursor.position : cursor.position + batch_size].tolist())
         found, after = walk(
             order,
             cursor,
             batch_size,
             lambda place: catalogue.record(place) is not None,
-            shard_index=shard_index,
-            shard_count=shard_count,
             # Held-out prompts are for evaluation, each once: a batch never runs on into a second round.
             ends_with_epoch=split is Split.TEST,
         )
         if not found and split is Split.TRAIN:
             raise ProblemError(
                 422,
-                f"no prompt of {split.value} qualifies: all are skipped, of other shards, or longer than "
-                f"MAX_PROMPT_TOKENS",
+                f"no prompt of {split.value} qualifies: all are skipped or longer than MAX_PROMPT_TOKENS",
             )
         prompts = [
             {**record, "epoch": epoch, "position": position}

@@ -78,14 +78,12 @@ def walk(
     count: int,
     qualifies: Callable[[int], bool],
     *,
-    shard_index: int = 0,
-    shard_count: int = 1,
     ends_with_epoch: bool = False,
 ) -> tuple[list[tuple[int, int, int]], Cursor]:
     """Return (place, epoch, position) of the next ``count`` prompts from ``cursor`` on, and the cursor after them.
 
-    The walk passes over the positions in ``cursor.skip``, over other shards, and over places that do not qualify. It
-    goes on into the next epoch unless it ``ends_with_epoch``, and gives up after a whole epoch without a prompt.
+    The walk passes over the positions in ``cursor.skip`` and over places that do not qualify. It goes on into the next
+    epoch unless it ``ends_with_epoch``, and gives up after a whole epoch without a prompt.
 
     Raises:
         ProblemError: 422, the walk would go on into an epoch that no cursor can name.
@@ -99,7 +97,7 @@ def walk(
             if ends_with_epoch and (found or cursor.position < len(order)):
                 break
         place = int(order.of(epoch)[position])
-        if position % shard_count == shard_index and position not in skip and qualifies(place):
+        if position not in skip and qualifies(place):
             found.append((place, epoch, position))
             passed_over = 0
         else:

@@ -69,7 +69,13 @@ class Rows:
         """Return the rows at ``places`` (0 to len - 1), in that order."""
         numbers = self.numbers[places].tolist()
         return [
-            Row(number, row["question"], str(row["answer"]), self.truths[number].as_py(), _text(row.get("category")))
+            Row(
+                number,
+                str(row["question"]),
+                str(row["answer"]),
+                self.truths[number].as_py(),
+                _text(row.get("category")),
+            )
             for number, row in zip(numbers, self.table.fast_gather(numbers).to_pylist(), strict=True)
         ]
 
@@ -150,10 +156,8 @@ def _load_file(path: Path, setting: str, settings: DataSettings) -> ReadTable:
     where = f"{setting} {str(path)!r}"
     if path.suffix not in FILE_TYPES:
         raise ConfigurationError(f"{where}: allowed are files that end in {', '.join(FILE_TYPES)}")
-    if not path.is_file():
-        raise ConfigurationError(f"{where} is not a file, seen from {Path.cwd()}; give the path of a file that exists")
-    if path.stat().st_size == 0:
-        raise ConfigurationError(f"{where} is empty; give a file with one row a line")
+    if not path.is_file() or path.stat().st_size == 0:
+        raise ConfigurationError(f"{where} is not a file with rows, seen from {Path.cwd()}; give the path of one")
     try:
         loaded = datasets.load_dataset(FILE_TYPES[path.suffix], data_files={"rows": str(path.resolve())}, split="rows")
     # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
@@ -180,17 +184,15 @@ def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]
             f"or .parquet file or to arithmetic"
         ) from error
 
-    def open_split(setting: str) -> ReadTable:
-        split = getattr(settings, setting)
-        if split not in loaded:
+    wanted = {"dataset_train_split", *({"dataset_test_split"} & settings.model_fields_set)}
+    for setting in sorted(wanted):
+        if getattr(settings, setting) not in loaded:
             raise ConfigurationError(
-                f"{where} has no split {split!r}; set {setting.upper()} to one of {sorted(loaded)}"
+                f"{where} has no split {getattr(settings, setting)!r}; set {setting.upper()} to one of {sorted(loaded)}"
             )
-        return _open(loaded[split], where, settings)
-
-    train = open_split("dataset_train_split")
-    has_test = settings.dataset_test_split in loaded or "dataset_test_split" in settings.model_fields_set
-    return train, open_split("dataset_test_split") if has_test else None
+    test = loaded.get(settings.dataset_test_split)
+    train = _open(loaded[settings.dataset_train_split], where, settings)
+    return train, None if test is None else _open(test, where, settings)
 
 
 def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
@@ -198,9 +200,7 @@ def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     table = dataset.data.table
     columns = {
         "question": _column(table, where, "PROMPT_COLUMN", settings.prompt_column, _PROMPT_COLUMNS),
-        "answer": _column(
-            table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS, numbers=True
-        ),
+        "answer": _column(table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS),
     }
     if _CATEGORY_COLUMN in table.column_names:
         columns["category"] = _CATEGORY_COLUMN
@@ -213,9 +213,7 @@ def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     return read
 
 
-def _column(
-    table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...], *, numbers: bool = False
-) -> str:
+def _column(table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
     if given is not None and given not in table.column_names:
         raise ConfigurationError(f"{setting} is {given!r}, which {where} lacks; it has {table.column_names}")
     found = given or next((name for name in usual if name in table.column_names), None)
@@ -224,22 +222,22 @@ def _column(
             f"{where} has none of the columns {', '.join(usual)}; set {setting} to one of {table.column_names}"
         )
     kind = table[found].type
-    allowed = [pa.types.is_string, pa.types.is_large_string]
-    if numbers:
-        allowed += [pa.types.is_integer, pa.types.is_floating]
+    allowed = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
     if not any(fits(kind) for fits in allowed):
-        wanted = "text or numbers" if numbers else "text"
-        raise ConfigurationError(f"{where}: column {found!r} holds {kind}; set {setting} to a column of {wanted}")
+        raise ConfigurationError(
+            f"{where}: column {found!r} holds {kind}; set {setting} to a column of text or numbers"
+        )
     return found
 
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
     table = read_table()
     truths = _ground_truths(pc.cast(table["answer"], pa.string()), form)
-    questions = pc.fill_null(pc.match_substring_regex(table["question"], r"\S"), False).to_numpy()
+    texts = pc.cast(table["question"], pa.string())
+    questions = pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy()
     answered = pc.fill_null(pc.not_equal(truths, ""), False).to_numpy()
-    content = _digest(table["question"], truths)
-    del table
+    content = _digest(texts, truths)
+    del table, texts
     refused["no question"] += int((~questions).sum())
     refused["no ground truth"] += int((questions & ~answered).sum())
     numbers = np.flatnonzero(questions & answered).astype(np.int32)
@@ -284,8 +282,6 @@ def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.Chun
 
 def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
     """Return training and held-out rows of a source without a held-out split: DATA_SEED draws the held-out share."""
-    if len(rows) < 2:
-        return rows, rows.select(slice(0))
     order = np.random.default_rng([settings.data_seed, len(rows)]).permutation(len(rows))
     cut = min(len(rows) - 1, max(1, round(settings.dataset_held_out * len(rows))))
     return rows.select(np.sort(order[cut:])), rows.select(np.sort(order[:cut]))

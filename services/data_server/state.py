@@ -17,10 +17,7 @@ from services.protocol.prompts import Cursor
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cursors (consumer TEXT PRIMARY KEY, cursor TEXT NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS answered (
-    number INTEGER PRIMARY KEY, consumer TEXT NOT NULL, request_id TEXT NOT NULL, cursor TEXT NOT NULL
-);
-CREATE UNIQUE INDEX IF NOT EXISTS answered_by_request ON answered (consumer, request_id);
+CREATE TABLE IF NOT EXISTS answered (consumer TEXT, request_id TEXT, cursor TEXT, PRIMARY KEY (consumer, request_id));
 CREATE TABLE IF NOT EXISTS rates (place INTEGER PRIMARY KEY, rate REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (epoch INTEGER PRIMARY KEY, rates BLOB NOT NULL);
 """
@@ -86,7 +83,7 @@ class ServerState:
                     (consumer, request_id, start.model_dump_json()),
                 )
                 oldest = (inserted.lastrowid or 0) - _KEPT_ANSWERS
-                self._db.execute("DELETE FROM answered WHERE number <= ?", (oldest,))
+                self._db.execute("DELETE FROM answered WHERE rowid <= ?", (oldest,))
 
         await self._write(change)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.protocol.base import MAX_TOKENS, Count, StrictModel, TokenId, WireModel
 
@@ -50,20 +50,7 @@ class Cursor(WireModel):
     skip: list[Count] = Field(default_factory=list, max_length=1_000_000)
 
 
-class Shard(StrictModel):
-    """A request for the prompts of one shard; the ``shard_count`` shards are disjoint and contain every prompt."""
-
-    shard_index: Count = 0
-    shard_count: int = Field(default=1, ge=1, le=65_536)
-
-    @model_validator(mode="after")
-    def _shard_exists(self) -> Self:
-        if self.shard_index >= self.shard_count:
-            raise ValueError(f"shard_index {self.shard_index} must be below shard_count {self.shard_count}")
-        return self
-
-
-class PromptsQuery(Shard):
+class PromptsQuery(StrictModel):
     """Query of GET /prompts. With ``epoch`` or ``position``, the server's own cursors do not move."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)
@@ -74,7 +61,7 @@ class PromptsQuery(Shard):
     request_id: str | None = Field(default=None, min_length=1, max_length=200)
 
 
-class PromptsRequest(Shard):
+class PromptsRequest(StrictModel):
     """Body of POST /prompts: asks for the prompts from a cursor on, whatever the server's own cursors are."""
 
     batch_size: int = Field(default=4, ge=1, le=4096)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 # SkyPilot would fetch its list of known accelerators.
 catalog = Path(os.environ["HOME"], ".sky/catalogs/v8/common/accelerators.csv")
@@ -76,33 +77,25 @@ error_of("no results", lambda: skypilot.launch("evaluate-mine", 1, {}, {}, lambd
 sky.stream_and_get = refuse
 error_of("no server", lambda: skypilot.launch("evaluate-mine", 1, {}, {}, lambda _: None))
 
+
 # Discovery: what is up, what is not, and what has another name.
-ADDRESSES = {"eval-a": {30000: "http://10.0.0.1:30000"}, "eval-new": None, "other": {30000: "http://10.0.0.9:30000"}}
+def record(name, status="UP"):
+    return SimpleNamespace(name=name, status=SimpleNamespace(value=status))
 
 
-def endpoints(name, port=None):
-    if ADDRESSES[name] is None:
-        raise exceptions.ClusterNotUpError("not up", None)
-    return ADDRESSES[name]
+def replica(number, status, endpoint):
+    return {"replica_id": number, "status": SimpleNamespace(value=status), "endpoint": endpoint}
 
 
 sky.get = lambda value: value
-sky.status = lambda all_users: [{"name": name} for name in ADDRESSES]
-sky.endpoints = endpoints
+sky.status = lambda all_users: [record("eval-a"), record("eval-new", "INIT"), record("other")]
+sky.endpoints = lambda name, port: {port: f"10.0.0.1:{port}"}
+replicas = [replica(1, "READY", "http://10.0.0.2:30001"), replica(2, "STARTING", None)]
 sky.serve.status = lambda names: [
-    {"name": "eval-service", "endpoint": "http://10.0.0.2:30001"},
-    {"name": "eval-starting", "endpoint": None},
-    {"name": "else", "endpoint": "http://10.0.0.3:30001"},
+    {"name": "eval-service", "replica_info": replicas},
+    {"name": "else", "replica_info": replicas},
 ]
 told["found"] = skypilot.find("eval-")
-
-
-def none(_):
-    raise RuntimeError("no services")
-
-
-sky.serve.status = none
-told["found without services"] = skypilot.find("eval-")
 sky.status = lambda all_users: refuse(None)
 error_of("discovery", lambda: skypilot.find("eval-"))
 

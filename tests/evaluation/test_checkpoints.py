@@ -67,16 +67,10 @@ def test_a_copy_has_the_same_fingerprint_and_other_weights_another(tmp_path, mod
     assert of[0] == of[1] != of[2]
 
 
-def test_a_directory_without_a_model_is_refused_with_its_kind(tmp_path, model):
-    checkpoint = tmp_path / "runs/one/checkpoints/step-000025"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
-    (tmp_path / "runs/one/metrics.jsonl").write_text("")
+def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, model):
     (tmp_path / "empty").mkdir()
     for given, said in [
-        (checkpoint, "a checkpoint for resuming training"),
-        (tmp_path / "runs/one", "give it as --run"),
-        (tmp_path / "empty", r"has no config\.json"),
+        (tmp_path / "empty", r"has no config\.json; give .* policy/v000010 or model; --run takes"),
         (tmp_path / "none", "is not a directory"),
     ]:
         with pytest.raises(ConfigurationError, match=said):

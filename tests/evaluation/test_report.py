@@ -15,8 +15,9 @@ from evaluation import report
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation
 from evaluation.metrics import GREEDY
-from evaluation.samples import Kind, Sample, SampleStore
+from evaluation.samples import Kind, Sample, open_store
 from evaluation.settings import EvaluationSettings
+from evaluation.workflows import SingleTurn
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
@@ -55,12 +56,12 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         asked.extend(item.prompt for item in items)
         return [RESULTS[item.prompt] for item in items]
 
-    with SampleStore(tmp_path, {}) as store:
+    with open_store(tmp_path, {}) as store:
         store.add([sample(prompt) for prompt in PROMPTS])
-        # All samples are there already, so neither workflow nor servers have anything to do.
-        evaluation = Evaluation(PROMPTS, 0, cast(Any, None), cast(Any, None), score, store)
-        await evaluation.run()
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
+        # All samples are there already, so servers have nothing to do.
+        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings), cast(Any, None), score, store)
+        await evaluation.run()
         results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
     assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, SampleStore
+from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, open_store
 from services.core.errors import ConfigurationError
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 
@@ -30,75 +30,74 @@ def sample(index: int, reward: float | None = 1.0, kind: Kind = Kind.SAMPLED) ->
 
 
 def test_added_samples_are_there_the_next_time(tmp_path):
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         store.add([sample(0), sample(1, None)])
         store.add([sample(0, kind=Kind.GREEDY)])
-        assert store.resumed == 0
+        assert store.samples.keys() == {("p", Kind.SAMPLED, 0), ("p", Kind.SAMPLED, 1), ("p", Kind.GREEDY, 0)}
         written = dict(store.samples)
-    with SampleStore(tmp_path, WHO) as store:
-        assert store.resumed == 3
+    with open_store(tmp_path, WHO) as store:
         assert store.samples == written
         assert [s.is_correct for s in store.samples.values()] == [True, None, True]
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200])
 def test_a_line_cut_off_by_a_kill_is_dropped_and_made_anew(tmp_path, cut):
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         store.add([sample(0), sample(1)])
     file = tmp_path / SAMPLES
     whole = file.read_bytes()
     file.write_bytes(whole[:-cut])
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         assert [key[2] for key in store.samples] == [0]
         store.add([sample(1)])
     assert file.read_bytes() == whole
 
 
 def test_a_later_line_of_the_same_sample_wins(tmp_path):
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         store.add([sample(0, None)])
         store.add([sample(0, 1.0)])
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         assert [s.is_correct for s in store.samples.values()] == [True]
 
 
 def test_samples_of_another_evaluation_are_refused_with_the_difference(tmp_path):
-    with SampleStore(tmp_path, WHO) as store:
+    with open_store(tmp_path, WHO) as store:
         store.add([sample(0)])
     with (
         pytest.raises(ConfigurationError, match=r"temperature was 1\.0 and is 0\.7"),
-        SampleStore(tmp_path, {**WHO, "temperature": 0.7}),
+        open_store(tmp_path, {**WHO, "temperature": 0.7}),
     ):
         pass
-    with SampleStore(tmp_path, WHO) as store:  # the refusal left everything as it was
-        assert store.resumed == 1
+    with open_store(tmp_path, WHO) as store:  # the refusal left everything as it was
+        assert len(store.samples) == 1
 
 
 def test_an_evaluation_that_made_nothing_binds_nobody(tmp_path):
-    with SampleStore(tmp_path, WHO):
+    with open_store(tmp_path, WHO):
         pass
-    with SampleStore(tmp_path, {"weights": "other"}):
+    with open_store(tmp_path, {"weights": "other"}):
         pass
     assert json.loads((tmp_path / IDENTITY).read_text()) == {"weights": "other"}
 
 
 def test_two_at_once_are_refused(tmp_path):
     with (
-        SampleStore(tmp_path, WHO),
+        open_store(tmp_path, WHO),
         pytest.raises(ConfigurationError, match="another evaluation writes"),
-        SampleStore(tmp_path, WHO),
+        open_store(tmp_path, WHO),
     ):
         pass
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     (tmp_path / SAMPLES).write_text('{"step": 1}\n')
-    with pytest.raises(ConfigurationError, match=r"line 1, is not a sample"), SampleStore(tmp_path, WHO):
+    with pytest.raises(ConfigurationError, match=r"line 1, is not a sample"), open_store(tmp_path, WHO):
         pass
     assert (tmp_path / SAMPLES).read_text() == '{"step": 1}\n'
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match="--output"), SampleStore(tmp_path / "file", WHO):
+    with pytest.raises(ConfigurationError, match="--output"), open_store(tmp_path / "file", WHO):
         pass

@@ -209,7 +209,6 @@ async def test_success_rates_order_the_next_epoch_and_survive_a_restart(serving:
         {"epoch": 2**31 - 2, "batch_size": 4096},
         {"epoch": 2**31 - 1, "position": 38},
         {"epoch": 2**31 - 1, "batch_size": 4096, "split": "test"},
-        {"shard_index": 2, "shard_count": 2},
         {"consumer": ""},
         {"batchsize": 4},
     ],

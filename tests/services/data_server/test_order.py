@@ -69,18 +69,6 @@ def test_from_any_cursor_each_unused_prompt_comes_once_before_the_epoch_ends(
     assert seen == expected
 
 
-@given(size=st.integers(1, 80), shards=st.integers(1, 6), batch=st.integers(1, 9))
-def test_shards_are_disjoint_and_together_all(size: int, shards: int, batch: int) -> None:
-    places = order(size)
-    seen: list[int] = []
-    for index in range(min(shards, size)):
-        cursor = Cursor()
-        while cursor.epoch == 0:
-            found, cursor = walk(places, cursor, batch, lambda _: True, shard_index=index, shard_count=shards)
-            seen += [place for place, epoch, _ in found if epoch == 0]
-    assert sorted(seen) == list(range(size))
-
-
 @pytest.mark.parametrize(
     ("curriculum", "early"),
     [(Curriculum.EASY_FIRST, 1.0), (Curriculum.HARD_FIRST, 0.0), (Curriculum.BALANCED, 0.5)],

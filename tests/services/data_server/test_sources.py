@@ -93,7 +93,7 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
         ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
         ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
         ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl"),
-        ("empty.jsonl", {}, "is empty"),
+        ("empty.jsonl", {}, "is not a file with rows"),
         ("nothing.jsonl", {}, "no training row with a question and a ground truth"),
         ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
         ("good.jsonl", {"ground_truth_column": "list"}, "holds list"),
