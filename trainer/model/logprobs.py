@@ -118,8 +118,8 @@ class _Head:
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
-        # Only on a GPU does torch multiply bfloat16 to float32.
-        dtype = weight.dtype if weight.is_cuda else torch.float32
+        # torch's product of bfloat16 factors that returns float32 exists on GPUs only.
+        dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
         self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         shape = (min(len(hidden), chunk_tokens), len(weight))
