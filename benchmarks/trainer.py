@@ -5,8 +5,9 @@
 Each case runs in new processes, which join as under torchrun. All cases have the same number of threads in total. The
 bare pass is the same model's own forward and backward over the same sequences, each with its own copy of the prompt,
 with the usual cross-entropy and no optimizer: the least cost without shared prompts. The second table shows the memory
-that a round needs beyond weights and optimizer state, with small models of several vocabularies. The trainer's settings
-are read from the environment (SHARD_PARAMETERS=false, LORA_RANK=8, ...).
+that a round needs beyond weights and optimizer state, with small models of several vocabularies. `--tables head` shows
+ways to compute the output head in bfloat16 instead. The trainer's settings are read from the environment
+(SHARD_PARAMETERS=false, LORA_RANK=8, ...).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.common import harness, models
+from benchmarks.common import harness, models, output_head
 from benchmarks.common.harness import spread
 from benchmarks.common.training import Rank, Work, run
 from local_runner.environment import cores
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     parser.add_argument("--no-bare", action="store_true", help="leave the bare pass out")
-    parser.add_argument("--tables", nargs="+", choices=("speed", "memory"), default=("speed", "memory"))
+    parser.add_argument("--tables", nargs="+", choices=("speed", "memory", "head"), default=("speed", "memory"))
     given = parser.parse(arguments)
     tables: list[Table] = []
     speed: list[Case] = []
@@ -137,7 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "memory" in given.tables:
         memory = memory_cases(MEMORY_CASES[:2] if given.quick else MEMORY_CASES)
         tables.append(show_memory(memory))
-    harness.finish(given, tables, {"speed": speed, "memory": memory})
+    head = output_head.measure(given.rounds) if "head" in given.tables else ([], [])
+    if "head" in given.tables:
+        tables += output_head.show(*head)
+    harness.finish(given, tables, {"speed": speed, "memory": memory, "head": head})
 
 
 if __name__ == "__main__":
