@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import asynchronous, recovery, reward
 from benchmarks.asynchronous import Mode
+from benchmarks.common import output_head
 from benchmarks.common.harness import spread
 from benchmarks.common.job import DEMO
 from benchmarks.common.slow_engine import slowed
@@ -58,6 +59,16 @@ def test_the_demos_settings_are_what_trl_gets() -> None:
     assert (work.prompts, work.group_size, work.completion_tokens, work.learning_rate) == (8, 8, 8, 2e-5)
     # trl_grpo.py, which imports nothing of this project, has the same two of its own.
     assert (DEMO["PROMPT_STYLE"], DEMO["REWARD_FN"]) == ("plain", "exact_match")
+
+
+def test_only_rounded_products_of_the_output_head_have_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_head, "SHAPES", {"tiny": (5000, 32)})
+    forward, backward = output_head.measure(1)
+    largest = {way.name: max(way.errors) for way in forward}
+    assert all(largest[name] < 1e-4 for name in list(output_head.FORWARD)[:3])
+    assert largest["bfloat16 logits and their error"] < 1e-3 < largest["bfloat16 logits, shifted"]
+    assert largest["bfloat16 logits in four parts"] > 1e-3 < largest["bfloat16 logits"]
+    assert max(backward[0].errors) < 1e-5 < min(backward[-1].errors) < 1e-2
 
 
 def test_seconds_lost_are_those_beyond_the_usual() -> None:
