@@ -193,8 +193,10 @@ class OptimisationSection(SectionSettings):
     """AdamW's first beta."""
     adam_beta2: float = Field(0.99, ge=0, lt=1)
     """AdamW's second beta."""
+    adam_eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon, added to the root of the second moment. A larger one damps parameters with tiny gradients."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
+    """AdamW's weight decay, on matrices and not on norms and biases."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)

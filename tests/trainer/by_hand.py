@@ -37,11 +37,14 @@ def update(
 ) -> Hand:
     """Update by the clipped surrogate with token mean, decoupled if ``off_policy`` or the settings ask for it."""
     model, reference = plain_model(directory), plain_model(directory)
+    named = list(model.named_parameters())
+    undecayed = [p for name, p in named if "norm" in name or name.endswith("bias")]
+    decayed = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": undecayed, "weight_decay": 0.0}],
         lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay,
+        eps=settings.adam_eps,
     )
     parts = [groups[i::n_steps] for i in range(n_steps)]
     with torch.no_grad():

@@ -181,11 +181,15 @@ class CheckpointStore:
         return None if found is None else (Path(found), _read_state(Path(found)))
 
     def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Load model and optimizer from a checkpoint, sharded as in this run."""
+        """Load model and optimizer from a checkpoint, sharded as in this run.
+
+        The optimizer keeps this run's parameter groups with their hyperparameters.
+        """
         model_state, optimizer_state = get_state_dict(policy, optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+        state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
         load(state, checkpoint_id=path)
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        optimizer_state["state"] = state["optimizer"]["state"]
+        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
         self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:

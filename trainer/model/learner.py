@@ -6,10 +6,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -67,10 +67,10 @@ class Learner:
         self.reference = reference
         self.total_steps = total_steps
         self.optimizer = torch.optim.AdamW(
-            [p for p in policy.parameters() if p.requires_grad],
+            parameter_groups(policy, settings.weight_decay),
             lr=settings.learning_rate,
             betas=(settings.adam_beta1, settings.adam_beta2),
-            weight_decay=settings.weight_decay,
+            eps=settings.adam_eps,
         )
 
     def update(
@@ -226,6 +226,17 @@ class Learner:
             [p for p in self.policy.parameters() if p.requires_grad], self.settings.max_grad_norm
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups: weight decay applies to matrices, not to norms' weights and to biases.
+
+    Norms and biases, which are vectors, set the scale of activations; decay would pull it to 0 whatever the gradient.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = {"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}
+    return [group for group in groups if group["params"]]
 
 
 def _reshard(policy: Policy) -> None:

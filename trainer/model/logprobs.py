@@ -3,12 +3,16 @@
 Logits [N, V] in float32 would take more memory than everything else in a step (N = 16,000 and V = 152,000: 10 GB). So
 they exist for one chunk of tokens at a time, and the backward pass computes them again, except for the last chunk,
 whose logits still exist when it begins.
+
+Logits are accumulated in float32 and stay float32, whatever the compute type: rounding a logit of 20 to bfloat16 would
+change it by up to 0.06.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +31,8 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
 
-    Both are differentiable with respect to ``hidden`` and ``weight``.
+    Both are differentiable with respect to ``hidden`` and ``weight``. With bfloat16 inputs, GPUs and processors with
+    AMX round the gradient of the logits to bfloat16 for the backward pass's products, as in any linear layer.
 
     Args:
         hidden: [N, D] float32 or bfloat16, the hidden states that predict the targets.
@@ -50,16 +55,16 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         normalisers = torch.empty_like(logprobs)
-        space, log_p = _Space(hidden, weight, chunk_tokens), None
+        head, log_p = _Head(hidden, weight, chunk_tokens), None
         for rows in _chunks(targets, chunk_tokens):
-            logits = space.logits(hidden[rows], weight, targets[rows], temperature)
+            logits = head.logits(rows, temperature)
             normalisers[rows] = logits.logsumexp(1)
             log_p = logits.sub_(normalisers[rows, None])
             logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
-            entropies[rows] = -torch.linalg.vecdot(space.exp(log_p), log_p)
+            entropies[rows] = -torch.linalg.vecdot(head.exp(log_p), log_p)
         ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
-        ctx.last = space, log_p
+        ctx.last = head, log_p
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -70,17 +75,16 @@ class _TokenLogprobs(torch.autograd.Function):
         if logprob_gradient is None:
             logprob_gradient = torch.zeros_like(normalisers)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        # Accumulated in float32, whatever the compute type.
+        hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
-        space, log_p = ctx.last or (_Space(hidden, weight, ctx.chunk_tokens), None)
+        head, log_p = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
         ctx.last = None
         for rows in reversed(_chunks(targets, ctx.chunk_tokens)):
             if log_p is None:
-                logits = space.logits(hidden[rows], weight, targets[rows], ctx.temperature)
+                logits = head.logits(rows, ctx.temperature)
                 log_p = logits.sub_(normalisers[rows, None])
-            p = space.exp(log_p)
+            p = head.exp(log_p)
             # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if entropy_gradient is None:
                 gradient = p.mul_(-logprob_gradient[rows, None])
@@ -90,12 +94,14 @@ class _TokenLogprobs(torch.autograd.Function):
             gradient.scatter_add_(1, targets[rows, None], logprob_gradient[rows, None])
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
-            gradient = gradient.to(hidden.dtype)
+            gradient = gradient.to(head.weight.dtype)
             if hidden_gradient is not None:
-                torch.mm(gradient, weight, out=hidden_gradient[rows])
+                head.multiply(gradient, head.weight, hidden_gradient[rows])
             if weight_gradient is not None:
-                _add_product(weight_gradient, gradient.T, hidden[rows])
+                head.multiply(gradient.T, head.hidden[rows], weight_gradient, add=True)
             log_p = None
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient.to(hidden.dtype)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
@@ -105,44 +111,54 @@ def _chunks(targets: Tensor, chunk_tokens: int) -> list[slice]:
     return [slice(start, start + chunk_tokens) for start in range(0, len(targets), chunk_tokens)]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to ``total``, without a temporary of its size where the types allow."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
-
-
-class _Space:
-    """Two buffers of the size of one chunk's logits, which every chunk uses again.
+class _Head:
+    """The output head, and two buffers of the size of one chunk's logits, which every chunk uses again.
 
     On a CPU, allocating new memory for each chunk takes as much time as computing the logits.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, chunk_tokens: int) -> None:
+        # torch's product of bfloat16 factors that returns float32 exists on GPUs only.
+        dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
+        self.hidden, self.weight = hidden.to(dtype), weight.to(dtype)
+        self._is_bfloat16 = weight.dtype == torch.bfloat16
         shape = (min(len(hidden), chunk_tokens), len(weight))
-        self._logits = torch.empty(shape, dtype=hidden.dtype, device=hidden.device)
-        self._other = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        self._logits, self._other = (torch.empty(shape, dtype=torch.float32, device=hidden.device) for _ in range(2))
 
-    def logits(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        """Return hidden weight^T / temperature less a constant a row, [n, V] float32; valid until the next call.
-
-        Softmax does not depend on the constant. In float32 it is 0, in bfloat16 about the target's logit: the product
-        is accumulated in float32, and rounded to bfloat16 once, after the constant was subtracted. Rounding changes a
-        logit of 20 by up to 0.06. The shift brings the logits of the target and of likely tokens close to 0, where
-        rounding changes them little.
-        """
-        logits = self._logits[: len(hidden)]
-        if hidden.dtype == torch.float32:
-            torch.mm(hidden, weight.T, out=logits)
-        else:
-            shift = torch.linalg.vecdot(hidden, weight[targets]).neg_()
-            logits = logits.copy_(shift[:, None]).addmm_(hidden, weight.T).float()
+    def logits(self, rows: slice, temperature: float) -> Tensor:
+        """Return the logits of ``rows`` over the temperature, [n, V] float32; valid until the next call."""
+        hidden = self.hidden[rows]
+        logits = self.multiply(hidden, self.weight.T, self._logits[: len(hidden)])
         return logits if temperature == 1 else logits.div_(temperature)
+
+    def multiply(self, left: Tensor, right: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+        """Write left @ right to ``out``, or add it. Sums and ``out`` are float32, whatever the factors' type."""
+        if left.dtype == torch.float32:
+            with _bfloat16_factors(self._is_bfloat16):
+                return out.addmm_(left, right, beta=float(add))
+        if add:
+            return out.add_(torch.mm(left, right, out_dtype=torch.float32))
+        return torch.mm(left, right, out_dtype=torch.float32, out=out)
 
     def exp(self, values: Tensor) -> Tensor:
         """Return exp of float32 values of the shape of the logits; valid until the next call."""
         return torch.exp(values, out=self._other[: len(values)])
+
+
+@contextmanager
+def _bfloat16_factors(are_bfloat16: bool) -> Iterator[None]:
+    """Within the context, let oneDNN compute float32 products with bfloat16 factors and float32 sums.
+
+    Hidden states and weights that were bfloat16 lose nothing by it. oneDNN does so on processors with AMX instructions
+    and computes in float32 on others.
+    """
+    products = cast("Any", torch.backends.mkldnn).matmul
+    before = products.fp32_precision
+    products.fp32_precision = "bf16" if are_bfloat16 else before
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 _apply: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply

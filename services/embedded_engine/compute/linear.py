@@ -55,3 +55,21 @@ def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     if weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias, pad_rows=PAD_ROWS)
+
+
+def make_head(weight: Tensor) -> Linear:
+    """Return the output head: a layer to float32 logits of bfloat16 or float32 hidden states.
+
+    Sums are accumulated in float32 and not rounded, as in the trainer, because rounding a logit of 20 to bfloat16
+    changes it by up to 0.06. On a CPU, which has no product of bfloat16 factors that returns float32, the weight is
+    packed in float32.
+    """
+    if weight.device.type == "cpu":
+        layer = make_linear(weight.float(), None)
+        return lambda x: layer(x.float())
+
+    def multiply(x: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % PAD_ROWS))
+        return torch.mm(padded, weight.T, out_dtype=torch.float32)[: len(x)]
+
+    return multiply

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.embedded_engine.compute.kv_cache import KVCache, round_up
-from services.embedded_engine.compute.linear import Linear, make_linear
+from services.embedded_engine.compute.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
 
 ATTENTION_STEP = 32
@@ -84,7 +84,7 @@ def pack_weights(
         )
 
     embedding = take("model.embed_tokens.weight")
-    head = make_linear(embedding, None) if architecture.has_tied_embeddings else linear("", "lm_head")
+    head = make_head(embedding if architecture.has_tied_embeddings else take("lm_head.weight"))
     layers = [layer(index) for index in range(architecture.num_layers)]
     return Weights(embedding, layers, take("model.norm.weight"), head)
 
@@ -173,7 +173,7 @@ class Model:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] in float32 of hidden states [N, H]."""
-        return self.weights.head(hidden).float()
+        return self.weights.head(hidden)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), weight.shape, weight.float(), self.architecture.norm_eps).to(self.dtype)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from services.embedded_engine.compute.kv_cache import KVCache
-from services.embedded_engine.compute.linear import PackedLinear, PlainLinear, make_linear
+from services.embedded_engine.compute.linear import PackedLinear, PlainLinear, make_head, make_linear
 from services.embedded_engine.compute.model import Model, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
 from tests.tolerance import both_types, logprob_tolerance
@@ -152,6 +152,26 @@ def test_bfloat16_is_computed_without_packing() -> None:
     weight = torch.randn(8, 4, dtype=torch.bfloat16)
     x = torch.randn(3, 4, dtype=torch.bfloat16)
     assert torch.allclose(make_linear(weight, None)(x), x @ weight.T, atol=0.1)
+
+
+@torch.inference_mode()
+def test_logits_of_bfloat16_weights_are_not_rounded(directory: Path) -> None:
+    """The trainer does not round them either."""
+    model = load_model(directory, "bfloat16")
+    hidden = model.prefill([tokens(70, 0)], None)
+    assert hidden.dtype is torch.bfloat16
+    names = read_directory(directory, model.architecture)
+    head = names["model.embed_tokens.weight" if model.architecture.has_tied_embeddings else "lm_head.weight"]
+    wanted = hidden.double() @ head.bfloat16().double().T
+    assert (model.logits(hidden).double() - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_head_on_a_gpu_returns_float32(dtype: torch.dtype) -> None:
+    """Tensors on the meta device have no values, and take a GPU's path."""
+    logits = make_head(torch.empty(17, 8, dtype=dtype, device="meta"))(torch.empty(5, 8, dtype=dtype, device="meta"))
+    assert logits.dtype is torch.float32
+    assert logits.shape == (5, 17)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,25 @@ def test_the_number_of_ranks_may_change(
     assert greatest_difference(weights, undisturbed) < 1e-4
 
 
+def test_a_checkpoint_with_one_parameter_group_loads_and_this_runs_hyperparameters_hold(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    """Earlier releases had all parameters in one group, with weight decay on all."""
+    store = CheckpointStore(tmp_path, 2, alone)
+    saved = make_learner(alone, model)
+    saved.optimizer = torch.optim.AdamW(saved.policy.parameters(), weight_decay=0.3)
+    saved.update(GROUPS, 0)
+    store.save(saved.policy, saved.optimizer, run_state(saved, 1), wait=True)
+    resumed = make_learner(alone, model, weight_decay=0.1, adam_eps=1e-6, adam_beta2=0.95)
+    store.load(tmp_path / "step-000001", resumed.policy, resumed.optimizer)
+    kept = [(group["weight_decay"], group["eps"], group["betas"]) for group in resumed.optimizer.param_groups]
+    assert kept == [(0.1, 1e-6, (0.9, 0.95)), (0.0, 1e-6, (0.9, 0.95))]
+    names = {parameter: name for name, parameter in saved.policy.named_parameters()}
+    moments = {names[p]: state["exp_avg"] for p, state in saved.optimizer.state.items()}
+    for name, parameter in resumed.policy.named_parameters():
+        assert torch.equal(resumed.optimizer.state[parameter]["exp_avg"], moments[name]), name
+
+
 def test_the_state_beside_the_weights_comes_back(alone: Ranks, model: Path, tmp_path: Path) -> None:
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 2, alone)

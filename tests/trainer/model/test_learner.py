@@ -76,7 +76,7 @@ def assert_same_weights(weights: Arrays, expected: Arrays, within: float = 0.0) 
     ("settings", "arguments"),
     [
         ({}, {}),
-        ({"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1}, {}),
+        ({"temperature": 0.7, "clip_high": 0.28, "weight_decay": 0.1, "adam_eps": 1e-3}, {}),
         ({"max_grad_norm": 0.05}, {}),
         ({"importance_correction": "truncated"}, {}),
         ({"importance_correction": "truncated"}, {"n_steps": 2}),
@@ -103,6 +103,19 @@ def test_an_update_is_the_objective_computed_by_hand(
     if arguments.get("n_steps", 1) == 1:
         assert trained.result.metrics["loss"] == pytest.approx(expected.loss, rel=1e-4)
         assert trained.result.metrics["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def test_weight_decay_leaves_norms_and_biases_alone(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, learning_rate=0.5, weight_decay=0.5)
+    before = weights_of(learner.policy)
+    for parameter in learner.policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    learner.optimizer.step()
+    after = weights_of(learner.policy)
+    assert {name.rsplit(".", 1)[1] for name in before} == {"weight", "bias"}
+    for name, value in before.items():
+        is_spared = "norm" in name or name.endswith("bias")
+        np.testing.assert_allclose(after[name], value * (1.0 if is_spared else 0.75), rtol=1e-6, err_msg=name)
 
 
 @both_types

@@ -95,17 +95,50 @@ def test_bfloat16_inputs_give_float32_numbers() -> None:
     torch.testing.assert_close(low[0].grad.float(), expected, rtol=0.1, atol=0.1)
 
 
-def test_bfloat16_loses_little_where_logits_are_large() -> None:
-    """Logits of about 30, as language models have, would be rounded to multiples of an eighth."""
+def bfloat16_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs with logits of about 30, as language models have. bfloat16 would round them to multiples of an eighth."""
     hidden, weight, targets = (x.detach() for x in random_inputs(scale=0.5))
     hidden[:, 0], weight[:, 0] = 6.0, 5.0
-    hidden, weight = hidden.bfloat16(), weight.bfloat16()
-    # A policy samples likely tokens, mostly.
-    targets = (hidden.double() @ weight.T.double()).topk(3).indices[:, -1]
-    for result, expected in zip(
-        token_logprobs(hidden, weight, targets, 1.0, 8), naive(hidden, weight, targets, 1.0), strict=True
-    ):
-        torch.testing.assert_close(result, expected, rtol=0, atol=0.01)
+    return hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_bfloat16_inputs_have_the_values_of_a_float32_head(temperature: float) -> None:
+    hidden, weight, targets = bfloat16_inputs()
+    results = token_logprobs(hidden, weight, targets, temperature, 8)
+    for result, expected in zip(results, naive(hidden, weight, targets, temperature), strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["logprobs", "entropies"])
+def test_bfloat16_inputs_have_the_gradients_of_a_float32_head(of: int) -> None:
+    """Up to the rounding of the gradients themselves, which are bfloat16 (and on some processors their factors)."""
+    hidden, weight, targets = bfloat16_inputs()
+    ours = torch.autograd.grad(token_logprobs(hidden, weight, targets, 1.0, 8)[of].sum(), (hidden, weight))
+    exact = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
+    expected = torch.autograd.grad(naive(*exact, targets, 1.0)[of].sum(), exact)
+    for result, other in zip(ours, expected, strict=True):
+        assert (result - other).norm() / other.norm() < 3e-3
+
+
+def test_the_products_of_a_gpu_have_the_right_types() -> None:
+    """Tensors on the meta device have no values, and take a GPU's path."""
+    hidden, weight, targets = (x.detach().to("meta") for x in bfloat16_inputs())
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    results = token_logprobs(hidden, weight, targets, 1.0, 8)
+    assert [result.dtype for result in results] == [torch.float32] * 2
+    gradients = torch.autograd.grad(results[0].sum(), (hidden, weight))
+    assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
+
+
+def test_other_products_keep_their_precision() -> None:
+    """oneDNN's precision of float32 products is a setting of the whole process."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    hidden, weight, targets = bfloat16_inputs()
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert matmul.fp32_precision == before
 
 
 def test_no_tokens_have_no_logprobs_and_no_gradient() -> None:
