@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
-from services.evaluation_head.skypilot import DiscoveryError, find_clusters, find_replicas
+from services.evaluation_head.skypilot import find_clusters, find_replicas
 
 if TYPE_CHECKING:
     import sky
@@ -87,8 +87,11 @@ def find(prefix: str) -> list[str]:
     """
     try:
         found = find_clusters(prefix, ROUTER_PORT) + find_replicas(prefix)
-    except DiscoveryError as error:
-        raise DependencyLostError(str(error)) from error
+    # SkyPilot raises a dozen kinds of errors, among them those of its HTTP library.
+    except Exception as error:
+        raise DependencyLostError(
+            f"SkyPilot cannot tell its servers: {first_line(error)}; try `sky api info`"
+        ) from error
     return sorted({server.url for server in found if server.url is not None})
 
 

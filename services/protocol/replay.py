@@ -47,7 +47,8 @@ class SampleGroupsRequest(StrictModel):
 
     ``exponent`` is alpha of prioritised experience replay (Schaul et al. 2016, arXiv:1511.05952, eq. 1): a group's
     probability p is proportional to priority ** alpha. ``correction`` is its beta (section 3.4): the weights are
-    (N p) ** -beta, divided by their maximum in the batch. The same seed draws the same groups from the same contents.
+    (N p) ** -beta, divided by their expected value over the buffer. The same seed draws the same groups from the same
+    contents.
     """
 
     batch_size: int = Field(ge=1, le=4096)

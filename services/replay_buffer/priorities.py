@@ -10,6 +10,7 @@ import numpy as np
 
 Rows = np.ndarray[Any, np.dtype[np.void]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 _ROW = np.dtype([("position", np.int64), ("sequence", np.int64), ("version", np.int64), ("priority", np.float64)])
 _LEAST_ROWS = 1024
@@ -90,34 +91,30 @@ class PriorityIndex:
         least_version: int = 0,
         exclude: Iterable[int] = (),
     ) -> list[Draw]:
-        """Draw without replacement, each time with probabilities proportional to priority ** exponent.
+        """Draw without replacement, with chances proportional to priority ** exponent (arXiv:1511.05952, eq. 1).
 
-        Schaul et al. 2016 (arXiv:1511.05952), equation 1 and section 3.4: P(i) = p_i^a / sum_k p_k^a, and
-        w_i = (N P(i))^-b / max_j w_j over the batch, where N counts the records that qualify: all of at least
-        ``least_version`` whose position is not in ``exclude``.
+        The draw is systematic (Madow 1949): records are lined up in random order, each as long as the expected number
+        of times that it is drawn, at most 1, and drawn where points at equal distances fall on them. So the chance of
+        a record to be in the draw is exactly its length P, and ``probability`` is P / count. Its ``weight`` is
+        (N P / count) ** -correction (section 3.4), divided by the expected value of that over the records that can be
+        drawn, whose number is N. With ``correction`` 1 the weighted sum over a draw is therefore an unbiased estimate
+        of ``count`` times the mean over these records, up to the cap of P at 1.
 
-        Independent draws that skip records drawn before have the same distribution as draws without replacement.
+        Records qualify if they are at least of ``least_version`` and their position is not in ``exclude``.
         """
-        qualifying = self._qualifying(least_version, exclude)
-        powers = self._records["priority"] ** exponent * qualifying
-        drawn: dict[int, float] = {}
-        total = 0.0
-        while len(drawn) < count:
-            sums = np.cumsum(powers)
-            if not sums.any():
-                break
-            total = total or float(sums[-1])
-            points = random.random(count - len(drawn)) * sums[-1]
-            # Rounding can put a point at the very end of the sums.
-            for row in np.minimum(np.searchsorted(sums, points, side="right"), len(sums) - 1).tolist():
-                if powers[row] > 0:
-                    drawn[row] = float(powers[row])
-                    powers[row] = 0.0
-        probabilities = np.fromiter(drawn.values(), np.float64) / total
-        weights = (np.count_nonzero(qualifying) * probabilities) ** -correction
-        weights /= weights.max(initial=0.0)
-        rows = self._records[list(drawn)]
-        columns = (rows["sequence"], rows["priority"], probabilities, weights)
+        powers = self._records["priority"] ** exponent * self._qualifying(least_version, exclude)
+        rows = random.permutation(np.flatnonzero(powers))
+        count = min(count, len(rows))
+        if not count:
+            return []
+        chances = _capped(powers[rows], count)
+        points = random.random() + np.arange(count)
+        # Rounding can put a point at the very end of the sums.
+        places = np.minimum(np.searchsorted(np.cumsum(chances), points, side="right"), len(rows) - 1)
+        factors = (len(rows) * chances / count) ** -correction
+        factors /= (factors * chances).sum() / count
+        drawn = self._records[rows[places]]
+        columns = (drawn["sequence"], drawn["priority"], chances[places] / count, factors[places])
         return [Draw(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def _qualifying(self, least_version: int, exclude: Iterable[int]) -> Mask:
@@ -127,3 +124,14 @@ class PriorityIndex:
 
     def _row_of(self, position: int) -> int:
         return int(np.searchsorted(self._records["position"], position))
+
+
+def _capped(powers: Numbers, total: int) -> Numbers:
+    """Return numbers proportional to ``powers`` that add up to ``total``, except that none is above 1."""
+    chances: Numbers = powers * (total / powers.sum())
+    while (chances > 1).any():
+        full = chances >= 1
+        rest = powers[~full]
+        chances[full] = 1.0
+        chances[~full] = rest * ((total - full.sum()) / rest.sum()) if len(rest) else 0.0
+    return chances

@@ -96,31 +96,19 @@ class PolicyLoss:
                 updates and a correction is set.
             reference_logprobs: [N] float32, for a KL penalty in the loss.
         """
-        settings = self.settings
-        theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
-        proximal = theta if proximal_logprobs is None else proximal_logprobs
-        weights = importance_weights(
-            settings.importance_correction,
-            proximal,
-            behaviour,
-            batch.sequence_ids,
-            batch.n_sequences,
-            settings.importance_cap,
-        )
-        factors = weights
-        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
-            factors = weights / log_ratio(theta, behaviour).exp()
+        settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
+        weights = self._weights(batch, theta if proximal_logprobs is None else proximal_logprobs)
         old = behaviour if proximal_logprobs is None else proximal_logprobs
         tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
         policy = self._policy_loss(tokens)
-        losses = policy.losses * factors
-        metrics: dict[str, Tensor] = {"entropy": entropies, "importance_weight": weights, **policy.metrics}
+        losses = policy.losses * weights
+        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
+            losses = losses / log_ratio(theta, behaviour).exp()
         # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
-        metrics["kl_behaviour"] = k3(behaviour, theta)
+        metrics = {"entropy": entropies, "kl_behaviour": k3(behaviour, theta), "importance_weight": weights}
+        metrics |= policy.metrics
         if settings.off_policy_max_kl is not None:
-            kept = off_policy_mask(
-                theta, behaviour, batch.advantages, batch.sequence_ids, batch.n_sequences, settings.off_policy_max_kl
-            )
+            kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         if settings.entropy_coef:
             losses = losses - settings.entropy_coef * entropies
@@ -128,16 +116,33 @@ class PolicyLoss:
             stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
             losses = losses + settings.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
             metrics["kl_reference"] = k3(theta, reference_logprobs)
-        loss = aggregate(
-            losses * batch.weights,
+        loss = self._aggregate(losses * batch.weights, batch, step)
+        return loss, _diagnose(batch, loss, tokens.ratio, metrics)
+
+    def _weights(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        return importance_weights(
+            self.settings.importance_correction,
+            logprobs,
+            batch.behaviour_logprobs,
             batch.sequence_ids,
             batch.n_sequences,
-            settings.loss_aggregation,
+            self.settings.importance_cap,
+        )
+
+    def _off_policy_mask(self, batch: MicroBatch, theta: Tensor, max_kl: float) -> Tensor:
+        behaviour, ids = batch.behaviour_logprobs, batch.sequence_ids
+        return off_policy_mask(theta, behaviour, batch.advantages, ids, batch.n_sequences, max_kl)
+
+    def _aggregate(self, losses: Tensor, batch: MicroBatch, step: StepSize) -> Tensor:
+        return aggregate(
+            losses,
+            batch.sequence_ids,
+            batch.n_sequences,
+            self.settings.loss_aggregation,
             step_tokens=step.tokens,
             step_sequences=step.sequences,
-            constant_length=settings.max_new_tokens,
+            constant_length=self.settings.max_new_tokens,
         )
-        return loss, _diagnose(batch, loss, tokens.ratio, metrics)
 
 
 def _chosen_loss(settings: TrainerSettings) -> LossFunction:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import time
@@ -298,8 +299,11 @@ def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() ->
         "def main():\n    logs.configure('test')\n    logs.get_logger().info('x')\n    raise DependencyLostError('x')\n"
         "sys.exit(exit_code_of(main))"
     )
+    # What coverage writes to stderr when it measures this process would change the exit code.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     with open("/dev/full", "wb") as full:
-        ended = subprocess.run([sys.executable, "-c", script], stdout=full, stderr=full, check=False)
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, stdout=full, stderr=full, env=environment, check=False)
     assert ended.returncode == 33
 
 

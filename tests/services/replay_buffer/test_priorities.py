@@ -50,19 +50,29 @@ def test_empirical_frequencies_agree_with_the_priorities(exponent: float, masked
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_without_replacement_the_second_draw_follows_the_priorities_of_the_rest(masked: bool) -> None:
-    priorities = [1.0, 2.0, 3.0, 4.0]
+def test_the_chance_of_a_record_to_be_in_a_draw_is_exactly_its_share_up_to_1(masked: bool) -> None:
+    priorities = [1.0, 2.0, 3.0, 14.0]
     index = index_of([*priorities, 9.0], [1, 1, 1, 1, 0]) if masked else index_of(priorities)
     random, draws = rng(2), 20_000
-    counts = np.zeros((4, 4))
+    counts = np.zeros(4)
     for _ in range(draws):
-        first, second = index.draw(2, random, exponent=1.0, least_version=1 if masked else 0)
-        counts[first.sequence, second.sequence] += 1
-    total = sum(priorities)
-    for i, p in enumerate(priorities):
-        for j, q in enumerate(priorities):
-            chance = 0.0 if i == j else (p / total) * (q / (total - p))
-            assert counts[i, j] / draws == pytest.approx(chance, abs=4 * np.sqrt(chance / draws) + 1e-9)
+        for draw in index.draw(2, random, exponent=1.0, least_version=1 if masked else 0):
+            counts[draw.sequence] += 1
+    # Twice 14 in 20 is more than 1, so the others share the second place.
+    for count, chance in zip(counts, [1 / 6, 2 / 6, 3 / 6, 1.0], strict=True):
+        assert count / draws == pytest.approx(chance, abs=4 * np.sqrt(chance / draws))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_expected_gradient_of_corrected_draws_is_that_of_uniform_draws(count: int) -> None:
+    """The priorities are those of three groups whose gradients uniform draws would mix as .63, .31 and .06."""
+    gradients, priorities = np.array([0.63, 0.31, 0.06]), [0.16, 0.68, 0.16]
+    index, random, draws = index_of(priorities * 4), rng(3), 60_000
+    mixed = np.zeros(3)
+    for _ in range(draws):
+        for draw in index.draw(count, random, exponent=1.0, correction=1.0):
+            mixed[draw.sequence % 3] += draw.weight * gradients[draw.sequence % 3] / count
+    assert mixed / draws == pytest.approx(gradients / 3, abs=0.006)
 
 
 @given(st.lists(priority, max_size=40), st.integers(1, 50), st.floats(0, 10))
@@ -71,7 +81,7 @@ def test_only_records_that_have_weight_are_drawn_each_once(values: list[float], 
     weighty = np.flatnonzero(np.array(values) ** exponent)
     assert len(draws) == len({draw.sequence for draw in draws}) == min(count, len(weighty))
     assert {draw.sequence for draw in draws} <= set(weighty.tolist())
-    assert all(0 <= draw.probability <= 1 and 0 < draw.weight <= 1 for draw in draws)
+    assert all(0 <= draw.probability <= 1 and draw.weight == pytest.approx(1) for draw in draws)
 
 
 def test_a_batch_has_nobody_twice_and_the_whole_index_when_it_asks_for_more() -> None:
@@ -83,14 +93,14 @@ def test_a_batch_has_nobody_twice_and_the_whole_index_when_it_asks_for_more() ->
     assert drawn(index, 64) == batch
 
 
-def test_weights_correct_for_the_chances() -> None:
-    index = index_of([1.0, 1.0, 2.0])
-    draws = {d.sequence: d for d in index.draw(3, rng(), exponent=1.0, correction=0.5)}
+def test_weights_correct_for_the_chances_and_average_to_1_over_the_buffer() -> None:
+    index, random = index_of([1.0, 1.0, 2.0]), rng()
+    draws = {d.sequence: d for _ in range(50) for d in index.draw(1, random, exponent=1.0, correction=0.5)}
     assert {sequence: d.probability for sequence, d in draws.items()} == {0: 0.25, 1: 0.25, 2: 0.5}
-    expected = {sequence: (3 * d.probability) ** -0.5 for sequence, d in draws.items()}
-    highest = max(expected.values())
-    assert {s: d.weight for s, d in draws.items()} == pytest.approx({s: w / highest for s, w in expected.items()})
-    assert all(d.weight == 1.0 for d in index.draw(3, rng(), exponent=1.0))
+    factors = {sequence: (3 * d.probability) ** -0.5 for sequence, d in draws.items()}
+    mean = sum(d.probability * factors[sequence] for sequence, d in draws.items())
+    assert {s: d.weight for s, d in draws.items()} == pytest.approx({s: f / mean for s, f in factors.items()})
+    assert all(d.weight == pytest.approx(1) for d in index.draw(3, rng(), exponent=1.0))
 
 
 def test_excluded_and_old_records_are_not_drawn_and_do_not_count() -> None:

@@ -283,6 +283,7 @@ def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
     run = write_run(tmp_path / "run", 40)
     append(run / "samples.jsonl", group(41, 99, rewards=[1.0], completion='=1+1, "so"'))
     page = open_page(view(run))
+    expect(page).to_have_title(re.compile(r"step 40 · "))
     rows = list(csv.DictReader(saved(page, "Save metrics as CSV", "run-metrics.csv").decode().splitlines()))
     assert [row["step"] for row in rows] == [str(step) for step in range(41)]
     assert (rows[0]["accuracy"], rows[0]["loss"], rows[20]["accuracy_stderr"]) == ("0.4", "", "0.05")
