@@ -73,6 +73,11 @@ class Completion(WireModel):
         return len(self.completion_ids)
 
     @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that the policy sampled, which are those of the loss."""
+        return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of this completion."""
         return min(span.version for span in self.policy_versions)

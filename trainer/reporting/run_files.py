@@ -79,6 +79,7 @@ class RunFiles:
                     "finish_reason": e.finish_reason.value,
                     "policy_version": e.oldest_version,
                     "tokens": len(e.completion_ids),
+                    "trained_tokens": e.trained_tokens,
                     "result": e.result.model_dump(mode="json", exclude_none=True),
                 }
                 for g in groups[:LOGGED_GROUPS]

@@ -74,6 +74,7 @@ function completion(record, mean, needle) {
     ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
     ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],
     ["tokens", record.tokens === undefined ? null : count(record.tokens)],
+    ["trained tokens", (record.trained_tokens ?? record.tokens) === record.tokens ? null : count(record.trained_tokens)],
     ["policy version", record.policy_version],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h(
