@@ -1,0 +1,95 @@
+"""The types of the gateway's sessions: one episode of an agent, its calls, and the trace that is trained on."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import Field
+
+from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
+from services.protocol.groups import FinishReason, VersionSpan
+
+
+class CreateSessionRequest(StrictModel):
+    """Body of POST /sessions. Creating a session again with the same body changes nothing.
+
+    Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
+    ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
+    ``deadline_seconds`` from the creation on.
+    """
+
+    id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
+    group_id: str = ""
+    index: Count = 0
+    temperature: float = Field(default=1.0, ge=0, le=10)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    seed: Seed | None = None
+    max_turn_tokens: int = Field(default=512, ge=1, le=MAX_TOKENS)
+    max_turns: int = Field(default=64, ge=1)
+    max_tokens: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
+    deadline_seconds: float = Field(default=3600, gt=0)
+
+
+class SessionStatus(StrEnum):
+    """The state of a session: it takes calls, or it is finished."""
+
+    OPEN = "open"
+    FINISHED = "finished"
+
+
+class SessionReply(WireModel):
+    """Reply of POST /sessions and GET /sessions/{id}."""
+
+    id: str
+    status: SessionStatus
+    turns: int = 0
+    sampled_tokens: int = 0
+    reward: Finite | None = None
+    reason: str | None = None
+
+
+class RewardRequest(StrictModel):
+    """Body of POST /sessions/{id}/reward: a number, or none with the reason why the episode has no reward."""
+
+    reward: Finite | None
+    reason: str | None = None
+
+
+class TraceSequence(WireModel):
+    """One sequence of an episode's tokens, from a prompt to a leaf of its tree of calls.
+
+    Every sampled token of the episode has ``loss_mask`` True in exactly one sequence and is context (False) in others.
+    ``logprobs`` and ``policy_versions`` have an entry for every completion token; those of context mean nothing.
+    """
+
+    prompt_ids: list[TokenId] = Field(min_length=1)
+    completion_ids: list[TokenId]
+    logprobs: list[Finite]
+    loss_mask: list[bool]
+    policy_versions: list[VersionSpan]
+    finish_reason: FinishReason
+    text: str = ""
+    """The last turn's text."""
+
+
+class Trace(WireModel):
+    """Reply of POST /sessions/{id}/finish and GET /sessions/{id}/trace: the whole episode.
+
+    ``messages`` is the longest conversation. ``lost_tokens`` counts, by reason, tokens that an engine sampled and no
+    sequence has. ``branches`` counts calls that did not continue a held conversation, the first one excepted.
+    """
+
+    id: str
+    group_id: str
+    index: int
+    reward: Finite | None
+    reason: str | None
+    sequences: list[TraceSequence]
+    messages: list[dict[str, Any]]
+    turns: int
+    sampled_tokens: int
+    tool_calls: int
+    unparsed_tool_calls: int
+    branches: int
+    lost_tokens: dict[str, int] = Field(default_factory=dict)
