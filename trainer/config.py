@@ -54,6 +54,13 @@ class ImportanceCorrection(StrEnum):
     ICEPOP = "icepop"
 
 
+class CriticModel(StrEnum):
+    """The model that the critic's value head stands on."""
+
+    OWN = "own"
+    SHARED = "shared"
+
+
 class Schedule(StrEnum):
     """The course of the learning rate after warm-up."""
 
@@ -178,6 +185,30 @@ class AlgorithmSection(SectionSettings):
     """Oldest group that is replayed, in policy versions."""
 
 
+class CriticSection(SectionSettings):
+    """The critic of ADVANTAGE=gae: PPO with generalized advantage estimation. Other advantages have none."""
+
+    critic: CriticModel = CriticModel.OWN
+    """`own`: a second model, which starts as MODEL_NAME and is trained whole, with an optimizer of its own. `shared`: a
+    value head on the policy's model, which costs hardly any memory; its loss is added to the policy's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of a step."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
+    variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
+    gae_per_turn: bool = False
+    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token."""
+    value_clip: float = Field(0.2, ge=0)
+    """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second of
+    UPDATES_PER_BATCH on."""
+    value_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's (`shared`)."""
+    critic_learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
+
+
 class OptimisationSection(SectionSettings):
     """The optimizer, AdamW, and what it trains."""
 
@@ -258,6 +289,7 @@ class TrainerSettings(
     RunSection,
     SamplingSection,
     AlgorithmSection,
+    CriticSection,
     OptimisationSection,
     MemorySection,
     PublishingSection,

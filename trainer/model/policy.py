@@ -91,15 +91,9 @@ class Policy(nn.Module):
             logprobs [N] and entropies [N] (in nats), float32.
         """
         model = self._causal_lm()
-        decoder = model.base_model
-        output_embeddings = cast("nn.Linear", model.get_output_embeddings())
-        weight, layout = output_embeddings.weight, batch.layout
-        if weight.is_cuda:
-            layout = layout.with_additive_mask(weight.dtype)
-        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-        hidden = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        weight = cast("nn.Linear", model.get_output_embeddings()).weight
         temperature = self.temperature if temperature is None else temperature
-        return token_logprobs(hidden[batch.predict_rows], weight, batch.targets, temperature)
+        return token_logprobs(predicting_states(model.base_model, batch), weight, batch.targets, temperature)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -141,6 +135,16 @@ class Policy(nn.Module):
         return cast("PreTrainedModel", cast("Any", self.model).get_base_model() if self.has_adapters else self.model)
 
 
+def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return the hidden states [N, D], in the compute type, from which a micro-batch's tokens are predicted."""
+    weight, layout = cast("nn.Embedding", decoder.get_input_embeddings()).weight, batch.layout
+    if weight.is_cuda:
+        layout = layout.with_additive_mask(weight.dtype)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+    return cast("Tensor", states[batch.predict_rows])
+
+
 def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
     """Load MODEL_NAME and shard it. Rank 0 reads the weights, and the other ranks receive their shards from it.
 
@@ -150,7 +154,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     chosen = choose_compute(settings, ranks)
     if trainable:
         log.info("computing", **vars(chosen))
-    model = _load_model(settings, materialise=ranks.is_main)
+    model = load_model(settings, materialise=ranks.is_main)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
@@ -163,11 +167,8 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(trainable)
-    layers = _decoder_layers(policy)
-    if trainable and settings.activation_checkpointing:
-        apply_activation_checkpointing(policy, check_fn=lambda module: module in layers)
-        layers = _decoder_layers(policy)
-    _shard(policy, layers, settings, ranks, getattr(torch, chosen.compute_type))
+    has_checkpointing = trainable and settings.activation_checkpointing
+    shard(policy, policy._causal_lm().base_model, settings, ranks, chosen, has_checkpointing=has_checkpointing)
     return policy
 
 
@@ -236,7 +237,12 @@ def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> No
     policy.description.tokenizer.save_pretrained(directory)
 
 
-def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+    """Load MODEL_NAME with the trainer's attention, in float32; without ``materialise``, its parameters have no data.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
+    """
     trust = settings.trust_remote_code
     options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
     with _as_configuration_error(settings.model_name):
@@ -285,37 +291,65 @@ def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrai
     return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
 
 
-def _decoder_layers(policy: Policy) -> list[nn.Module]:
-    layers = getattr(policy._causal_lm().base_model, "layers", None)
-    if layers is None:
-        raise ConfigurationError(
-            f"MODEL_NAME: {policy.config.model_type} has no list of decoder layers named `layers`; "
-            f"choose a model of another family ({FAMILIES})"
-        )
-    return list(layers)
-
-
-def _shard(
-    policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks, dtype: torch.dtype
+def shard(
+    module: nn.Module,
+    decoder: PreTrainedModel,
+    settings: TrainerSettings,
+    ranks: Ranks,
+    chosen: Compute,
+    *,
+    has_checkpointing: bool,
 ) -> None:
+    """Shard a module over the ranks, which receive their parts from rank 0.
+
+    Args:
+        module: the module, with data on rank 0 only.
+        decoder: the part of it with the list of layers; each layer is sharded by itself.
+        settings: SHARD_PARAMETERS.
+        ranks: all ranks.
+        chosen: the type of numbers to compute with. A ``value_head`` computes in float32.
+        has_checkpointing: recompute layers in the backward pass.
+
+    Raises:
+        ConfigurationError: the decoder has no list of layers.
+    """
+    layers = _decoder_layers(decoder)
+    if has_checkpointing:
+        apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
+        layers = _decoder_layers(decoder)
     # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
-    state = policy.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=settings.shard_parameters)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+    head = getattr(module, "value_head", None)
+    heads = [] if head is None else [head]
+    for head in heads:
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        fully_shard(head, mesh=ranks.mesh, mp_policy=exact, reshard_after_forward=False)
+    fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
     if ranks.device.type == "cpu":
-        for module in (*layers, policy):
-            cast("FSDPModule", module).set_custom_reduce_scatter(PairwiseReduceScatter())
+        for part in (*layers, *heads, module):
+            cast("FSDPModule", part).set_custom_reduce_scatter(PairwiseReduceScatter())
     if ranks.world_size == 1:
         return
     if not ranks.is_main:
-        policy.to_empty(device=ranks.device)
-    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        module.to_empty(device=ranks.device)
+    set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     # A state dict does not contain rotary frequencies, which are buffers.
-    for buffer in policy.buffers():
+    for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
-    cast("FSDPModule", policy).set_requires_gradient_sync(True)
+    cast("FSDPModule", module).set_requires_gradient_sync(True)
+
+
+def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+    layers = getattr(decoder, "layers", None)
+    if layers is None:
+        raise ConfigurationError(
+            f"MODEL_NAME: {decoder.config.model_type} has no list of decoder layers named `layers`; "
+            f"choose a model of another family ({FAMILIES})"
+        )
+    return list(layers)
 
 
 def _whole(parameter: Tensor) -> Tensor:
