@@ -96,7 +96,7 @@ def train_and_publish(
     learner = make_learner(ranks, model, **settings)
     learner.update(groups, 0)
     save_pretrained(learner.policy, ranks, directory, torch.float32)
-    return [learner.logprobs(group) for group in groups]
+    return learner.logprobs(groups, temperature=1.0)
 
 
 def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) -> str:

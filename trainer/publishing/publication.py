@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from services.core.logs import get_logger
-from trainer.algorithm.advantages import training_group
+from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.publishing.probe import probe_workers
@@ -45,9 +45,10 @@ class Publication:
 
     def _probe(self, batch: Batch) -> dict[str, float]:
         groups = [training_group(group, self.settings) for group in batch.groups]
-        group = next((replace(g, sequences=g.sequences[:1]) for g in groups if g.sequences), None)
+        probes = (replace(g, sequences=[replace(g.sequences[0], loss_mask=None)]) for g in groups if g.sequences)
+        group = next(probes, None)
         if group is None:
             return {}
-        expected = self.team.logprobs([group])[0]
+        (expected,) = self.team.logprobs([group], temperature=1.0)[0]
         probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
         return {"probe_difference": self.services.thread.call(probing)}
