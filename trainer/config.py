@@ -136,8 +136,8 @@ class AlgorithmSection(SectionSettings):
     mask_truncated: bool = False
     """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, or a function of your own
-    as `module:function`."""
+    """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `gae` (PPO with a
+    critic), or a function of your own as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
     loss: str = "clipped"
@@ -320,6 +320,11 @@ class TrainerSettings(
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """True when advantages need values."""
+        return self.advantage == "gae"
 
     @property
     def loss_aggregation(self) -> Aggregation:

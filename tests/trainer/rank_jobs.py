@@ -21,7 +21,8 @@ from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.learner import Learner, StopRequestedError, UpdateResult
+from trainer.model.learner import Learner, UpdateResult
+from trainer.model.optimizer import StopRequestedError
 from trainer.model.policy import Policy, load_policy, save_pretrained
 from trainer.model.ranks import Ranks
 
