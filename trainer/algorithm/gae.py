@@ -64,7 +64,8 @@ def generalized_advantages(
     def once_a_step(factor: float) -> Tensor:
         factors = torch.full_like(value, factor)
         factors[goes_on & adjoins & per_turn] = 1.0
-        return factors * goes_on
+        factors[~goes_on] = 0.0
+        return factors
 
     decays = once_a_step(gamma * lam)
     deltas = _credited(rewards.double(), sequence_ids, loss_mask, own) + once_a_step(gamma) * value.roll(-1) - value

@@ -22,7 +22,6 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
 from trainer.model.policy import (
-    Policy,
     ValueHead,
     choose_compute,
     gather_state,
@@ -79,7 +78,8 @@ class CriticLearner:
         self.policy = learner.policy
         self.total_steps = learner.total_steps
         self.is_shared = self.settings.critic is CriticModel.SHARED
-        self.module: Policy | Critic
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer
         self.compute: Callable[[MicroBatch], Tensor]
         if self.is_shared:
             self.module, self.optimizer = learner.policy, learner.optimizer
@@ -179,8 +179,8 @@ class CriticLearner:
             for name, value in whole_parameters(self.module.decoder, dtype):
                 yield f"{prefix}.{name}", value
         else:
-            output = "lm_head."
-            yield from ((n, value) for n, value in self.module.full_parameters(dtype) if not n.startswith(output))
-        assert self.module.value_head is not None
-        for name, value in whole_parameters(self.module.value_head, dtype):
+            for name, value in self.policy.full_parameters(dtype):
+                if not name.startswith("lm_head."):
+                    yield name, value
+        for name, value in whole_parameters(self.module.get_submodule("value_head"), dtype):
             yield f"score.{name}", value
