@@ -100,7 +100,7 @@ def test_the_critic_learns_first_then_both_and_metrics_say_so(
 
 
 @BOTH
-@pytest.mark.parametrize("lost", ["sample_replay", "publish"])
+@pytest.mark.parametrize("lost", ["draw_replayed", "publish"])
 def test_a_run_that_was_cut_off_ends_with_the_very_weights_of_the_undisturbed_one(
     alone: Ranks, model: Path, tmp_path: Path, kind: str, lost: str
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trainer.algorithm.test_grpo_oracles import CLOSE, SEEDS, oracle
+from tests.trainer.algorithm.test_oracles import CLOSE, SEEDS, oracle
 from tests.trainer.ragged import Ragged, random_ragged
 from trainer.algorithm import gae
 
