@@ -317,6 +317,12 @@ class TrainerSettings(
         for option in LOSS_OPTIONS if self.loss in LOSSES else ():
             if getattr(self, option) is not None and option not in LOSSES[self.loss].options:
                 raise ValueError(f"{option.upper()} is set, but LOSS={self.loss} has no such bound; unset it")
+        unused = [name.upper() for name in CriticSection.__annotations__ if name in self.model_fields_set]
+        if unused and not self.has_critic:
+            raise ValueError(
+                f"{', '.join(unused)} is set, but ADVANTAGE={self.advantage} has no critic; "
+                "unset it, or set ADVANTAGE=gae"
+            )
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self

@@ -9,8 +9,8 @@ Shapes are those of trainer/algorithm/grpo.py: S completions with N tokens in al
 ``sequence_ids`` [N] gives each token's completion. ``loss_mask`` [N] is True at sampled tokens, False at observations.
 
 Sources: GAE (Schulman et al. 2016, arXiv:1506.02438), PPO (Schulman et al. 2017, arXiv:1707.06347), the clipped value
-loss and whitened advantages of its reference implementation (PPO2 in OpenAI's baselines; Engstrom et al. 2020,
-arXiv:2005.12729), discounts that depend on the transition (White 2017, arXiv:1609.01995).
+loss of its reference implementation (PPO2 in OpenAI's baselines; Engstrom et al. 2020, arXiv:2005.12729), whitened
+advantages (Huang et al. 2024, arXiv:2403.17031), discounts that depend on the transition (White 2017, arXiv:1609.01995).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 WHITENING_EPS = 1e-8
-"""Added to the variance of the advantages, as in verl and TRL."""
+"""Added to the variance of the advantages, as in verl."""
 
 
 def generalized_advantages(
@@ -100,7 +100,7 @@ def value_targets(advantages: Tensor, values: Tensor) -> Tensor:
 
 
 def whitened(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Return (A - mean A) / sqrt(var A + 1e-8) over all sampled tokens of the step (arXiv:2005.12729, section 3).
+    """Return (A - mean A) / sqrt(var A + 1e-8) over all sampled tokens of the step (arXiv:2403.17031).
 
     Args:
         advantages: [N] of the whole step, over all its completions.

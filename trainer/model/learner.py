@@ -76,8 +76,8 @@ class Learner:
         """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
 
         Groups with token ids outside the model's vocabulary are left out and counted. A share in which every advantage
-        is 0 is not computed, unless the loss has KL or entropy. An optimizer step whose loss or gradient is not finite
-        leaves policy and optimizer unchanged and is counted.
+        is 0 is not computed, unless the loss has KL, entropy or values. An optimizer step whose loss or gradient is not
+        finite leaves policy and optimizer unchanged and is counted.
 
         Args:
             groups: all groups to train on, fresh and replayed; every rank passes the same.

@@ -227,12 +227,18 @@ def test_a_resumed_critic_ends_with_the_very_weights_of_the_undisturbed_one(
         assert np.array_equal(resumed[name], values), name
 
 
-@BOTH
+@pytest.mark.parametrize(("kind", "rank"), [("own", 0), ("own", 2), ("shared", 0), ("shared", 2)])
 def test_what_is_saved_loads_as_a_token_classifier_with_the_same_values(
-    alone: Ranks, model: Path, tmp_path: Path, kind: str
+    alone: Ranks, model: Path, tmp_path: Path, kind: str, rank: int
 ) -> None:
-    critic, groups = make_critic(alone, model, kind), rewarded()
-    critic.update(with_targets(critic, groups), 0)
+    """The rank is that of LoRA adapters, which the policy's model has merged into it."""
+    learner, groups = make_learner(alone, model, advantage="gae", critic=kind, lora_rank=rank), rewarded()
+    critic = CriticLearner(learner)
+    for step in range(2):
+        targets = with_targets(critic, groups)
+        learner.update(targets, step)
+        if critic.trains_alone(step):
+            critic.update(targets, step)
     critic.save(tmp_path, torch.float32)
     loaded, said = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
     assert not said["missing_keys"]
