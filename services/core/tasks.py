@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def run_until_first_ends(*parts: Awaitable[None]) -> None:
+async def run_until_first_ends(*parts: Awaitable[object]) -> None:
     """Run all awaitables until one ends, then cancel the others, wait for them, and raise the first error of any.
 
     Unlike asyncio.TaskGroup, this does not wait for all of them, and it raises an error as it is, without a group.

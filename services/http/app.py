@@ -19,7 +19,7 @@ from services.http import problems, provenance
 from services.http.json_body import JsonRoute
 from services.http.lifecycle import Lifecycle, Lifespan, background_lifespan
 from services.http.middleware import MAX_BODY_BYTES, ServiceMiddleware
-from services.protocol.base import ComponentRecord, Health, Problem
+from services.protocol.base import ComponentRecord, Health
 
 Stats = Mapping[str, Any]
 
@@ -140,17 +140,13 @@ def _add_common_routes(
 
 
 def _complete_openapi(app: FastAPI, *, asks_token: bool) -> None:
-    """Add problem documents and the token, which FastAPI does not know of, to the OpenAPI page."""
+    """Add the token, which FastAPI does not know of, to the OpenAPI page."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
         document = generate()
-        components = document.setdefault("components", {})
-        components.setdefault("schemas", {})["Problem"] = Problem.model_json_schema()
         if asks_token:
-            components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
             document["security"] = [{"token": []}]
             document["paths"]["/health"]["get"]["security"] = []
         return document

@@ -23,7 +23,6 @@ DURATION = Histogram(
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
 IN_FLIGHT = Gauge("http_requests_in_flight", "Requests being answered.", ["service"])
-BODY = Counter("http_request_body_bytes", "Bytes of request bodies read.", ["service"])
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BODY_SECONDS = 60.0
@@ -54,7 +53,6 @@ class ServiceMiddleware:
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
         self._in_flight = IN_FLIGHT.labels(service)
-        self._body_bytes = BODY.labels(service)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request; pass other connections (WebSocket, lifespan) through."""
@@ -91,15 +89,8 @@ class ServiceMiddleware:
             DURATION.labels(self._service, path).observe(time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        self._check(scope["path"], headers)
-        if b"content-length" in headers or b"transfer-encoding" in headers:
-            body = await self._read(receive)
-            if body is None:
-                return
-            self._body_bytes.inc(len(body))
-            receive = _replay(body, receive)
-        await self._app(scope, receive, send)
+        self._check(scope["path"], dict(scope["headers"]))
+        await self._app(scope, self._bounded(receive), send)
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""
@@ -115,46 +106,30 @@ class ServiceMiddleware:
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large(length.decode("latin-1"))
 
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the whole body, or None when the client left.
-
-        Raises:
-            ProblemError: the body is too large, or did not arrive in time.
-        """
-        chunks: list[bytes] = []
+    def _bounded(self, receive: Receive) -> Receive:
+        """Return a ``receive`` that raises ProblemError if the body is too large or does not arrive in time."""
+        deadline: float | None = asyncio.get_running_loop().time() + MAX_BODY_SECONDS
         size = 0
-        try:
-            async with asyncio.timeout(MAX_BODY_SECONDS):
-                while True:
+
+        async def bounded() -> Message:
+            nonlocal deadline, size
+            try:
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    if size > self._max_body_bytes:
-                        raise self._too_large(f"more than {self._max_body_bytes}")
-                    chunks.append(chunk)
-                    if not message.get("more_body", False):
-                        return b"".join(chunks)
-        except TimeoutError:
-            detail = f"the body did not arrive within {MAX_BODY_SECONDS:g} s"
-            raise ProblemError(408, detail, {"Connection": "close"}) from None
+            except TimeoutError:
+                detail = f"the body did not arrive within {MAX_BODY_SECONDS:g} s"
+                raise ProblemError(408, detail, {"Connection": "close"}) from None
+            size += len(message.get("body", b""))
+            if size > self._max_body_bytes:
+                raise self._too_large(f"more than {self._max_body_bytes}")
+            if not message.get("more_body", False):
+                # The next message is the client's disconnection, which may come at any time.
+                deadline = None
+            return message
+
+        return bounded
 
     def _too_large(self, size: str) -> ProblemError:
         detail = f"the body has {size} bytes; allowed are {self._max_body_bytes}: send less at a time"
         # The rest of the body is not read, so the connection cannot be used again.
         return ProblemError(413, detail, {"Connection": "close"})
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a ``receive`` that gives a body that was read already, and then the messages after it (a disconnect)."""
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replay

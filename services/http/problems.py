@@ -7,20 +7,20 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
+from services.protocol.base import Problem
+
 PROBLEM_MEDIA_TYPE = "application/problem+json"
-_REF = {"$ref": "#/components/schemas/Problem"}
+_PROBLEM = {PROBLEM_MEDIA_TYPE: {"schema": Problem.model_json_schema()}}
 
 PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {
-        "description": "The request is refused and changed nothing.",
-        "content": {PROBLEM_MEDIA_TYPE: {"schema": _REF}},
-    },
-    "5XX": {"description": "The service cannot answer now.", "content": {PROBLEM_MEDIA_TYPE: {"schema": _REF}}},
+    "4XX": {"description": "The request is refused and changed nothing.", "content": _PROBLEM},
+    "5XX": {"description": "The service cannot answer now.", "content": _PROBLEM},
 }
 """The refusals of every operation, for the OpenAPI page."""
 
@@ -52,7 +52,7 @@ def problem_response(
     return Response(orjson.dumps(document), status, dict(headers) if headers else None, PROBLEM_MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
+def install(app: Starlette) -> None:
     """Make every refusal of ``app`` a problem document."""
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)

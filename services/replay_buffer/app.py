@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from prometheus_client import Gauge
 
 from services.core.logs import get_logger
-from services.core.tasks import in_background
+from services.core.tasks import in_background, run_until_first_ends
 from services.http.app import create_service_app, model_response
 from services.http.problems import ProblemError
 from services.protocol.groups import Group
@@ -219,7 +219,8 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             reply = await buffer.run(lease)
             if reply is not None:
                 return _json(reply)
-            await _first_of([changed, draining], min(left, await buffer.run(buffer.seconds_to_expiry)))
+            seconds = min(left, await buffer.run(buffer.seconds_to_expiry))
+            await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
 
     @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
@@ -244,16 +245,6 @@ def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:
     async def delete_snapshot(label: Label) -> Response:
         """Drop a snapshot; a label without a snapshot has 0 groups."""
         return model_response(await buffer.run(lambda: buffer.snapshots.drop(label)))
-
-
-async def _first_of(events: list[asyncio.Event], seconds: float) -> None:
-    """Return when one of the events is set, or after ``seconds``."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
 
 
 def _json(body: bytes) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ BUILT_IN = ("math", "exact_match", "format", "reward_model")
 _IN_PROCESS = ("exact_match", "reward_model")
 """The rewards that run in the server itself, because they are safe on any text."""
 
-_PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[^=]+))?")
+_PART = re.compile(r"(?P<name>[A-Za-z_][\w.]*(?::[A-Za-z_]\w*)?)(?:=(?P<weight>[-+]?\d{1,30}(?:\.\d*)?))?")
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,9 @@ def parse_functions(text: str) -> list[WeightedFunction]:
         if match is None or (":" not in match["name"] and match["name"] not in BUILT_IN):
             raise ValueError(
                 f"{part.strip()!r} is no reward; allowed are {', '.join(BUILT_IN)} and module:function, each with "
-                f"=weight or without"
+                f"=weight, a number, or without"
             )
-        try:
-            weight = float(match["weight"] or 1.0)
-        except ValueError:
-            weight = math.nan
-        if not math.isfinite(weight):
-            raise ValueError(f"the weight of {match['name']} is {match['weight']!r}; allowed is a number")
-        functions.append(WeightedFunction(match["name"], weight))
+        functions.append(WeightedFunction(match["name"], float(match["weight"] or 1.0)))
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise ValueError(f"a reward occurs twice in {names}")

@@ -25,6 +25,7 @@ from services.core.errors import ConfigurationError, exit_code_of
 from services.http.connections import server_config
 from services.http.disconnect import ended_before_client_left
 from services.http.middleware import ServiceMiddleware
+from services.http import problems
 from services.http.problems import problem_response
 from services.http.server import listen
 from services.rollout_server.settings import RolloutSettings
@@ -78,6 +79,7 @@ def create_app(router_url: str, token: str) -> ASGIApp:
         return response
 
     app = Starlette(lifespan=lifespan)
+    problems.install(app)
     app.add_route("/{path:path}", forward, methods=list(METHODS))
     return ServiceMiddleware(app, service=SERVICE, token=token, is_ready=lambda: True)
 

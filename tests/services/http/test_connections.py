@@ -1,4 +1,4 @@
-"""Connections close when the head of a request takes too long, and refuse other protocols than HTTP/1.1."""
+"""Connections refuse other protocols than HTTP/1.1."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from services.http.app import create_service_app
 from services.http.server import listen
 from tests.waiting import IDLE_SECONDS
 
-LONG, SHORT = 3600.0, 0.1
-HEAD = b"GET /health HTTP/1.1\r\nHost: service\r\n"
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Connection]]
 
@@ -34,10 +32,6 @@ async def connect() -> AsyncIterator[Connect]:
         yield
 
     app = create_service_app("test-service", settings=Settings(), lifespan=nothing)
-
-    @app.post("/length")
-    async def length(body: list[int]) -> int:
-        return len(body)
 
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(connections.server_config(app, lifespan="on", timeout_graceful_shutdown=1))
@@ -64,41 +58,6 @@ async def answer(connection: Connection, request: bytes) -> bytes:
     writer.write(request)
     async with asyncio.timeout(IDLE_SECONDS):
         return await reader.readuntil(b"\r\n\r\n")
-
-
-async def closed(connection: Connection) -> None:
-    """Wait until the service has closed the connection."""
-    async with asyncio.timeout(IDLE_SECONDS):
-        with contextlib.suppress(ConnectionResetError):
-            await connection[0].read()
-
-
-async def test_a_connection_closes_if_the_head_takes_too_long_and_stays_open_between_requests(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
-    idle, sends_a_body = await connect(), await connect()
-    assert b"HTTP/1.1 200" in await answer(idle, HEAD + b"\r\n")
-    head = b"POST /length HTTP/1.1\r\nHost: s\r\nContent-Type: application/json\r\nContent-Length: 6\r\n"
-    assert b"100 Continue" in await answer(sends_a_body, head + b"Expect: 100-continue\r\n\r\n")
-    monkeypatch.setattr(connections, "HEAD_SECONDS", SHORT)
-    silent, half, trickling = await connect(), await connect(), await connect()
-    for connection in (half, trickling):
-        connection[1].write(HEAD)
-
-    async def trickle() -> None:
-        while not (trickling[0].at_eof() or trickling[0].exception()):
-            trickling[1].write(b"X: 1\r\n")
-            await asyncio.sleep(SHORT / 10)
-
-    await asyncio.gather(*map(closed, (silent, half, trickling)), trickle())
-    # Both have been open for longer than the limit.
-    assert (await answer(sends_a_body, b"[1, 2]")).startswith(b"HTTP/1.1 200")
-    monkeypatch.setattr(connections, "HEAD_SECONDS", LONG)
-    assert b"HTTP/1.1 200" in await answer(idle, HEAD + b"\r\n")
-    monkeypatch.setattr(connections, "HEAD_SECONDS", SHORT)
-    idle[1].write(HEAD)
-    await closed(idle)
 
 
 async def test_http_2_is_refused_without_a_warning_and_other_protocols_with_one(
