@@ -40,6 +40,13 @@ class Mode(StrEnum):
     ASYNC = "async"
 
 
+class CriticModel(StrEnum):
+    """The model that the critic's value head stands on."""
+
+    OWN = "own"
+    SHARED = "shared"
+
+
 class Schedule(StrEnum):
     """The course of the learning rate after warm-up."""
 
@@ -129,8 +136,8 @@ class AlgorithmSection(SectionSettings):
     mask_truncated: bool = False
     """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
     advantage: str = "grpo"
-    """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, or a function of your own
-    as `module:function`."""
+    """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, `gae` (PPO with a
+    critic), or a function of your own as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
     loss: str = "clipped"
@@ -175,6 +182,30 @@ class AlgorithmSection(SectionSettings):
     replay_max_kl: float = Field(0.1, gt=0)
     """Largest KL, in nats a token, from the policy that sampled a replayed group to the present one; a group beyond it
     is left out and counted."""
+
+
+class CriticSection(SectionSettings):
+    """The critic of ADVANTAGE=gae: PPO with generalized advantage estimation. Other advantages have none."""
+
+    critic: CriticModel = CriticModel.OWN
+    """`own`: a second model, which starts as MODEL_NAME and is trained whole, with an optimizer of its own. `shared`: a
+    value head on the policy's model, which costs hardly any memory; its loss is added to the policy's."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount of a step."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Weight of longer estimates: 1 is the whole completion's return less the value (no bias), 0 one step (least
+    variance). Below 1, a reward at the end reaches tokens L before it with weight GAE_LAMBDA^L only."""
+    gae_per_turn: bool = False
+    """A step of GAMMA and GAE_LAMBDA is a turn of the policy, and not a token."""
+    value_clip: float = Field(0.2, ge=0)
+    """Largest move of a value in a training step, in units of reward; 0: no bound. It acts from the second of
+    UPDATES_PER_BATCH on."""
+    value_coef: float = Field(0.1, gt=0)
+    """Weight of the value loss beside the policy's (`shared`)."""
+    critic_learning_rate: float = Field(1e-5, gt=0)
+    """Peak learning rate of the critic; of its head alone with `shared`. Schedule and warm-up are the policy's."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """First steps in which only the critic is trained (with `shared`, its head) and the policy stays."""
 
 
 class OptimisationSection(SectionSettings):
@@ -259,6 +290,7 @@ class TrainerSettings(
     RunSection,
     SamplingSection,
     AlgorithmSection,
+    CriticSection,
     OptimisationSection,
     MemorySection,
     PublishingSection,
@@ -287,9 +319,20 @@ class TrainerSettings(
         for option in LOSS_OPTIONS if self.loss in LOSSES else ():
             if getattr(self, option) is not None and option not in LOSSES[self.loss].options:
                 raise ValueError(f"{option.upper()} is set, but LOSS={self.loss} has no such bound; unset it")
+        unused = [name.upper() for name in CriticSection.__annotations__ if name in self.model_fields_set]
+        if unused and not self.has_critic:
+            raise ValueError(
+                f"{', '.join(unused)} is set, but ADVANTAGE={self.advantage} has no critic; "
+                "unset it, or set ADVANTAGE=gae"
+            )
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self
+
+    @property
+    def has_critic(self) -> bool:
+        """True when advantages need values."""
+        return self.advantage == "gae"
 
     @property
     def loss_aggregation(self) -> Aggregation:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
+from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState
@@ -19,7 +20,8 @@ from trainer.checkpoints.run_checkpoints import RunCheckpoints
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import Mode, TrainerSettings
 from trainer.main_rank import MainRank
-from trainer.model.learner import StopRequestedError, UpdateResult
+from trainer.model.learner import UpdateResult
+from trainer.model.optimizer import StopRequestedError
 from trainer.publishing.publication import Publication
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
@@ -132,7 +134,11 @@ class TrainingLoop:
             batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
             groups += kept
         reference = self.team.reference_logprobs(groups) if settings.kl_in_reward else None
-        return with_advantages(groups, settings, reference)
+        if not settings.has_critic:
+            return with_advantages(groups, settings, reference)
+        groups = with_critic_targets(groups, settings, self.team.values(groups), reference)
+        batch.counts |= critic_metrics(groups)
+        return groups
 
     def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
         """Update the policy on ``groups`` by the loss that the settings choose.

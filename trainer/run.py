@@ -25,6 +25,7 @@ from trainer.checkpoints.volume import writing
 from trainer.config import Mode, TrainerSettings
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
+from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
@@ -125,10 +126,11 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
         checkpoints = CheckpointStore(settings.checkpoint_dir, settings.checkpoints_kept, ranks)
-        state = resume(settings, ranks, policy, data, learner, checkpoints)
+        critic = CriticLearner(learner) if settings.has_critic else None
+        state = resume(settings, ranks, policy, data, learner, checkpoints, critic)
         publisher = make_publisher(settings, policy, ranks, thread)
         stack.callback(publisher.close)
-        team = Team(settings, ranks, learner, publisher, checkpoints, stop)
+        team = Team(settings, ranks, learner, publisher, checkpoints, stop, critic)
         if services is None:
             team.follow()
             return

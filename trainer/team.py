@@ -20,7 +20,9 @@ from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.learner import Learner, StopRequestedError, UpdateResult
+from trainer.model.critic import CriticLearner
+from trainer.model.learner import Learner, UpdateResult
+from trainer.model.optimizer import StopRequestedError
 from trainer.model.policy import save_pretrained
 from trainer.model.ranks import Ranks
 from trainer.publishing import Publisher
@@ -55,6 +57,7 @@ class Team:
     publisher: Publisher
     checkpoints: CheckpointStore
     should_stop: Callable[[], bool]
+    critic: CriticLearner | None = None
 
     @contextmanager
     def leading(self) -> Iterator[None]:
@@ -92,9 +95,24 @@ class Team:
                 log.debug("call failed", call=name, reason=str(error))
 
     def update(self, groups: Sequence[TrainingGroup], step: int) -> UpdateResult:
-        """Take the optimizer steps on ``groups``; see Learner.update. The update stops when asked to."""
+        """Take the optimizer steps of policy and critic on ``groups``; see Learner.update and CriticLearner.update.
+
+        The update stops when asked to before its first optimizer step. During CRITIC_WARMUP_STEPS the policy stays.
+        """
         self._tell("update", groups=groups, step=step)
-        return self.learner.update(groups, step, n_steps=self.settings.updates_per_batch, should_stop=self.should_stop)
+        n_steps, critic, result = self.settings.updates_per_batch, self.critic, UpdateResult()
+        if critic is None or step >= self.settings.critic_warmup_steps:
+            result = self.learner.update(groups, step, n_steps=n_steps, should_stop=self.should_stop)
+        if critic is not None and critic.trains_alone(step):
+            stop = None if result.steps else self.should_stop
+            result = result.with_critic(critic.update(groups, step, n_steps=n_steps, should_stop=stop))
+        return result
+
+    def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+        """Return the critic's values before the groups' trained tokens; see CriticLearner.values."""
+        self._tell("values", groups=groups)
+        assert self.critic is not None, "only ADVANTAGE=gae has values"
+        return self.critic.values(groups)
 
     def logprobs(self, groups: Sequence[TrainingGroup], temperature: float | None = None) -> list[TokenNumbers]:
         """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
@@ -122,7 +140,7 @@ class Team:
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""
         self._tell("save_checkpoint", state=state.model_dump(mode="json"), wait=wait)
-        self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, wait=wait)
+        self.checkpoints.save(self.learner.policy, self.learner.optimizer, state, critic=self.critic, wait=wait)
 
     def poll_checkpoint(self) -> None:
         """Put a checkpoint in place that has been written meanwhile."""
@@ -135,10 +153,12 @@ class Team:
         self.checkpoints.finish()
 
     def save_model(self) -> None:
-        """Write the trained model to the run directory, where transformers loads it from."""
+        """Write the trained model, and the critic, to the run directory, where transformers loads them from."""
         self._tell("save_model")
         directory: Path = self.settings.run_dir / "model"
         save_pretrained(self.learner.policy, self.ranks, directory, published_dtype(self.settings))
+        if self.critic is not None:
+            self.critic.save(self.settings.run_dir / "critic", published_dtype(self.settings))
 
     def _tell(self, name: str, **arguments: Any) -> None:
         if self.ranks.is_main:

@@ -11,18 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from services.protocol.prompts import Cursor
+from trainer.algorithm.critic_targets import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.learner import Learner, StopRequestedError, UpdateResult
-from trainer.model.policy import Policy, load_policy, save_pretrained
+from trainer.model.critic import CriticLearner
+from trainer.model.learner import Learner, UpdateResult
+from trainer.model.optimizer import StopRequestedError
+from trainer.model.policy import load_policy, save_pretrained
 from trainer.model.ranks import Ranks
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
@@ -73,7 +76,7 @@ def updates_of_many_shapes(
     return [update(ranks, model, settings, groups) for settings in cases]
 
 
-def weights_of(policy: Policy) -> Arrays:
+def weights_of(policy: nn.Module) -> Arrays:
     """Return every whole parameter by its name in the plain model."""
     return {plain_name(name): array(parameter) for name, parameter in policy.named_parameters()}
 
@@ -180,3 +183,31 @@ def resume_and_train(
     for step in range(state.step, last):
         learner.update(groups, step)
     return state.step, weights_of(learner.policy)
+
+
+def train_critic(
+    ranks: Ranks, model: Path, directory: Path, kind: str, groups: Sequence[TrainingGroup], last: int
+) -> Arrays:
+    """Train policy and critic to ``last`` from the newest checkpoint, if any; return the weights of both.
+
+    The first step is the critic's warm-up. A checkpoint is saved after every step.
+    """
+    options = {"critic": kind, "critic_warmup_steps": 1, "micro_batch_tokens": 80, "learning_rate": 1e-3}
+    learner = make_learner(ranks, model, advantage="gae", critic_learning_rate=1e-3, **options)
+    critic = CriticLearner(learner)
+    store = CheckpointStore(directory, 100, ranks)
+    expected = run_state(learner, 0)
+    found, step = store.newest(expected.model_type, expected.parameters), 0
+    if found is not None:
+        store.load(found[0], learner.policy, learner.optimizer, critic)
+        step = found[1].step
+    for number in range(step, last):
+        # On every rank: nothing is told to the others here.
+        values = critic.values(groups)
+        taken = with_critic_targets(groups, learner.settings, values)
+        if number >= 1:
+            learner.update(taken, number)
+        if critic.trains_alone(number):
+            critic.update(taken, number)
+        store.save(learner.policy, learner.optimizer, run_state(learner, number + 1), critic=critic, wait=True)
+    return weights_of(learner.policy) | {f"critic.{n}": w for n, w in weights_of(critic.module).items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from services.core.errors import ConfigurationError
 from services.core.functions import load_function
 from trainer.algorithm.aggregation import aggregate, k3, kl_penalty
+from trainer.algorithm.gae import value_loss
 from trainer.algorithm.importance import CAPS, importance_weights, log_ratio, off_policy_mask
 from trainer.algorithm.methods import LOSS_OPTIONS, ImportanceCorrection, is_own_function
 from trainer.algorithm.packing import MicroBatch
@@ -78,6 +79,7 @@ class PolicyLoss:
         *,
         proximal_logprobs: Tensor | None = None,
         reference_logprobs: Tensor | None = None,
+        values: Tensor | None = None,
     ) -> tuple[Tensor, Diagnostics]:
         """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
 
@@ -95,6 +97,7 @@ class PolicyLoss:
             proximal_logprobs: [N] float32, the trainer's own policy at the start of the step, when a step has several
                 updates and a correction is set.
             reference_logprobs: [N] float32, for a KL penalty in the loss.
+            values: [N] float32, of a critic that shares the policy's model.
         """
         settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
         weights = self._weights(batch, theta if proximal_logprobs is None else proximal_logprobs)
@@ -116,8 +119,11 @@ class PolicyLoss:
             stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
             losses = losses + settings.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
             metrics["kl_reference"] = k3(theta, reference_logprobs)
+        if values is not None:
+            value = value_losses(settings, batch, values)
+            losses, metrics = losses + settings.value_coef * value.losses, {**metrics, **value.metrics}
         loss = self._aggregate(losses * batch.weights, batch, step)
-        return loss, _diagnose(batch, loss, tokens.ratio, metrics)
+        return loss, _diagnose(batch, loss, metrics, tokens.ratio)
 
     def _weights(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
         return importance_weights(
@@ -145,6 +151,28 @@ class PolicyLoss:
         )
 
 
+def critic_loss(
+    settings: TrainerSettings, batch: MicroBatch, values: Tensor, step: StepSize
+) -> tuple[Tensor, Diagnostics]:
+    """Return a micro-batch's share of the loss of a critic by itself, a mean over tokens, and diagnostics.
+
+    Args:
+        settings: VALUE_CLIP.
+        batch: the micro-batch, with N trained tokens.
+        values: [N] float32, with gradient.
+        step: the denominator of the mean.
+    """
+    value = value_losses(settings, batch, values)
+    loss = (value.losses * batch.weights).sum() / max(step.tokens, 1)
+    return loss, _diagnose(batch, loss, value.metrics)
+
+
+def value_losses(settings: TrainerSettings, batch: MicroBatch, values: Tensor) -> TokenLosses:
+    """Return the critic's loss by token; see ``value_loss`` in gae.py."""
+    losses, is_clipped = value_loss(values, batch.old_values, batch.returns, settings.value_clip)
+    return TokenLosses(losses, {"value_loss": losses, "value_clip_fraction": is_clipped})
+
+
 def _chosen_loss(settings: TrainerSettings) -> LossFunction:
     """Return the function that LOSS names, with the options that are set."""
     options = {name: value for name in LOSS_OPTIONS if (value := getattr(settings, name)) is not None}
@@ -166,9 +194,11 @@ def _chosen_loss(settings: TrainerSettings) -> LossFunction:
 
 
 @torch.no_grad()
-def _diagnose(batch: MicroBatch, loss: Tensor, ratio: Tensor, metrics: Mapping[str, Tensor]) -> Diagnostics:
+def _diagnose(
+    batch: MicroBatch, loss: Tensor, metrics: Mapping[str, Tensor], ratio: Tensor | None = None
+) -> Diagnostics:
     """Return sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones."""
-    if batch.is_filler or len(ratio) == 0:
+    if batch.is_filler or len(batch.targets) == 0:
         return Diagnostics()
     sums, maxima = {"loss": loss.double()}, {}
     for prefix, chosen in (("", ~batch.is_replayed), (REPLAY_PREFIX, batch.is_replayed)):
@@ -176,8 +206,9 @@ def _diagnose(batch: MicroBatch, loss: Tensor, ratio: Tensor, metrics: Mapping[s
             continue
         sums[f"{prefix}tokens"] = chosen.sum().double()
         sums |= {prefix + name: values[chosen].double().sum() for name, values in metrics.items()}
-        maxima[f"{prefix}ratio_max"] = ratio[chosen].max().double()
-        maxima[f"{prefix}ratio_min"] = -ratio[chosen].min().double()
+        if ratio is not None:
+            maxima[f"{prefix}ratio_max"] = ratio[chosen].max().double()
+            maxima[f"{prefix}ratio_min"] = -ratio[chosen].min().double()
     return Diagnostics(_numbers(sums), _numbers(maxima))
 
 
@@ -189,4 +220,6 @@ def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
 
 def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalars as numbers, brought from the device in one transfer."""
+    if not scalars:
+        return {}
     return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))

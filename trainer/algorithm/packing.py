@@ -33,9 +33,13 @@ class TrainingSequence:
     reward: float = 0.0
     has_own_advantages: bool = False
     """The advantages came with the completion, so none are computed from its reward."""
+    values: list[float] | None = None
+    """L values that the critic gave before the step; None without a critic."""
+    returns: list[float] | None = None
+    """L returns that the critic is fitted to; None without a critic."""
 
     def __post_init__(self) -> None:
-        for name in ("behaviour_logprobs", "advantages", "loss_mask"):
+        for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.completion_ids):
                 raise ValueError(
@@ -152,6 +156,10 @@ class MicroBatch:
     """[N] float32."""
     advantages: Tensor
     """[N] float32."""
+    old_values: Tensor
+    """[N] float32: the critic's values before the step, 0 without a critic."""
+    returns: Tensor
+    """[N] float32: the critic's targets, 0 without a critic."""
     weights: Tensor
     """[N] float32: the importance weight of the group at each token."""
     is_replayed: Tensor
@@ -316,13 +324,21 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
         predict_rows=torch.tensor(predict, dtype=torch.int64),
         targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
-        behaviour_logprobs=torch.tensor([x for s in sequences for x in s.trained(s.behaviour_logprobs)]).float(),
-        advantages=torch.tensor([x for s in sequences for x in s.trained(s.advantages)]).float(),
+        behaviour_logprobs=_per_token(sequences, [s.behaviour_logprobs for s in sequences]),
+        advantages=_per_token(sequences, [s.advantages for s in sequences]),
+        old_values=_per_token(sequences, [s.values for s in sequences]),
+        returns=_per_token(sequences, [s.returns for s in sequences]),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
         n_sequences=len(sequences),
         is_filler=is_filler,
     )
+
+
+def _per_token(sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None]) -> Tensor:
+    """Return the numbers [N], float32, of the trained tokens of completions; 0 for a completion without numbers."""
+    full = [[0.0] * len(s.completion_ids) if own is None else own for s, own in zip(sequences, numbers, strict=True)]
+    return torch.tensor([x for s, own in zip(sequences, full, strict=True) for x in s.trained(own)]).float()
 
 
 def _attention_layout(

@@ -13,12 +13,13 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import orjson
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -67,6 +68,15 @@ class RunState(BaseModel):
     """The SkyPilot job that saved the state; see ``job_id``."""
 
 
+class SavedCritic(Protocol):
+    """The critic as a checkpoint sees it: a model with its optimizer."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    is_shared: bool
+    """True when both are the policy's."""
+
+
 @dataclass
 class _Pending:
     future: Future[Any]
@@ -93,13 +103,22 @@ class CheckpointStore:
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
 
-    def save(self, policy: Policy, optimizer: torch.optim.Optimizer, state: RunState, *, wait: bool = False) -> None:
+    def save(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        state: RunState,
+        *,
+        critic: SavedCritic | None = None,
+        wait: bool = False,
+    ) -> None:
         """Copy the state, and start to write it as a checkpoint beside the training.
 
         Args:
             policy: the model.
             optimizer: the model's optimizer.
             state: the rest of the state.
+            critic: the critic, if there is one.
             wait: return only when the checkpoint is in place.
         """
         self.finish()
@@ -107,10 +126,7 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        future = async_save(
-            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=hidden, process_group=self._group
-        )
+        future = async_save(_tensors(policy, optimizer, critic), checkpoint_id=hidden, process_group=self._group)
         written = cast("Future[Any]", future)
         # Rank 0's future is done when every rank has written its part.
         sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
@@ -180,16 +196,22 @@ class CheckpointStore:
         found = self.ranks.on_main(lambda: self._newest(model_type, parameters), ConfigurationError)
         return None if found is None else (Path(found), _read_state(Path(found)))
 
-    def load(self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-        """Load model and optimizer from a checkpoint, sharded as in this run.
+    def load(
+        self, path: Path, policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None = None
+    ) -> None:
+        """Load model and optimizer, and the critic's, from a checkpoint, sharded as in this run.
 
-        The optimizer keeps this run's parameter groups with their hyperparameters.
+        The optimizers keep this run's parameter groups with their hyperparameters.
         """
-        model_state, optimizer_state = get_state_dict(policy, optimizer)
-        state: dict[str, Any] = {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+        found = _tensors(policy, optimizer, critic)
+        state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in found.items()}
         load(state, checkpoint_id=path)
-        optimizer_state["state"] = state["optimizer"]["state"]
-        set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+        for name, value in state.items():
+            found[name] = found[name] | value
+        set_state_dict(policy, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        if critic is not None and not critic.is_shared:
+            model, moments = found["critic_model"], found["critic_optimizer"]
+            set_state_dict(critic.module, critic.optimizer, model_state_dict=model, optim_state_dict=moments)
         self.saved_step = int(path.name.removeprefix("step-"))
 
     def _path(self, step: int) -> Path:
@@ -206,7 +228,7 @@ class CheckpointStore:
                 state = _read_state(path)
                 if (state.model_type, state.parameters) == (model_type, parameters):
                     return str(path)
-                damage = f"it is of another model ({state.model_type}, {state.parameters} parameters)"
+                damage = f"it is of another model or critic ({state.model_type}, {state.parameters} parameters)"
             log.warning("checkpoint not used", path=str(path), reason=damage)
             complaint = complaint or (
                 f"no checkpoint in {self.directory} can be used; the newest, {path.name}: {damage}. "
@@ -215,6 +237,28 @@ class CheckpointStore:
         if complaint:
             raise ConfigurationError(complaint)
         return None
+
+
+def _tensors(policy: Policy, optimizer: torch.optim.Optimizer, critic: SavedCritic | None) -> dict[str, Any]:
+    """Return the state of the models and their optimizers by its name in a checkpoint."""
+    state: dict[str, Any] = {}
+    _begin(optimizer)
+    state["model"], state["optimizer"] = get_state_dict(policy, optimizer)
+    if critic is not None and not critic.is_shared:
+        _begin(critic.optimizer)
+        state["critic_model"], state["critic_optimizer"] = get_state_dict(critic.module, critic.optimizer)
+    return state
+
+
+def _begin(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW's state before its first step to parameters that have had none, such as the policy's in warm-up.
+
+    torch would make the missing state by a step on gradients of zero, which counts as a step.
+    """
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        if not optimizer.state[parameter]:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def _seal(written: Future[Any], directory: Path, state: RunState) -> None:

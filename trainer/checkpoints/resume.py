@@ -6,13 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor, DataStats
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.admission import check_same, job_id
-from trainer.checkpoints.checkpoint import CheckpointStore, RunState
+from trainer.checkpoints.checkpoint import CheckpointStore, RunState, SavedCritic
 from trainer.checkpoints.fingerprint import Fingerprint, tokenizer_digest
 from trainer.config import Mode, TrainerSettings
 from trainer.model.learner import Learner
@@ -29,6 +30,7 @@ def resume(
     data: DataStats,
     learner: Learner,
     checkpoints: CheckpointStore,
+    critic: SavedCritic | None = None,
 ) -> RunState:
     """Load the newest checkpoint and return its state; without one return a fresh state. A collective.
 
@@ -37,7 +39,8 @@ def resume(
     """
     fresh = RunState(
         model_type=policy.config.model_type,
-        parameters=count_parameters(policy),
+        parameters=count_parameters(policy)
+        + (0 if critic is None or critic.is_shared else count_parameters(critic.module)),
         cursor=Cursor(),
         fingerprint=_fingerprint(settings, policy, data),
         job=job_id(),
@@ -51,7 +54,7 @@ def resume(
     before = state.fingerprint
     ranks.on_main(partial(_check_resumed, settings, path, state, fresh), ConfigurationError)
     state.fingerprint, state.job = before or fresh.fingerprint, fresh.job
-    checkpoints.load(path, policy, learner.optimizer)
+    checkpoints.load(path, policy, learner.optimizer, critic)
     if state.random_state:
         torch.set_rng_state(torch.tensor(state.random_state, dtype=torch.uint8))
     state.policy_version = ranks.on_main(lambda: _next_version(settings, state.policy_version))
@@ -100,6 +103,6 @@ def _next_version(settings: TrainerSettings, version: int) -> int:
     return version if newest is None else max(version, newest.version + 1)
 
 
-def count_parameters(policy: Policy) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Return the number of parameters of the whole model, adapters included."""
-    return sum(p.numel() for p in policy.parameters())
+    return sum(p.numel() for p in model.parameters())

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import cast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from services.core.logs import get_logger
-from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize, add_up
+from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
+from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
-from trainer.config import Schedule, TrainerSettings
+from trainer.config import TrainerSettings
+from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.sharing import Part, make_part, packed, token_numbers, unknown_ids
 
 log = get_logger(__name__)
-
-
-class StopRequestedError(Exception):
-    """A request to stop in the middle of an update; the policy is as it was before the update."""
 
 
 @dataclass
@@ -45,15 +40,15 @@ class UpdateResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """Means over the optimizer steps that have the metric."""
 
-
-@dataclass(frozen=True)
-class _Part:
-    """This rank's part of one optimizer step."""
-
-    own: list[list[TrainingGroup]]
-    """This rank's micro-batches. Each is packed when its turn comes, so that the device holds one at a time."""
-    size: StepSize
-    tokens: int
+    def with_critic(self, critic: UpdateResult) -> UpdateResult:
+        """Return the policy's update together with the critic's on the same groups, whose tokens count once."""
+        return replace(
+            self,
+            skipped=self.skipped + critic.skipped,
+            tokens=self.tokens or critic.tokens,
+            seconds=self.seconds + critic.seconds,
+            metrics=self.metrics | critic.metrics,
+        )
 
 
 class Learner:
@@ -68,12 +63,7 @@ class Learner:
         self.reference = reference
         self.total_steps = total_steps
         self.loss = PolicyLoss(settings)
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(policy, settings.weight_decay),
-            lr=settings.learning_rate,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-        )
+        self.optimizer = make_optimizer(settings, policy)
 
     def update(
         self,
@@ -86,8 +76,8 @@ class Learner:
         """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
 
         Groups with token ids outside the model's vocabulary are left out and counted. A share in which every advantage
-        is 0 is not computed, unless the loss has KL or entropy. An optimizer step whose loss or gradient is not finite
-        leaves policy and optimizer unchanged and is counted.
+        is 0 is not computed, unless the loss has KL, entropy or values. An optimizer step whose loss or gradient is not
+        finite leaves policy and optimizer unchanged and is counted.
 
         Args:
             groups: all groups to train on, fresh and replayed; every rank passes the same.
@@ -99,27 +89,31 @@ class Learner:
             StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
         """
         started = time.perf_counter()
-        rate = learning_rate(self.settings, step, self.total_steps)
         known = [group for group in groups if self._knows(group)]
         parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
         # With one optimizer step theta is the proximal policy, and its log-probabilities come with the gradient.
         is_decoupled = n_steps > 1 and self.settings.importance_correction is not ImportanceCorrection.NONE
-        proximal = [self._logprobs(part) if is_decoupled else None for part in parts]
-        result = UpdateResult(refused=len(groups) - len(known))
-        counts: Counter[str] = Counter()
-        for part, part_proximal in zip(parts, proximal, strict=True):
-            if not part.own:
-                continue
-            metrics = self._optimizer_step(part, part_proximal, rate, None if result.steps else should_stop)
-            result.steps += 1
-            result.tokens += part.tokens
-            result.skipped += int(not _is_finite(metrics))
-            add_up(result.metrics, metrics)
-            counts.update(metrics.keys())
-        result.metrics = {name: value / counts[name] for name, value in result.metrics.items()}
-        result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
-        result.seconds = time.perf_counter() - started
-        return result
+        proximal = [self._logprobs(part) if is_decoupled else [None] * len(part.own) for part in parts]
+        rates = self._rates(step)
+        taken: list[dict[str, float]] = []
+        for part, before in zip(parts, proximal, strict=True):
+            if part.own:
+                passes = [
+                    partial(self._backward, pieces, part.size, old)
+                    for pieces, old in zip(part.own, before, strict=True)
+                ]
+                stop = None if taken else should_stop
+                taken.append(
+                    optimizer_step(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, stop)
+                )
+        return UpdateResult(
+            steps=len(taken),
+            skipped=sum(not is_finite(metrics) for metrics in taken),
+            refused=len(groups) - len(known),
+            tokens=sum(part.tokens for part in parts),
+            seconds=time.perf_counter() - started,
+            metrics=means(taken) | {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))},
+        )
 
     def logprobs(self, groups: Sequence[TrainingGroup], temperature: float | None = None) -> list[TokenNumbers]:
         """Return the policy's log-probabilities of the groups' trained tokens, on every rank.
@@ -128,33 +122,22 @@ class Learner:
             groups: the groups; the ranks share them.
             temperature: of the distribution; without it, TEMPERATURE.
         """
-        return self._token_numbers(groups, lambda batch: cast("Tensor", self.policy(batch, temperature)[0]))
+        return self.token_numbers(groups, lambda batch: self.policy(batch, temperature)[0])
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
         """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""
-        return self._token_numbers(groups, self._reference_logprobs)
+        return self.token_numbers(groups, self._reference_logprobs)
 
-    @torch.no_grad()
-    def _token_numbers(
+    def token_numbers(
         self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]
     ) -> list[TokenNumbers]:
-        """Return ``compute`` of the trained tokens by group, completion and token; the ranks share the work."""
-        places = {id(s): (i, j) for i, group in enumerate(groups) for j, s in enumerate(group.sequences)}
-        own: list[tuple[int, int, list[float]]] = []
-        shares = share_out(groups, self.ranks.world_size, self.settings.micro_batch_tokens)
-        for pieces in shares[self.ranks.rank]:
-            values = compute(self._packed(pieces)).cpu()
-            sequences = [s for piece in pieces for s in piece.sequences]
-            parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
-            own += [(*places[id(s)], part.tolist()) for s, part in zip(sequences, parts, strict=True)]
-        result: list[TokenNumbers] = [[[] for _ in group.sequences] for group in groups]
-        for i, j, numbers in (entry for entries in self.ranks.gather_json(own) for entry in entries):
-            result[i][j] = numbers
-        return result
+        """Return a number of each of the groups' trained tokens, on every rank; see ``token_numbers`` in sharing.py."""
+        vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
+        return token_numbers(groups, compute, max_tokens, vocabulary, self.ranks)
 
     def _knows(self, group: TrainingGroup) -> bool:
         vocabulary = self.policy.config.vocab_size
-        unknown = [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+        unknown = unknown_ids(group, vocabulary)
         if unknown and self.ranks.is_main:
             log.warning(
                 "group left out: token ids outside the model's vocabulary",
@@ -164,67 +147,38 @@ class Learner:
             )
         return not unknown
 
-    def _part(self, groups: Sequence[TrainingGroup]) -> _Part:
-        needs_all = self.settings.entropy_coef != 0 or (self.settings.kl_coef != 0 and not self.settings.kl_in_reward)
+    def _part(self, groups: Sequence[TrainingGroup]) -> Part:
+        settings = self.settings
+        has_kl = settings.kl_coef != 0 and not settings.kl_in_reward
+        needs_all = settings.entropy_coef != 0 or has_kl or self.policy.value_head is not None
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
-        shares = share_out(trainable, self.ranks.world_size, self.settings.micro_batch_tokens)
-        return _Part(
-            own=shares[self.ranks.rank],
-            size=StepSize(
-                tokens=sum(g.trained_tokens for g in groups),
-                sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
-            ),
-            tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
-        )
+        return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
+
+    def _rates(self, step: int) -> list[float]:
+        """Return the learning rate of each of the optimizer's parameter groups."""
+        groups = self.optimizer.param_groups
+        return [learning_rate(self.settings, step, self.total_steps, group["peak"]) for group in groups]
 
     @torch.no_grad()
-    def _logprobs(self, part: _Part) -> list[Tensor]:
-        return [self.policy(self._packed(pieces))[0] for pieces in part.own]
+    def _logprobs(self, part: Part) -> list[Tensor | None]:
+        return [self.policy(packed(pieces, self.ranks))[0] for pieces in part.own]
 
-    def _packed(self, pieces: Sequence[TrainingGroup]) -> MicroBatch:
-        return pack(pieces).to(self.ranks.device)
-
-    def _optimizer_step(
-        self,
-        part: _Part,
-        proximal: list[Tensor] | None,
-        rate: float,
-        should_stop: Callable[[], bool] | None,
-    ) -> dict[str, float]:
-        diagnostics, policy = Diagnostics(), cast("FSDPModule", self.policy)
-        for index, pieces in enumerate(part.own):
-            if should_stop is not None and self.ranks.any(should_stop()):
-                self.optimizer.zero_grad()
-                _reshard(self.policy)
-                raise StopRequestedError
-            # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
-            # otherwise only the last micro-batch does.
-            is_last = index == len(part.own) - 1
-            policy.set_requires_gradient_sync(is_last or self.settings.shard_parameters)
-            policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
-            policy.set_is_last_backward(is_last)
-            before = proximal[index] if proximal else None
-            diagnostics.add(self._backward(self._packed(pieces), part.size, before))
-        total, maximum = self.ranks.total, self.ranks.maximum
-        diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima))
-        metrics = diagnostics.metrics()
-        metrics["grad_norm"] = self._clip()
-        if _is_finite(metrics):
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        return metrics
-
-    def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None) -> Diagnostics:
+    def _backward(self, pieces: Sequence[TrainingGroup], size: StepSize, proximal: Tensor | None) -> Diagnostics:
+        batch = packed(pieces, self.ranks)
         has_kl = self.settings.kl_coef != 0 and not self.settings.kl_in_reward
         reference = self._reference_logprobs(batch) if has_kl else None
-        logprobs, entropies = self.policy(batch)
+        outputs = self.policy(batch)
         loss, diagnostics = self.loss(
-            batch, logprobs, entropies, size, proximal_logprobs=proximal, reference_logprobs=reference
+            batch,
+            outputs.logprobs,
+            outputs.entropies,
+            size,
+            proximal_logprobs=proximal,
+            reference_logprobs=reference,
+            values=outputs.values,
         )
         if batch.is_filler:
-            loss = logprobs.sum() * 0.0
+            loss = torch.cat([output for output in outputs if output is not None]).sum() * 0.0
         # FSDP averages gradients over the ranks, but the denominators of the loss count all ranks already.
         (loss * self.ranks.world_size).backward()
         return diagnostics
@@ -235,52 +189,3 @@ class Learner:
             return cast("Tensor", self.reference(batch)[0])
         with self.policy.without_adapters():
             return cast("Tensor", self.policy(batch)[0])
-
-    def _clip(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(
-            [p for p in self.policy.parameters() if p.requires_grad], self.settings.max_grad_norm
-        )
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's parameter groups: weight decay applies to matrices, not to norms' weights and to biases.
-
-    Norms and biases, which are vectors, set the scale of activations; decay would pull it to 0 whatever the gradient.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    groups = {"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}
-    return [group for group in groups if group["params"]]
-
-
-def _reshard(policy: Policy) -> None:
-    """Free gathered parameters, so that only the shards remain."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _is_finite(metrics: dict[str, float]) -> bool:
-    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
-
-
-def learning_rate(settings: TrainerSettings, step: int, total_steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then constant, or linear or cosine decay to 0.
-
-    Args:
-        settings: LEARNING_RATE, LR_SCHEDULE and WARMUP_STEPS.
-        step: the step, counted from 0.
-        total_steps: the steps of the whole run.
-    """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(total_steps - warmup, 1)
-    match settings.lr_schedule:
-        case Schedule.CONSTANT:
-            return peak
-        case Schedule.LINEAR:
-            return peak * max(1 - progress, 0.0)
-        case Schedule.COSINE:
-            return peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2

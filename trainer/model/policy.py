@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import huggingface_hub.serialization._torch
 import torch
@@ -17,7 +17,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -35,7 +35,7 @@ from services.core.logs import get_logger
 from trainer.algorithm.packing import MicroBatch
 from trainer.checkpoints.fingerprint import weights_digest
 from trainer.checkpoints.volume import DiskFullError, writing
-from trainer.config import TrainerSettings
+from trainer.config import CriticModel, TrainerSettings
 from trainer.model.attention import SHARED_PROMPT_ATTENTION
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
@@ -65,6 +65,17 @@ class Description:
         return text
 
 
+class PolicyOutputs(NamedTuple):
+    """The outputs of the policy at a micro-batch's N trained tokens, float32."""
+
+    logprobs: Tensor
+    """[N]."""
+    entropies: Tensor
+    """[N], in nats."""
+    values: Tensor | None
+    """[N], of the state before each token; None without a value head."""
+
+
 class Policy(nn.Module):
     """A causal language model with float32 master weights, sharded by FSDP2 over all ranks.
 
@@ -79,27 +90,32 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.description: Description | None = None
         """The files to save with the weights; set on rank 0's policy in training only."""
+        self.value_head: ValueHead | None = None
+        """The critic's head on the policy's model; ``load_policy`` sets it for CRITIC=shared."""
 
-    def forward(self, batch: MicroBatch, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of a micro-batch's completion tokens.
+    def forward(self, batch: MicroBatch, temperature: float | None = None) -> PolicyOutputs:
+        """Return log-probabilities, entropies and values at a micro-batch's trained tokens.
 
         Args:
-            batch: T packed tokens with N completion tokens.
+            batch: T packed tokens with N trained tokens.
             temperature: temperature of the distribution; by default that of sampling.
-
-        Returns:
-            logprobs [N] and entropies [N] (in nats), float32.
         """
         model = self._causal_lm()
-        decoder = model.base_model
-        output_embeddings = cast("nn.Linear", model.get_output_embeddings())
-        weight, layout = output_embeddings.weight, batch.layout
-        if weight.is_cuda:
-            layout = layout.with_additive_mask(weight.dtype)
-        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
-        hidden = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+        weight = cast("nn.Linear", model.get_output_embeddings()).weight
         temperature = self.temperature if temperature is None else temperature
-        return token_logprobs(hidden[batch.predict_rows], weight, batch.targets, temperature)
+        states = predicting_states(model.base_model, batch)
+        logprobs, entropies = token_logprobs(states, weight, batch.targets, temperature)
+        return PolicyOutputs(logprobs, entropies, None if self.value_head is None else self.value_head(states))
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """Return the values [N], float32, of the states before a micro-batch's trained tokens.
+
+        A gradient flows to the value head only, which leaves the model as it is.
+        """
+        assert self.value_head is not None, "only the policy with a shared critic has values"
+        with torch.no_grad():
+            states = predicting_states(self._causal_lm().base_model, batch)
+        return cast("Tensor", self.value_head(states))
 
     @property
     def config(self) -> PretrainedConfig:
@@ -141,6 +157,34 @@ class Policy(nn.Module):
         return cast("PreTrainedModel", cast("Any", self.model).get_base_model() if self.has_adapters else self.model)
 
 
+class ValueHead(nn.Linear):
+    """A linear map from hidden states to values, all zeros, so that training starts with the value 0 everywhere."""
+
+    def __init__(self, decoder: PreTrainedModel, ranks: Ranks) -> None:
+        """Make a head for a decoder's states, with data on rank 0 only."""
+        device = "cpu" if ranks.is_main else "meta"
+        super().__init__(decoder.config.hidden_size, 1, device=device, dtype=torch.float32)
+
+    def reset_parameters(self) -> None:
+        """Set weight and bias to zero."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values [N] of the states [N, D]."""
+        return super().forward(states).sum(1)
+
+
+def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Return the hidden states [N, D], in the compute type, from which a micro-batch's tokens are predicted."""
+    weight, layout = cast("nn.Embedding", decoder.get_input_embeddings()).weight, batch.layout
+    if weight.is_cuda:
+        layout = layout.with_additive_mask(weight.dtype)
+    inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
+    return cast("Tensor", states[batch.predict_rows])
+
+
 def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
     """Load MODEL_NAME and shard it. Rank 0 reads the weights, and the other ranks receive their shards from it.
 
@@ -150,7 +194,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     chosen = choose_compute(settings, ranks)
     if trainable:
         log.info("computing", **vars(chosen))
-    model = _load_model(settings, materialise=ranks.is_main)
+    model = load_model(settings, materialise=ranks.is_main)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
@@ -163,11 +207,12 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     for name, parameter in policy.named_parameters():
         if "lora_" in name:
             parameter.requires_grad_(trainable)
-    layers = _decoder_layers(policy)
-    if trainable and settings.activation_checkpointing:
-        apply_activation_checkpointing(policy, check_fn=lambda module: module in layers)
-        layers = _decoder_layers(policy)
-    _shard(policy, layers, settings, ranks, getattr(torch, chosen.compute_type))
+    decoder = cast("PreTrainedModel", policy._causal_lm().base_model)
+    if trainable and settings.has_critic and settings.critic is CriticModel.SHARED:
+        policy.value_head = ValueHead(decoder, ranks)
+    has_checkpointing = trainable and settings.activation_checkpointing
+    shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
+    register_fsdp_forward_method(policy, "values")
     return policy
 
 
@@ -190,21 +235,20 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
         DiskFullError: the disk is full; raised on every rank.
     """
     # No copy on a CPU: everything is written before the parameters change.
-    state = gather_state(policy, ranks, dtype, copy=False)
+    state = gather_state(policy.full_parameters(dtype), ranks, copy=False)
     ranks.on_main(lambda: write_model(policy, state, directory, dtype), DiskFullError)
 
 
-def gather_state(policy: Policy, ranks: Ranks, dtype: torch.dtype, *, copy: bool) -> dict[str, Tensor]:
-    """Return the whole parameters on rank 0's CPU, and nothing on the other ranks. A collective.
+def gather_state(parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool) -> dict[str, Tensor]:
+    """Return whole parameters on rank 0's CPU, and nothing on the other ranks. A collective.
 
     Args:
-        policy: the policy.
+        parameters: the parameters by name, from one of the policy's collectives.
         ranks: all ranks.
-        dtype: the type of the tensors.
         copy: share no memory with the policy, so that the tensors outlive its next update.
     """
     state: dict[str, Tensor] = {}
-    for name, value in policy.full_parameters(dtype):
+    for name, value in parameters:
         if ranks.is_main:
             # safetensors refuses a view of a part of a storage, which a gathered parameter can be.
             is_part = value.untyped_storage().nbytes() != value.nbytes
@@ -236,7 +280,12 @@ def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> No
     policy.description.tokenizer.save_pretrained(directory)
 
 
-def _load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+    """Load MODEL_NAME with the trainer's attention, in float32; without ``materialise``, its parameters have no data.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
+    """
     trust = settings.trust_remote_code
     options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
     with _as_configuration_error(settings.model_name):
@@ -285,37 +334,71 @@ def _with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrai
     return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
 
 
-def _decoder_layers(policy: Policy) -> list[nn.Module]:
-    layers = getattr(policy._causal_lm().base_model, "layers", None)
+def shard(
+    module: nn.Module,
+    decoder: PreTrainedModel,
+    settings: TrainerSettings,
+    ranks: Ranks,
+    chosen: Compute,
+    *,
+    has_checkpointing: bool,
+) -> None:
+    """Shard a module over the ranks, which receive their parts from rank 0.
+
+    Args:
+        module: the module, with data on rank 0 only.
+        decoder: the part of it with the list of layers; each layer is sharded by itself.
+        settings: SHARD_PARAMETERS.
+        ranks: all ranks.
+        chosen: the type of numbers to compute with. A value head computes in float32.
+        has_checkpointing: recompute layers in the backward pass.
+
+    Raises:
+        ConfigurationError: the decoder has no list of layers.
+    """
+    layers = _decoder_layers(decoder)
+    if has_checkpointing:
+        apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
+        layers = _decoder_layers(decoder)
+    # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
+    state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=settings.shard_parameters)
+    heads = [part for part in module.modules() if isinstance(part, ValueHead)]
+    for head in heads:
+        exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        fully_shard(head, mesh=ranks.mesh, mp_policy=exact, reshard_after_forward=False)
+    fully_shard(module, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+    if ranks.device.type == "cpu":
+        for part in (*layers, *heads, module):
+            cast("FSDPModule", part).set_custom_reduce_scatter(PairwiseReduceScatter())
+    if ranks.world_size == 1:
+        return
+    if not ranks.is_main:
+        module.to_empty(device=ranks.device)
+    set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    # A state dict does not contain rotary frequencies, which are buffers.
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)
+    cast("FSDPModule", module).set_requires_gradient_sync(True)
+
+
+def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+    layers = getattr(decoder, "layers", None)
     if layers is None:
         raise ConfigurationError(
-            f"MODEL_NAME: {policy.config.model_type} has no list of decoder layers named `layers`; "
+            f"MODEL_NAME: {decoder.config.model_type} has no list of decoder layers named `layers`; "
             f"choose a model of another family ({FAMILIES})"
         )
     return list(layers)
 
 
-def _shard(
-    policy: Policy, layers: list[nn.Module], settings: TrainerSettings, ranks: Ranks, dtype: torch.dtype
-) -> None:
-    # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
-    state = policy.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=settings.shard_parameters)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
-    if ranks.device.type == "cpu":
-        for module in (*layers, policy):
-            cast("FSDPModule", module).set_custom_reduce_scatter(PairwiseReduceScatter())
-    if ranks.world_size == 1:
-        return
-    if not ranks.is_main:
-        policy.to_empty(device=ranks.device)
-    set_model_state_dict(policy, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    # A state dict does not contain rotary frequencies, which are buffers.
-    for buffer in policy.buffers():
-        dist.broadcast(buffer, src=0)
-    cast("FSDPModule", policy).set_requires_gradient_sync(True)
+def whole_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every whole parameter of a sharded module by its name. A collective."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            yield _plain(name), _whole(parameter).to(dtype)
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class DiskPublisher(Publisher):
         """See Publisher."""
         # No copy on a CPU: everything is written before the parameters change.
         dtype = published_dtype(self.settings)
-        state = gather_state(self.policy, self.ranks, dtype, copy=False)
+        state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=False)
         save = partial(write_model, self.policy, state, dtype=dtype)
         self.ranks.on_main(lambda: write_version(self.store, version, save), DiskFullError)
 

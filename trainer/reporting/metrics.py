@@ -34,6 +34,8 @@ def _token_measures() -> Iterator[Measure]:
         "ratio_min": ("trainer_probability_ratio_min", "Smallest probability ratio of a token."),
         "ratio_max": ("trainer_probability_ratio_max", "Largest probability ratio of a token."),
         "importance_weight": ("trainer_importance_weight_mean", "Mean importance weight of a token."),
+        "value_loss": ("trainer_value_loss", "Mean value loss of a token, before VALUE_COEF."),
+        "value_clip_fraction": ("trainer_clipped_values_ratio", "Share of tokens whose value VALUE_CLIP bounds."),
         "off_policy_fraction": ("trainer_off_policy_tokens_ratio", "Share of tokens left out by OFF_POLICY_MAX_KL."),
     }
     for groups, prefix in (("fresh", ""), ("replayed", "replay_")):
@@ -73,6 +75,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure("grad_norm", "trainer_grad_norm", "Norm of the gradient before it was clipped."),
     Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
     *_token_measures(),
+    Measure(
+        "explained_variance",
+        "trainer_explained_variance_ratio",
+        "Share of the returns' variance that the critic explains.",
+    ),
+    Measure("value_mean", "trainer_value_mean", "Mean value of a token's state, before the step."),
+    Measure("return_mean", "trainer_return_mean", "Mean return of a token: what the critic is fitted to."),
     Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
     Measure("length_mean", "trainer_completion_length_mean", "Mean length of a completion, in tokens."),

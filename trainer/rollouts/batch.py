@@ -27,7 +27,7 @@ class Batch:
         self.replayed: list[SampledGroup] = []
         """The groups drawn from the replay buffer."""
         self.counts: dict[str, float] = {}
-        """Counts by metric name."""
+        """Counts and other figures by metric name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds by phase: wait, generate, score, store."""
         self._tries_left = settings.dynamic_sampling_tries

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_ways_out(
     alone: Ranks, checkpoints: Path, tmp_path: Path
 ) -> None:
     other = save_model(tmp_path / "other", FAMILIES["llama"])
-    with pytest.raises(ConfigurationError, match=r"of another model \(qwen2, \d+ parameters\).*RUN_ID"):
+    with pytest.raises(ConfigurationError, match=r"of another model or critic \(qwen2, \d+ parameters\).*RUN_ID"):
         resume_and_train(alone, other, checkpoints, GROUPS, LAST)
 
 

@@ -23,7 +23,7 @@ from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, we
 from tests.trainer.tiny import FAMILIES, VOCABULARY, plain_logprobs, plain_model, random_groups, save_model
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
 from trainer.config import TrainerSettings
-from trainer.model.learner import StopRequestedError, learning_rate
+from trainer.model.optimizer import StopRequestedError, learning_rate
 from trainer.model.ranks import Ranks, join_ranks
 
 
@@ -200,7 +200,7 @@ def test_one_micro_batch_at_a_time_is_packed(alone: Ranks, model: Path, monkeypa
         packed.append(pieces)
         return pack(pieces)
 
-    monkeypatch.setattr("trainer.model.learner.pack", remember)
+    monkeypatch.setattr("trainer.model.sharing.pack", remember)
     assert learner.update(random_groups(9), 0).steps == 1
     assert len(packed) > 2
 

@@ -1,0 +1,82 @@
+"""Rewards and values become advantages, returns and metrics of a step's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from services.core.errors import ConfigurationError
+from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.config import TrainerSettings
+
+# Three sampled tokens; and a sampled token, an observation, a sampled token.
+FIRST = TrainingSequence([3, 4, 5], [-1.0, -2.0, -3.0], [0.0] * 3, reward=1.0)
+SECOND = TrainingSequence([6, 7, 8], [-1.0, -9.0, -2.0], [0.0] * 3, loss_mask=[True, False, True], reward=-1.0)
+EMPTY = TrainingSequence([], [], [], reward=5.0)
+GROUPS = [TrainingGroup([2], [FIRST, EMPTY], "a"), TrainingGroup([2, 2], [SECOND], "b")]
+VALUES = [[[0.1, 0.2, 0.3], []], [[0.4, 0.5]]]
+
+
+def settings_of(**options: Any) -> TrainerSettings:
+    return TrainerSettings.load(**({"advantage": "gae"} | options))
+
+
+def returns_of(groups: list[TrainingGroup]) -> list[list[float]]:
+    return [s.trained(s.returns or []) for group in groups for s in group.sequences]
+
+
+def test_the_reward_is_of_the_last_token_and_observations_take_no_step() -> None:
+    groups = with_critic_targets(GROUPS, settings_of(gamma=0.5), VALUES)
+    assert returns_of(groups) == [pytest.approx([0.25, 0.5, 1.0]), [], pytest.approx([-0.5, -1.0])]
+    assert [s.values for group in groups for s in group.sequences] == [[0.1, 0.2, 0.3], [], [0.4, 0.0, 0.5]]
+    advantages = torch.tensor([0.15, 0.3, 0.7, -0.9, -1.5])
+    expected = (advantages - advantages.mean()) / advantages.std()
+    found = [a for group in groups for s in group.sequences for a in s.trained(s.advantages)]
+    assert found == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_the_kl_of_a_token_is_taken_from_its_reward() -> None:
+    reference = [[[-1.5, -2.0, -3.0], []], [[-1.0, -4.0]]]
+    settings = settings_of(kl_coef=0.1, kl_in_reward=True)
+    groups = with_critic_targets(GROUPS, settings, VALUES, reference)
+    assert returns_of(groups) == [pytest.approx([0.95, 1.0, 1.0]), [], pytest.approx([-1.2, -1.2])]
+
+
+def test_advantages_that_came_with_a_completion_stay() -> None:
+    own = replace(FIRST, advantages=[7.0, 8.0, 9.0], has_own_advantages=True)
+    [first, _] = with_critic_targets([TrainingGroup([2], [own]), GROUPS[1]], settings_of(), [[VALUES[0][0]], VALUES[1]])
+    assert first.sequences[0].advantages == [7.0, 8.0, 9.0]
+    assert first.sequences[0].returns == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_nothing_to_train_on_stays_as_it_is() -> None:
+    masked = TrainingGroup([2], [replace(FIRST, loss_mask=[False] * 3), EMPTY])
+    assert with_critic_targets([masked], settings_of(), [[[], []]]) == [masked]
+    assert with_critic_targets([], settings_of(), []) == []
+    assert critic_metrics([masked]) == {}
+
+
+def test_a_micro_batch_has_returns_and_old_values_of_trained_tokens_only() -> None:
+    batch = pack(with_critic_targets(GROUPS, settings_of(), VALUES))
+    assert batch.returns.tolist() == pytest.approx([1, 1, 1, -1, -1])
+    assert batch.old_values.tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    without = pack(GROUPS)
+    assert without.returns.tolist() == without.old_values.tolist() == [0.0] * 5
+
+
+def test_metrics_are_over_trained_tokens() -> None:
+    metrics = critic_metrics(with_critic_targets(GROUPS, settings_of(), VALUES))
+    assert metrics["value_mean"] == pytest.approx(0.3)
+    assert metrics["return_mean"] == pytest.approx(0.2)
+    errors = torch.tensor([0.9, 0.8, 0.7, -1.4, -1.5])
+    assert metrics["explained_variance"] == pytest.approx(1 - errors.var(correction=0).item() / 0.96, rel=1e-5)
+
+
+def test_settings_of_the_critic_are_refused_without_one() -> None:
+    with pytest.raises(ConfigurationError, match="GAMMA, CRITIC_WARMUP_STEPS is set, but ADVANTAGE=grpo has no critic"):
+        settings_of(advantage="grpo", gamma=0.9, critic_warmup_steps=1)
+    assert settings_of(gamma=0.9).has_critic

@@ -1,0 +1,169 @@
+"""A critic's advantages and value targets are the papers': by hand, and in a gridworld with exactly known values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.walks import packed_walks
+from trainer.algorithm.gae import (
+    explained_variance,
+    generalized_advantages,
+    value_loss,
+    value_targets,
+    whitened,
+)
+
+# Two completions: three sampled tokens, two observations, two sampled tokens; then two sampled tokens.
+REWARDS = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, -1.0], dtype=torch.float64)
+VALUES = torch.tensor([0.1, 0.2, 0.3, 9.0, 9.0, 0.4, 0.5, 0.6, 0.7], dtype=torch.float64)
+SEQUENCES = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 1])
+MASK = torch.tensor([True, True, True, False, False, True, True, True, True])
+
+
+def advantages(**options: Any) -> Tensor:
+    given = {"rewards": REWARDS, "values": VALUES, "sequence_ids": SEQUENCES, "loss_mask": MASK} | options
+    return generalized_advantages(**given)
+
+
+def test_the_recursion_skips_observations_and_ends_with_the_completion() -> None:
+    gamma, lam = 0.9, 0.5
+    last = 1.0 - 0.5
+    before = 0.9 * 0.5 - 0.4 + gamma * lam * last
+    end_of_turn = 0.9 * 0.4 - 0.3 + gamma * lam * before
+    second = 0.5 + 0.9 * 0.3 - 0.2 + gamma * lam * end_of_turn
+    first = 0.9 * 0.2 - 0.1 + gamma * lam * second
+    other = -1.0 - 0.7
+    expected = [first, second, end_of_turn, 0, 0, before, last, 0.9 * 0.7 - 0.6 + gamma * lam * other, other]
+    assert advantages(gamma=gamma, lam=lam).tolist() == pytest.approx(expected)
+
+
+def test_per_turn_discounts_between_turns_only() -> None:
+    gamma, lam = 0.9, 0.5
+    second_turn = [1.0 - 0.4, 1.0 - 0.5]
+    then = gamma * 0.4 + gamma * lam * second_turn[0]
+    expected = [0.5 + then - 0.1, 0.5 + then - 0.2, then - 0.3, 0, 0, *second_turn, -1.0 - 0.6, -1.0 - 0.7]
+    assert advantages(gamma=gamma, lam=lam, per_turn=True).tolist() == pytest.approx(expected)
+
+
+def test_per_turn_is_the_estimator_whose_actions_are_turns() -> None:
+    """The first tokens' advantages are those of a completion with one token a turn."""
+    found = advantages(gamma=0.9, lam=0.5, per_turn=True)[[0, 5, 7]]
+    turns = generalized_advantages(
+        torch.tensor([0.5, 1.0, -1.0], dtype=torch.float64),
+        VALUES[[0, 5, 7]],
+        torch.tensor([0, 0, 1]),
+        torch.ones(3, dtype=torch.bool),
+        0.9,
+        0.5,
+    )
+    torch.testing.assert_close(found, turns)
+
+
+def test_a_reward_at_an_observation_is_the_token_before_its() -> None:
+    moved = REWARDS.clone()
+    moved[[1, 4]] = torch.tensor([0.0, 0.5], dtype=torch.float64)
+    at_token = REWARDS.clone()
+    at_token[[1, 2]] = torch.tensor([0.0, 0.5], dtype=torch.float64)
+    torch.testing.assert_close(advantages(rewards=moved, gamma=0.9), advantages(rewards=at_token, gamma=0.9))
+
+
+@pytest.mark.parametrize("per_turn", [False, True])
+def test_observations_alone_and_nothing_at_all_have_no_advantage(per_turn: bool) -> None:
+    nothing = torch.zeros_like(MASK)
+    assert advantages(loss_mask=nothing, per_turn=per_turn).tolist() == [0.0] * 9
+    empty = {"rewards": REWARDS[:0], "values": VALUES[:0], "sequence_ids": SEQUENCES[:0], "loss_mask": MASK[:0]}
+    assert advantages(**empty, per_turn=per_turn).shape == (0,)
+    first_is_observed = MASK.clone()
+    first_is_observed[0] = False
+    rewarded = REWARDS.clone()
+    rewarded[0] = 7.0
+    torch.testing.assert_close(
+        advantages(rewards=rewarded, loss_mask=first_is_observed), advantages(loss_mask=first_is_observed)
+    )
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_with_lambda_one_the_advantage_is_the_monte_carlo_return_minus_the_value(gamma: float) -> None:
+    world = packed_walks()
+    values = torch.randn(len(world.rewards), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    returns = [
+        sum(gamma**i * reward for i, reward in enumerate(walk.rewards[start:]))
+        for walk in world.walks
+        for start in range(len(walk.rewards))
+    ]
+    everything = torch.ones(len(values), dtype=torch.bool)
+    found = generalized_advantages(world.rewards, values, world.sequence_ids, everything, gamma, 1.0)
+    torch.testing.assert_close(found, torch.tensor(returns, dtype=torch.float64) - values)
+    torch.testing.assert_close(value_targets(found, values), torch.tensor(returns, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+def test_with_exact_values_the_expected_advantage_is_exact(gamma: float, lam: float) -> None:
+    """Over all walks that begin alike, weighted by their probability, A averages to Q - V, whatever lambda is."""
+    world = packed_walks()
+    values, everything = world.values(gamma), torch.ones(len(world.rewards), dtype=torch.bool)
+    found = generalized_advantages(world.rewards, values, world.sequence_ids, everything, gamma, lam)
+    prefixes = world.prefixes(with_token=True)
+    zeros = torch.zeros(int(prefixes.max()) + 1, dtype=torch.float64)
+    weights = zeros.index_add(0, prefixes, world.probabilities)
+    means = zeros.index_add(0, prefixes, world.probabilities * found) / weights
+    torch.testing.assert_close(means[prefixes], world.advantages(gamma))
+
+
+@pytest.mark.parametrize("lam", [0.5, 1.0])
+def test_a_table_fitted_by_the_value_loss_holds_the_exact_values(lam: float) -> None:
+    """A value a prefix, fitted to the returns that its own values give, ends at dynamic programming's."""
+    world, gamma = packed_walks(), 0.9
+    states, everything = world.prefixes(with_token=False), torch.ones(len(world.rewards), dtype=torch.bool)
+    n_states = int(states.max()) + 1
+    table = torch.zeros(n_states, dtype=torch.float64, requires_grad=True)
+    weights = torch.zeros(n_states, dtype=torch.float64).index_add(0, states, world.probabilities)
+    for _ in range(60):
+        old = table.detach()[states]
+        returns = value_targets(
+            generalized_advantages(world.rewards, old, world.sequence_ids, everything, gamma, lam), old
+        )
+        losses, _ = value_loss(table[states], old, returns)
+        (gradient,) = torch.autograd.grad((losses * world.probabilities).sum(), table)
+        with torch.no_grad():
+            table -= gradient / weights
+    torch.testing.assert_close(table.detach()[states], world.values(gamma))
+
+
+def test_whitened_advantages_have_mean_zero_and_deviation_one_over_sampled_tokens() -> None:
+    result = whitened(torch.arange(9, dtype=torch.float64), MASK)
+    assert result[~MASK].tolist() == [0, 0]
+    assert result[MASK].mean() == pytest.approx(0)
+    assert result[MASK].std() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 9])
+def test_advantages_without_spread_are_whitened_to_zero(n: int) -> None:
+    assert whitened(torch.full((9,), 0.3), torch.arange(9) < n).abs().max() < 1e-3
+
+
+def test_the_value_loss_takes_the_larger_of_two_squares_and_stops_a_value_that_moved_enough() -> None:
+    values = torch.tensor([0.5, 1.5, -0.5, 0.1], requires_grad=True)
+    losses, is_clipped = value_loss(values, torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, 1.0]), clip=0.2)
+    assert losses.tolist() == pytest.approx([0.8**2 / 2, 0.8**2 / 2, 1.5**2 / 2, 0.9**2 / 2])
+    assert is_clipped.tolist() == [True, True, False, False]
+    losses.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0, 0, -1.5, -0.9])
+    unbounded, is_clipped = value_loss(values, torch.zeros(4), torch.ones(4))
+    assert unbounded.tolist() == pytest.approx([0.125, 0.125, 1.125, 0.405])
+    assert not is_clipped.any()
+
+
+def test_the_explained_variance_tells_a_critic_from_a_constant() -> None:
+    returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(torch.full((4,), 5.0), returns) == 0
+    assert explained_variance(-returns, returns) == pytest.approx(-3)
+    assert explained_variance(returns / 2, returns) == pytest.approx(0.75)
+    assert explained_variance(returns, torch.ones(4)) == 0

@@ -1,0 +1,285 @@
+"""A critic's values and updates, on a model of its own and on the policy's, however they are packed and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification
+
+from tests.trainer import rank_jobs
+from tests.trainer.processes import run_on_ranks
+from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_of
+from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
+from tests.trainer.walks import Walk, all_walks, value
+from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
+from trainer.algorithm.gae import explained_variance
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.model.critic import CriticLearner
+from trainer.model.optimizer import StopRequestedError
+from trainer.model.ranks import Ranks, join_ranks
+
+BOTH = pytest.mark.parametrize("kind", ["own", "shared"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    with join_ranks() as ranks:
+        yield ranks
+
+
+def rewarded(seed: int = 1, **options: Any) -> list[TrainingGroup]:
+    """Return groups whose completions have rewards, and some an observation between two turns."""
+    groups = []
+    for group in random_groups(seed, **options):
+        sequences = [
+            replace(s, reward=i / 2 - 0.5, loss_mask=[j != 1 for j in range(len(s.completion_ids))] if i % 2 else None)
+            for i, s in enumerate(group.sequences)
+        ]
+        groups.append(replace(group, sequences=sequences))
+    return groups
+
+
+def make_critic(ranks: Ranks, model: Path, kind: str, **settings: Any) -> CriticLearner:
+    return CriticLearner(make_learner(ranks, model, advantage="gae", critic=kind, **settings))
+
+
+def with_targets(critic: CriticLearner, groups: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+    return with_critic_targets(groups, critic.settings, critic.values(groups))
+
+
+def plain_values(states: torch.nn.Module, head: tuple[Tensor, Tensor], group: TrainingGroup) -> list[list[float]]:
+    """Return the values of the trained tokens by one forward pass of transformers a completion."""
+    weight, bias = head
+    result = []
+    for sequence in group.sequences:
+        ids = torch.tensor([group.prompt_ids + sequence.completion_ids])
+        before = states(input_ids=ids).last_hidden_state[0, len(group.prompt_ids) - 1 : -1]
+        result.append(sequence.trained((before @ weight.T + bias).squeeze(1).tolist()))
+    return result
+
+
+def set_head(critic: CriticLearner) -> tuple[Tensor, Tensor]:
+    """Give the value head other weights than zeros."""
+    head = critic.module.value_head
+    assert head is not None
+    with torch.no_grad():
+        for parameter in head.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+            cast("DTensor", parameter).to_local().copy_(noise)
+    return tuple(torch.from_numpy(rank_jobs.array(p)) for p in head.parameters())  # type: ignore[return-value]
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_values_start_at_zero_and_are_those_of_the_states_before_the_tokens(
+    alone: Ranks, model: Path, kind: str
+) -> None:
+    critic, groups = make_critic(alone, model, kind, micro_batch_tokens=60), rewarded()
+    assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
+    head, states = set_head(critic), plain_model(model).base_model
+    with torch.no_grad():
+        for group, found in zip(groups, critic.values(groups), strict=True):
+            for row, expected in zip(found, plain_values(states, head, group), strict=True):
+                assert row == pytest.approx(expected, abs=1e-4)
+
+
+@BOTH
+def test_groups_with_unknown_tokens_get_no_values_and_no_update(alone: Ranks, model: Path, kind: str) -> None:
+    critic, groups = make_critic(alone, model, kind), rewarded()
+    bad = replace(groups[0], prompt_ids=[2, 10_000])
+    set_head(critic)
+    assert {x for row in critic.values([bad, *groups])[0] for x in row} == {0.0}
+    assert critic.update(with_targets(critic, [bad, *groups]), 0).steps == 1
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_own_critics_update_is_the_value_loss_by_hand(alone: Ranks, model: Path) -> None:
+    critic, groups = make_critic(alone, model, "own", value_clip=0.2), rewarded()
+    weight, bias = (part.requires_grad_() for part in set_head(critic))
+    # As in the second update of a batch: values have moved since the advantages were computed.
+    groups = with_targets(critic, groups)
+    rounds = [[replace(s, values=[v - 0.3 for v in s.values or ()]) for s in g.sequences] for g in groups]
+    groups = [replace(g, sequences=sequences) for g, sequences in zip(groups, rounds, strict=True)]
+    states = plain_model(model).base_model
+    losses = []
+    for group in groups:
+        for s in group.sequences:
+            ids = torch.tensor([group.prompt_ids + s.completion_ids])
+            before = states(input_ids=ids).last_hidden_state[0, len(group.prompt_ids) - 1 : -1]
+            now = (before @ weight.T + bias).squeeze(1)
+            old, returns = torch.tensor(s.values), torch.tensor(s.returns)
+            near = old + (now - old).clamp(-0.2, 0.2)
+            every = torch.maximum((now - returns) ** 2, (near - returns) ** 2) / 2
+            losses.append(every[torch.tensor(s.loss_mask or [True] * len(every))])
+    expected = torch.cat(losses).mean()
+    expected.backward()
+    gradients: Arrays = {}
+    critic.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({n: rank_jobs.array(p.grad) for n, p in critic.module.named_parameters()})
+    )
+    metrics = critic.update(groups, 0).metrics
+    assert metrics["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert 0 < metrics["value_clip_fraction"] < 1
+    for name, parameter in states.named_parameters():
+        assert parameter.grad is not None
+        assert np.allclose(gradients[f"decoder.{name}"], parameter.grad.numpy(), atol=1e-5), name
+    assert weight.grad is not None
+    assert np.allclose(gradients["value_head.weight"], weight.grad.numpy(), atol=1e-4)
+
+
+def test_a_shared_critic_adds_its_loss_to_the_policys(alone: Ranks, model: Path) -> None:
+    """The gradient is that of the policy's loss plus VALUE_COEF times that of the value loss."""
+    groups = rewarded()
+
+    def gradients(value_coef: float) -> tuple[Arrays, dict[str, float]]:
+        learner = make_learner(alone, model, advantage="gae", critic="shared", value_coef=value_coef)
+        critic = CriticLearner(learner)
+        set_head(critic)
+        found: Arrays = {}
+        learner.optimizer.register_step_pre_hook(
+            lambda *_: found.update({n: rank_jobs.array(p.grad) for n, p in learner.policy.named_parameters()})
+        )
+        return found, learner.update(with_targets(critic, groups), 0).metrics
+
+    (one, metrics), (two, _), (three, _) = (gradients(coefficient) for coefficient in (0.5, 1.0, 2.0))
+    for name, gradient in two.items():
+        assert np.allclose(three[name] - gradient, 2 * (gradient - one[name]), atol=1e-4), name
+        assert np.abs(gradient - one[name]).max() > 0, name
+    assert metrics["value_loss"] > 0
+    assert {"loss", "entropy", "value_clip_fraction"} <= metrics.keys()
+
+
+@BOTH
+def test_in_a_warm_up_the_critic_moves_and_the_policy_stays(alone: Ranks, model: Path, kind: str) -> None:
+    critic = make_critic(alone, model, kind, critic_warmup_steps=2, weight_decay=0.1)
+    assert [critic.trains_alone(step) for step in range(4)] == [True, True, *[kind == "own"] * 2]
+    before = weights_of(critic.policy)
+    for step in range(2):
+        result = critic.update(with_targets(critic, rewarded()), step)
+        assert result.steps == 1
+        assert result.metrics["value_loss"] > 0
+    changed = {name for name, weights in weights_of(critic.policy).items() if not np.array_equal(weights, before[name])}
+    assert changed == (set() if kind == "own" else {"value_head.weight", "value_head.bias"})
+    assert any(x for of_group in critic.values(rewarded()) for row in of_group for x in row)
+
+
+@BOTH
+def test_a_request_to_stop_leaves_the_critic_as_it_was(alone: Ranks, model: Path, kind: str) -> None:
+    critic = make_critic(alone, model, kind, micro_batch_tokens=40)
+    groups, answers = with_targets(critic, rewarded()), iter([False, True])
+    with pytest.raises(StopRequestedError):
+        critic.update(groups, 0, should_stop=lambda: next(answers))
+    assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
+    assert all(p.grad is None for p in critic.module.parameters())
+
+
+def test_a_loss_that_is_not_finite_leaves_the_critic_as_it_was(alone: Ranks, model: Path) -> None:
+    critic = make_critic(alone, model, "own")
+    groups = with_targets(critic, rewarded())
+    first, *rest = groups[0].sequences
+    broken = replace(first, returns=[float("nan")] * len(first.completion_ids))
+    assert critic.update([replace(groups[0], sequences=[broken, *rest]), *groups[1:]], 0).skipped == 1
+    assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
+
+
+# --- ranks, checkpoints, files ---------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_does_not_depend_on_the_number_of_ranks(
+    alone: Ranks, model: Path, tmp_path: Path, kind: str, n_ranks: int
+) -> None:
+    expected = train_critic(alone, model, tmp_path / "one", kind, rewarded(n_groups=7), 2)
+    for weights in run_on_ranks(n_ranks, train_critic, model, tmp_path / "more", kind, rewarded(n_groups=7), 2):
+        assert weights.keys() == expected.keys()
+        for name, values in expected.items():
+            assert np.abs(weights[name] - values).max() < 2e-4, name
+
+
+@BOTH
+def test_a_resumed_critic_ends_with_the_very_weights_of_the_undisturbed_one(
+    alone: Ranks, model: Path, tmp_path: Path, kind: str
+) -> None:
+    """The checkpoint is of the warm-up, in which the policy's optimizer has not begun."""
+    undisturbed = train_critic(alone, model, tmp_path / "undisturbed", kind, rewarded(), 3)
+    train_critic(alone, model, tmp_path / "killed", kind, rewarded(), 1)
+    resumed = train_critic(alone, model, tmp_path / "killed", kind, rewarded(), 3)
+    assert resumed.keys() == undisturbed.keys()
+    for name, values in undisturbed.items():
+        assert np.array_equal(resumed[name], values), name
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("own", 0), ("own", 2), ("shared", 0), ("shared", 2)])
+def test_what_is_saved_loads_as_a_token_classifier_with_the_same_values(
+    alone: Ranks, model: Path, tmp_path: Path, kind: str, rank: int
+) -> None:
+    """The rank is that of LoRA adapters, which the policy's model has merged into it."""
+    learner, groups = make_learner(alone, model, advantage="gae", critic=kind, lora_rank=rank), rewarded()
+    critic = CriticLearner(learner)
+    for step in range(2):
+        targets = with_targets(critic, groups)
+        learner.update(targets, step)
+        if critic.trains_alone(step):
+            critic.update(targets, step)
+    critic.save(tmp_path, torch.float32)
+    loaded, said = AutoModelForTokenClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    head = (loaded.score.weight, loaded.score.bias)
+    with torch.no_grad():
+        for row, expected in zip(critic.values(groups)[0], plain_values(loaded.model, head, groups[0]), strict=True):
+            assert row == pytest.approx(expected, abs=1e-5)
+
+
+# --- values that are known -------------------------------------------------------------------------------------------
+
+FIT_STEPS, WALK_STEPS = 200, 3
+
+
+def test_a_critic_fitted_on_walks_knows_their_values(alone: Ranks, model: Path) -> None:
+    """In a gridworld of tokens the critic comes to dynamic programming's values, from the returns of all walks."""
+    settings = {"critic_learning_rate": 5e-3, "lr_schedule": "cosine", "gamma": 0.9, "value_clip": 0, "kl_coef": 1.0}
+    critic = make_critic(alone, model, "own", total_steps=FIT_STEPS, **settings)
+    # Each walk as often as it is likely.
+    walks = [walk for walk in all_walks(steps_left=WALK_STEPS) for _ in range(round(walk.probability * 4**WALK_STEPS))]
+    group, reference = walks_as_group(walks)
+
+    def targets() -> list[TrainingGroup]:
+        return with_critic_targets([group], critic.settings, critic.values([group]), [reference])
+
+    groups = targets()  # with lambda 1, returns do not depend on values
+    for step in range(FIT_STEPS):
+        critic.update(groups, step)
+    known = [[value(cell, WALK_STEPS - i, 0.9) for i, cell in enumerate(walk.cells)] for walk in walks]
+    found = critic.values([group])[0]
+    errors = [abs(a - b) for row, exact in zip(found, known, strict=True) for a, b in zip(row, exact, strict=True)]
+    assert max(errors) < 0.03
+    metrics = critic_metrics(targets())
+    assert metrics["value_mean"] == pytest.approx(metrics["return_mean"], abs=0.02)
+    exact_values = torch.tensor([x for row in known for x in row])
+    returns = torch.tensor([x for s in groups[0].sequences for x in s.returns or ()])
+    assert metrics["explained_variance"] == pytest.approx(explained_variance(exact_values, returns), abs=0.02)
+
+
+def walks_as_group(walks: Sequence[Walk]) -> tuple[TrainingGroup, list[list[float]]]:
+    """Return walks as completions of one prompt, and a reference whose KL gives each token its reward."""
+    sequences = [TrainingSequence(w.tokens, [-2.0] * len(w.tokens), [0.0] * len(w.tokens)) for w in walks]
+    return TrainingGroup([9], sequences, "walks"), [[-2.0 + reward for reward in walk.rewards] for walk in walks]

@@ -1,0 +1,156 @@
+"""Generalized advantage estimation (GAE) with a critic, and the critic's loss, as pure functions on tensors.
+
+A completion is an episode. The state of a token is all that comes before it: prompt and earlier tokens. ``values``
+holds the critic's estimate of the discounted sum of rewards from that state on. The episode ends after the last token,
+so the state behind it has the value 0. Tokens that an environment wrote between two turns are observations: no policy
+chose them, so they take no step, and the state after a turn's last token is that of the next sampled token.
+
+Shapes are those of trainer/algorithm/grpo.py: S completions with N tokens in all are packed one after the other, and
+``sequence_ids`` [N] gives each token's completion. ``loss_mask`` [N] is True at sampled tokens, False at observations.
+
+Sources: GAE (Schulman et al. 2016, arXiv:1506.02438), PPO (Schulman et al. 2017, arXiv:1707.06347), the clipped value
+loss of its reference implementation (PPO2 in OpenAI's baselines; Engstrom et al. 2020, arXiv:2005.12729), whitened
+advantages (Huang et al. 2024, arXiv:2403.17031), discounts that depend on the transition (White 2017,
+arXiv:1609.01995).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHITENING_EPS = 1e-8
+"""Added to the variance of the advantages, as in verl."""
+
+
+def generalized_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    sequence_ids: Tensor,
+    loss_mask: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    *,
+    per_turn: bool = False,
+) -> Tensor:
+    """Return GAE's advantage of each sampled token (arXiv:1506.02438, eq. 16; arXiv:1707.06347, eq. 11 and 12).
+
+        delta_t = r_t + gamma V_(t+1) - V_t        A_t = delta_t + gamma lam A_(t+1)
+
+    t counts the sampled tokens of a completion; behind the last, V and A are 0. With ``lam`` 1, A is the Monte Carlo
+    return minus V; with ``lam`` 0, it is delta. A reward at an observation belongs to the sampled token before it.
+
+    ``per_turn`` discounts once a turn instead of once a token: gamma and lam are 1 within a run of sampled tokens, and
+    apply between its last token and the next turn (transition-based discounting, arXiv:1609.01995). So a turn's first
+    token has the advantage of an estimator whose actions are turns, and each further token its own value as baseline.
+
+    Args:
+        rewards: [N] float; usually 0 but at a completion's last token.
+        values: [N] float, V of the state before each token; not read at observations.
+        sequence_ids: [N] int64, ascending.
+        loss_mask: [N] bool, True at sampled tokens.
+        gamma: the discount of a step.
+        lam: the weight of longer estimates, from 0 (one step) to 1 (the whole completion).
+        per_turn: a step is a turn and not a token.
+
+    Returns:
+        [N] advantages, 0 at observations, computed in float64 and returned in the dtype of ``rewards``.
+    """
+    sampled = loss_mask.nonzero().squeeze(1)
+    own, value = sequence_ids[sampled], values[sampled].double()
+    goes_on, adjoins = torch.zeros(2, len(sampled), dtype=torch.bool)
+    goes_on[:-1] = own[1:] == own[:-1]
+    adjoins[:-1] = sampled[1:] == sampled[:-1] + 1
+
+    def once_a_step(factor: float) -> Tensor:
+        factors = torch.full_like(value, factor)
+        factors[goes_on & adjoins & per_turn] = 1.0
+        factors[~goes_on] = 0.0
+        return factors
+
+    decays = once_a_step(gamma * lam)
+    deltas = _credited(rewards.double(), sequence_ids, loss_mask, own) + once_a_step(gamma) * value.roll(-1) - value
+    found, following = [0.0] * len(sampled), 0.0
+    for t, (delta, decay) in enumerate(zip(reversed(deltas.tolist()), reversed(decays.tolist()), strict=True), 1):
+        following = delta + decay * following
+        found[-t] = following
+    advantages = torch.zeros(len(rewards), dtype=torch.float64)
+    advantages[sampled] = torch.tensor(found, dtype=torch.float64)
+    return advantages.to(rewards.dtype)
+
+
+def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, own: Tensor) -> Tensor:
+    """Return the rewards [M] of the M sampled tokens, each with those of the observations that follow it.
+
+    A reward before a completion's first sampled token is left out, because no token of the completion could earn it.
+    """
+    latest = loss_mask.cumsum(0) - 1
+    has_earned = latest >= 0
+    has_earned[has_earned.clone()] = own[latest[has_earned]] == sequence_ids[has_earned]
+    return torch.zeros(len(own), dtype=rewards.dtype).index_add_(0, latest[has_earned], rewards[has_earned])
+
+
+def value_targets(advantages: Tensor, values: Tensor) -> Tensor:
+    """Return the returns [N] that the critic is fitted to, A + V before whitening: TD(lambda)'s targets.
+
+    Args:
+        advantages: [N] from ``generalized_advantages``.
+        values: [N] the values that the advantages were computed with.
+    """
+    return advantages + values
+
+
+def whitened(advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return (A - mean A) / sqrt(var A + 1e-8) over all sampled tokens of the step (arXiv:2403.17031).
+
+    Args:
+        advantages: [N] of the whole step, over all its completions.
+        loss_mask: [N] bool, True at sampled tokens.
+
+    Returns:
+        [N], 0 at observations; all 0 when there are fewer than two sampled tokens.
+    """
+    chosen = advantages[loss_mask]
+    result = torch.zeros_like(advantages)
+    if len(chosen) > 1:
+        result[loss_mask] = (chosen - chosen.mean()) * (chosen.var() + WHITENING_EPS).rsqrt()
+    return result
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the critic's loss, max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2, as PPO2 has it.
+
+    A value that has moved by more than ``clip`` towards its return has no gradient (arXiv:2005.12729, section 3).
+
+    Args:
+        values: [N] V, with gradient.
+        old_values: [N] V at the start of the step.
+        returns: [N] R.
+        clip: the largest move of a value in a step; 0: no bound, and the loss is (V - R)^2 / 2.
+
+    Returns:
+        losses [N] with gradient, and [N] bool: where the clipped term is the larger one.
+    """
+    losses = (values - returns).square()
+    if not clip:
+        return losses / 2, torch.zeros_like(losses, dtype=torch.bool)
+    near = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return torch.maximum(losses, near) / 2, near > losses
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return 1 - Var(R - V) / Var(R), the share of the returns' variance that the critic explains.
+
+    It is 1 for a critic that knows every return, 0 for a constant, and below 0 for one worse than a constant.
+
+    Args:
+        values: [N] V of sampled tokens.
+        returns: [N] R of the same tokens.
+
+    Returns:
+        The share; 0 when all returns are equal.
+    """
+    variance = returns.double().var(correction=0)
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns.double() - values.double()).var(correction=0) / variance)

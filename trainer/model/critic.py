@@ -1,0 +1,186 @@
+"""The critic: a value head on a model of its own, or on the policy's, that estimates each token's value."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainer.algorithm.loss import Diagnostics, StepSize, critic_loss
+from trainer.algorithm.packing import MicroBatch, TrainingGroup
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.config import CriticModel, TrainerSettings
+from trainer.model.learner import Learner, UpdateResult
+from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
+from trainer.model.policy import (
+    ValueHead,
+    choose_compute,
+    gather_state,
+    load_model,
+    predicting_states,
+    shard,
+    whole_parameters,
+)
+from trainer.model.ranks import Ranks
+from trainer.model.sharing import make_part, packed, token_numbers, unknown_ids
+
+
+class Critic(nn.Module):
+    """A decoder with a value head, float32 master weights, sharded by FSDP2 over all ranks.
+
+    A forward pass is a collective: every rank must call the critic equally often.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, value_head: ValueHead) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.value_head = value_head
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Return the values [N], float32, of the states before a micro-batch's N trained tokens."""
+        return cast("Tensor", self.value_head(predicting_states(self.decoder, batch)))
+
+
+def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:
+    """Load MODEL_NAME's decoder with a new value head, and shard it. A collective.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
+    """
+    decoder = cast("PreTrainedModel", load_model(settings, materialise=ranks.is_main).base_model)
+    critic = Critic(decoder, ValueHead(decoder, ranks))
+    critic.eval().requires_grad_()
+    chosen = choose_compute(settings, ranks)
+    shard(critic, decoder, settings, ranks, chosen, has_checkpointing=settings.activation_checkpointing)
+    return critic
+
+
+class CriticLearner:
+    """The critic with its optimizer. With CRITIC=shared both are the policy's. Every method is a collective."""
+
+    def __init__(self, learner: Learner) -> None:
+        """Load the critic for a learner's policy.
+
+        Raises:
+            ConfigurationError: the model cannot be loaded.
+        """
+        self.settings = learner.settings
+        self.ranks = learner.ranks
+        self.policy = learner.policy
+        self.total_steps = learner.total_steps
+        self.is_shared = self.settings.critic is CriticModel.SHARED
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self.compute: Callable[[MicroBatch], Tensor]
+        if self.is_shared:
+            self.module, self.optimizer = learner.policy, learner.optimizer
+            self.compute = learner.policy.values
+        else:
+            self.module = self.compute = load_critic(self.settings, self.ranks)
+            self.optimizer = make_optimizer(self.settings, self.module)
+
+    def trains_alone(self, step: int) -> bool:
+        """Return whether the critic has an update of its own in a training step, beside or instead of the policy's."""
+        return not self.is_shared or step < self.settings.critic_warmup_steps
+
+    def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+        """Return the values of the states before the groups' trained tokens, on every rank."""
+        vocabulary, max_tokens = self.policy.config.vocab_size, self.settings.micro_batch_tokens
+        return token_numbers(groups, self.compute, max_tokens, vocabulary, self.ranks)
+
+    def update(
+        self,
+        groups: Sequence[TrainingGroup],
+        step: int,
+        *,
+        n_steps: int = 1,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> UpdateResult:
+        """Make ``n_steps`` optimizer steps of the critic alone, each on an equal share of ``groups``.
+
+        Groups with token ids outside the model's vocabulary are left out. A shared critic trains its head only.
+
+        Args:
+            groups: all groups to train on, with returns and values; every rank passes the same.
+            step: number of the training step, for the learning rate.
+            n_steps: optimizer steps.
+            should_stop: called on every rank between the micro-batches before the first optimizer step.
+
+        Raises:
+            StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+        """
+        started = time.perf_counter()
+        settings, vocabulary = self.settings, self.policy.config.vocab_size
+        known = [group for group in groups if not unknown_ids(group, vocabulary)]
+        shares = [known[i::n_steps] for i in range(n_steps)]
+        parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
+        rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate)
+        rates = [rate] * len(self.optimizer.param_groups)
+        taken: list[dict[str, float]] = []
+        for part in parts:
+            if part.own:
+                passes = [partial(self._backward, pieces, part.size) for pieces in part.own]
+                stop = None if taken else should_stop
+                taken.append(optimizer_step(settings, self.ranks, self.module, self.optimizer, passes, rates, stop))
+        return UpdateResult(
+            steps=len(taken),
+            skipped=sum(not is_finite(metrics) for metrics in taken),
+            tokens=sum(part.tokens for part in parts),
+            seconds=time.perf_counter() - started,
+            metrics={name: value for name, value in means(taken).items() if "value_" in name},
+        )
+
+    def _backward(self, pieces: Sequence[TrainingGroup], size: StepSize) -> Diagnostics:
+        batch = packed(pieces, self.ranks)
+        loss, diagnostics = critic_loss(self.settings, batch, self.compute(batch), size)
+        # FSDP averages gradients over the ranks, but the denominator of the loss counts all ranks already.
+        (loss * self.ranks.world_size).backward()
+        return diagnostics
+
+    def save(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write a model directory that ``AutoModelForTokenClassification.from_pretrained`` loads. A collective.
+
+        The label's logit at a token is the value of the state after it.
+
+        Raises:
+            DiskFullError: the disk is full; raised on every rank.
+        """
+        # No copy on a CPU: everything is written before the parameters change.
+        state = gather_state(self._full_parameters(dtype), self.ranks, copy=False)
+
+        def write() -> None:
+            description = self.policy.description
+            assert description is not None, "rank 0 has it"
+            config = copy.deepcopy(description.config)
+            config.dtype, config.num_labels = dtype, 1
+            names = config.architectures or []
+            config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") for name in names]
+            with writing(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                save_torch_state_dict(state, directory, metadata={"format": "pt"})
+                config.save_pretrained(directory)
+                description.tokenizer.save_pretrained(directory)
+
+        self.ranks.on_main(write, DiskFullError)
+
+    def _full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole parameter by its name in a token classifier, LoRA adapters merged. A collective."""
+        if isinstance(self.module, Critic):
+            prefix = self.module.decoder.base_model_prefix
+            for name, value in whole_parameters(self.module.decoder, dtype):
+                yield f"{prefix}.{name}", value
+        else:
+            for name, value in self.policy.full_parameters(dtype):
+                if not name.startswith("lm_head."):
+                    yield name, value
+        for name, value in whole_parameters(self.module.get_submodule("value_head"), dtype):
+            yield f"score.{name}", value

@@ -1,0 +1,136 @@
+"""An optimizer step on the gradients of a rank's micro-batches, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from trainer.algorithm.loss import Diagnostics
+from trainer.config import Schedule, TrainerSettings
+from trainer.model.ranks import Ranks
+
+
+class StopRequestedError(Exception):
+    """A request to stop in the middle of an update; the weights are as they were before the update."""
+
+
+def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.AdamW:
+    """Return an AdamW for the trainable parameters of a module, a ``value_head`` among them.
+
+    Weight decay applies to matrices, not to norms' weights and to biases: these vectors set the scale of activations,
+    and decay would pull it to 0 whatever the gradient. ``peak`` of a parameter group is its highest learning rate.
+    """
+    trained = [(name.startswith("value_head."), p) for name, p in module.named_parameters() if p.requires_grad]
+    policy, critic = settings.learning_rate, settings.critic_learning_rate
+    groups = [
+        {"params": [p for is_head, p in trained if p.ndim > 1 and not is_head], "peak": policy},
+        {"params": [p for is_head, p in trained if p.ndim <= 1 and not is_head], "peak": policy, "weight_decay": 0.0},
+        {"params": [p for is_head, p in trained if is_head], "peak": critic},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=policy,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def optimizer_step(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    passes: Sequence[Callable[[], Diagnostics]],
+    rates: Sequence[float],
+    should_stop: Callable[[], bool] | None = None,
+) -> dict[str, float]:
+    """Take one optimizer step on the sum of the gradients of ``passes``, and return its metrics. A collective.
+
+    A step whose loss or gradient is not finite leaves module and optimizer unchanged; see ``is_finite``.
+
+    Args:
+        settings: SHARD_PARAMETERS and MAX_GRAD_NORM.
+        ranks: all ranks.
+        module: the module, sharded by FSDP2.
+        optimizer: the module's optimizer.
+        passes: this rank's micro-batches, each a forward and backward pass; every rank has the same number.
+        rates: the learning rate of each of the optimizer's parameter groups.
+        should_stop: called on every rank before each pass.
+
+    Raises:
+        StopRequestedError: ``should_stop`` was true on some rank; nothing has changed.
+    """
+    diagnostics, sharded = Diagnostics(), cast("FSDPModule", module)
+    for index, compute in enumerate(passes):
+        if should_stop is not None and ranks.any(should_stop()):
+            optimizer.zero_grad()
+            _reshard(module)
+            raise StopRequestedError
+        # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
+        # otherwise only the last micro-batch does.
+        is_last = index == len(passes) - 1
+        sharded.set_requires_gradient_sync(is_last or settings.shard_parameters)
+        sharded.set_reshard_after_backward(is_last or settings.shard_parameters)
+        sharded.set_is_last_backward(is_last)
+        diagnostics.add(compute())
+    metrics = Diagnostics(ranks.total(diagnostics.sums), ranks.maximum(diagnostics.maxima)).metrics()
+    metrics["grad_norm"] = _clip(module, settings.max_grad_norm)
+    if is_finite(metrics):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        optimizer.step()
+    optimizer.zero_grad()
+    return metrics
+
+
+def _clip(module: nn.Module, largest_norm: float) -> float:
+    norm = torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], largest_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _reshard(module: nn.Module) -> None:
+    """Free gathered parameters, so that only the shards remain."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def is_finite(metrics: dict[str, float]) -> bool:
+    """Return whether the loss and the gradient of an optimizer step are finite."""
+    return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
+
+
+def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the optimizer steps that have it."""
+    names = {name: None for metrics in steps for name in metrics}
+    return {name: statistics.fmean(metrics[name] for metrics in steps if name in metrics) for name in names}
+
+
+def learning_rate(settings: TrainerSettings, step: int, total_steps: int, peak: float | None = None) -> float:
+    """Return the learning rate of a step: linear warm-up, then constant, or linear or cosine decay to 0.
+
+    Args:
+        settings: LEARNING_RATE, LR_SCHEDULE and WARMUP_STEPS.
+        step: the step, counted from 0.
+        total_steps: the steps of the whole run.
+        peak: the highest rate, LEARNING_RATE by default.
+    """
+    peak, warmup = settings.learning_rate if peak is None else peak, settings.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(total_steps - warmup, 1)
+    match settings.lr_schedule:
+        case Schedule.CONSTANT:
+            return peak
+        case Schedule.LINEAR:
+            return peak * max(1 - progress, 0.0)
+        case Schedule.COSINE:
+            return peak * (1 + math.cos(math.pi * min(progress, 1.0))) / 2

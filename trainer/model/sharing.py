@@ -1,0 +1,89 @@
+"""Groups shared among the ranks: for an optimizer step, and to compute a number of every trained token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithm.loss import StepSize
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.model.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one optimizer step."""
+
+    own: list[list[TrainingGroup]]
+    """This rank's micro-batches. Each is packed when its turn comes, so that the device holds one at a time."""
+    size: StepSize
+    tokens: int
+    """Tokens that all ranks read."""
+
+
+def make_part(
+    groups: Sequence[TrainingGroup], trainable: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks
+) -> Part:
+    """Return this rank's part of an optimizer step.
+
+    Args:
+        groups: the groups of the step, which the loss's denominators count.
+        trainable: those of them that are computed.
+        max_tokens: tokens in one micro-batch.
+        ranks: all ranks.
+    """
+    shares = share_out(trainable, ranks.world_size, max_tokens)
+    return Part(
+        own=shares[ranks.rank],
+        size=StepSize(
+            tokens=sum(g.trained_tokens for g in groups),
+            sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
+        ),
+        tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
+    )
+
+
+def packed(pieces: Sequence[TrainingGroup], ranks: Ranks) -> MicroBatch:
+    """Return pieces as a micro-batch on this rank's device."""
+    return pack(pieces).to(ranks.device)
+
+
+def unknown_ids(group: TrainingGroup, vocabulary: int) -> list[int]:
+    """Return the token ids of a group that a model with so many tokens does not know."""
+    return [i for ids in group.all_ids() for i in ids if not 0 <= i < vocabulary]
+
+
+@torch.no_grad()
+def token_numbers(
+    groups: Sequence[TrainingGroup],
+    compute: Callable[[MicroBatch], Tensor],
+    max_tokens: int,
+    vocabulary: int,
+    ranks: Ranks,
+) -> list[TokenNumbers]:
+    """Return a number of every trained token by group, completion and token, on every rank. A collective.
+
+    Args:
+        groups: the groups; the ranks share them. Those with token ids outside the vocabulary get zeros.
+        compute: from a micro-batch to one number for each of its N trained tokens, [N].
+        max_tokens: tokens in one micro-batch.
+        vocabulary: the number of token ids that the model knows.
+        ranks: all ranks.
+    """
+    places = {id(s): (i, j) for i, group in enumerate(groups) for j, s in enumerate(group.sequences)}
+    own: list[tuple[int, int, list[float]]] = []
+    known = [group for group in groups if not unknown_ids(group, vocabulary)]
+    shares = share_out(known, ranks.world_size, max_tokens)
+    for pieces in shares[ranks.rank]:
+        values = compute(packed(pieces, ranks)).cpu()
+        sequences = [s for piece in pieces for s in piece.sequences]
+        parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
+        own += [(*places[id(s)], part.tolist()) for s, part in zip(sequences, parts, strict=True)]
+    result: list[TokenNumbers] = [[[0.0] * s.trained_tokens for s in group.sequences] for group in groups]
+    for i, j, numbers in (entry for entries in ranks.gather_json(own) for entry in entries):
+        result[i][j] = numbers
+    return result
