@@ -16,7 +16,7 @@ from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize
 from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
-from trainer.config import TrainerSettings
+from trainer.config import CriticModel, TrainerSettings
 from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
@@ -156,8 +156,11 @@ class Learner:
 
     def _rates(self, step: int) -> list[float]:
         """Return the learning rate of each of the optimizer's parameter groups."""
-        groups = self.optimizer.param_groups
-        return [learning_rate(self.settings, step, self.total_steps, group["peak"]) for group in groups]
+        settings = self.settings
+        peaks = [settings.learning_rate] * len(self.optimizer.param_groups)
+        if settings.has_critic and settings.critic is CriticModel.SHARED:
+            peaks[-1] = settings.critic_learning_rate
+        return [learning_rate(settings, step, self.total_steps, peak) for peak in peaks]
 
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:

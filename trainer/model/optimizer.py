@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,18 +25,17 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     """Return an AdamW for the trainable parameters of a module, a ``value_head`` among them.
 
     Weight decay applies to matrices, not to norms' weights and to biases: these vectors set the scale of activations,
-    and decay would pull it to 0 whatever the gradient. ``peak`` of a parameter group is its highest learning rate.
+    and decay would pull it to 0 whatever the gradient. The value head is the last parameter group.
     """
     trained = [(name.startswith("value_head."), p) for name, p in module.named_parameters() if p.requires_grad]
-    policy, critic = settings.learning_rate, settings.critic_learning_rate
-    groups = [
-        {"params": [p for is_head, p in trained if p.ndim > 1 and not is_head], "peak": policy},
-        {"params": [p for is_head, p in trained if p.ndim <= 1 and not is_head], "peak": policy, "weight_decay": 0.0},
-        {"params": [p for is_head, p in trained if is_head], "peak": critic},
+    groups: list[dict[str, Any]] = [
+        {"params": [p for is_head, p in trained if p.ndim > 1 and not is_head]},
+        {"params": [p for is_head, p in trained if p.ndim <= 1 and not is_head], "weight_decay": 0.0},
+        {"params": [p for is_head, p in trained if is_head]},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
-        lr=policy,
+        lr=settings.learning_rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,

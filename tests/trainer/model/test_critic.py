@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
@@ -75,6 +76,7 @@ def set_head(critic: CriticLearner) -> tuple[Tensor, Tensor]:
     """Give the value head other weights than zeros."""
     head = critic.module.value_head
     assert head is not None
+    cast("FSDPModule", critic.module).reshard()  # a forward pass leaves the gathered parameters in place
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
