@@ -10,7 +10,8 @@ Shapes are those of trainer/algorithm/grpo.py: S completions with N tokens in al
 
 Sources: GAE (Schulman et al. 2016, arXiv:1506.02438), PPO (Schulman et al. 2017, arXiv:1707.06347), the clipped value
 loss of its reference implementation (PPO2 in OpenAI's baselines; Engstrom et al. 2020, arXiv:2005.12729), whitened
-advantages (Huang et al. 2024, arXiv:2403.17031), discounts that depend on the transition (White 2017, arXiv:1609.01995).
+advantages (Huang et al. 2024, arXiv:2403.17031), discounts that depend on the transition (White 2017,
+arXiv:1609.01995).
 """
 
 from __future__ import annotations
