@@ -192,7 +192,12 @@ def train_critic(
 
     The first step is the critic's warm-up. A checkpoint is saved after every step.
     """
-    options = {"critic": kind, "critic_warmup_steps": 1, "micro_batch_tokens": 80, "learning_rate": 1e-3}
+    options: dict[str, Any] = {
+        "critic": kind,
+        "critic_warmup_steps": 1,
+        "micro_batch_tokens": 80,
+        "learning_rate": 1e-3,
+    }
     learner = make_learner(ranks, model, advantage="gae", critic_learning_rate=1e-3, **options)
     critic = CriticLearner(learner)
     store = CheckpointStore(directory, 100, ranks)

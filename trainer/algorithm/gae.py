@@ -41,8 +41,8 @@ def generalized_advantages(
     return minus V; with ``lam`` 0, it is delta. A reward at an observation belongs to the sampled token before it.
 
     ``per_turn`` discounts once a turn instead of once a token: gamma and lam are 1 within a run of sampled tokens, and
-    apply between its last token and the next turn (transition-based discounting, arXiv:1609.01995). So a turn's first
-    token has the advantage of an estimator whose actions are turns, and each further token its own value as baseline.
+    apply from its last token to the next turn (arXiv:1609.01995). So a turn's first token has the advantage of an
+    estimator whose actions are turns, and each further token its own value as baseline.
 
     Args:
         rewards: [N] float; usually 0 but at a completion's last token.
@@ -54,7 +54,7 @@ def generalized_advantages(
         per_turn: a step is a turn and not a token.
 
     Returns:
-        [N] advantages, 0 at observations, computed in float64 and returned in the dtype of ``rewards``.
+        [N] in the dtype of ``rewards``, computed in float64; 0 at observations.
     """
     sampled = loss_mask.nonzero().squeeze(1)
     own, value = sequence_ids[sampled], values[sampled].double()
@@ -70,13 +70,18 @@ def generalized_advantages(
 
     decays = once_a_step(gamma * lam)
     deltas = _credited(rewards.double(), sequence_ids, loss_mask, own) + once_a_step(gamma) * value.roll(-1) - value
-    found, following = [0.0] * len(sampled), 0.0
-    for t, (delta, decay) in enumerate(zip(reversed(deltas.tolist()), reversed(decays.tolist()), strict=True), 1):
-        following = delta + decay * following
-        found[-t] = following
     advantages = torch.zeros(len(rewards), dtype=torch.float64)
-    advantages[sampled] = torch.tensor(found, dtype=torch.float64)
+    advantages[sampled] = _backward_sums(deltas, decays)
     return advantages.to(rewards.dtype)
+
+
+def _backward_sums(terms: Tensor, decays: Tensor) -> Tensor:
+    """Return the solution [M] of x_t = terms_t + decays_t x_(t+1)."""
+    found, following = [], 0.0
+    for term, decay in zip(reversed(terms.tolist()), reversed(decays.tolist()), strict=True):
+        following = term + decay * following
+        found.append(following)
+    return torch.tensor(found[::-1], dtype=torch.float64)
 
 
 def _credited(rewards: Tensor, sequence_ids: Tensor, loss_mask: Tensor, own: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def packed_policy(directory: Path, temperature: float = 1.0) -> Policy:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_packed_logprobs_are_those_of_each_completion_alone(directory: Path, temperature: float) -> None:
     groups = [*random_groups(1), *random_groups(2, n_groups=2, n_completions=1), *random_groups(3, longest=40)]
-    logprobs, entropies = packed_policy(directory, temperature)(pack(groups))
+    logprobs, entropies, _ = packed_policy(directory, temperature)(pack(groups))
     model = plain_model(directory)
     expected = [x for group in groups for x in plain_logprobs(model, group, temperature)]
     torch.testing.assert_close(logprobs, torch.cat(expected), **CLOSE)
@@ -68,15 +68,15 @@ def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path)
     policy = packed_policy(directory)
     alone, *others = random_groups(5)
     n_tokens = sum(len(s.completion_ids) for s in alone.sequences)
-    expected, _ = policy(pack([alone]))
-    logprobs, _ = policy(pack([*others, alone]))
+    expected = policy(pack([alone])).logprobs
+    logprobs = policy(pack([*others, alone])).logprobs
     torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
 
 
 def test_an_additive_mask_gives_the_same(directory: Path) -> None:
     policy, batch = packed_policy(directory), pack(random_groups(1, longest=20))
-    expected, _ = policy(batch)
-    logprobs, _ = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32)))
+    expected = policy(batch).logprobs
+    logprobs = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32))).logprobs
     torch.testing.assert_close(logprobs, expected, **CLOSE)
 
 
@@ -87,7 +87,7 @@ def test_on_a_gpu_attention_needs_no_kernel_that_keeps_every_score(directory: Pa
     expected, _ = packed_policy(directory)(batch)
     policy = packed_policy(directory).to("cuda")
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        logprobs, _ = policy(batch.to(torch.device("cuda")))
+        logprobs = policy(batch.to(torch.device("cuda"))).logprobs
         logprobs.sum().backward()
     torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-3)
 
@@ -96,7 +96,7 @@ def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
     policy = packed_policy(directory)
     (group,) = random_groups(6, n_groups=1)
     empty = TrainingSequence([], [], [])
-    expected, _ = policy(pack([group]))
+    expected = policy(pack([group])).logprobs
     with_empty = TrainingGroup(group.prompt_ids, [empty, *group.sequences, empty])
     torch.testing.assert_close(policy(pack([with_empty]))[0], expected, **CLOSE)
     assert policy(pack([TrainingGroup(group.prompt_ids, [empty])]))[0].shape == (0,)
@@ -131,7 +131,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
 def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
     save_model(tmp_path, transformers.MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=None))
     (group,) = random_groups(7, n_groups=1)
-    logprobs, _ = packed_policy(tmp_path)(pack([group]))
+    logprobs = packed_policy(tmp_path)(pack([group])).logprobs
     torch.testing.assert_close(logprobs, torch.cat(plain_logprobs(plain_model(tmp_path), group)), **CLOSE)
 
 

@@ -72,16 +72,20 @@ def plain_values(states: torch.nn.Module, head: tuple[Tensor, Tensor], group: Tr
     return result
 
 
+def gradients_of(module: torch.nn.Module) -> Arrays:
+    return {name: rank_jobs.array(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
 def set_head(critic: CriticLearner) -> tuple[Tensor, Tensor]:
-    """Give the value head other weights than zeros."""
-    head = critic.module.value_head
-    assert head is not None
-    cast("FSDPModule", critic.module).reshard()  # a forward pass leaves the gathered parameters in place
+    """Give the value head other weights than zeros, and return them."""
+    head = critic.module.get_submodule("value_head")
+    cast("FSDPModule", head).reshard()
     with torch.no_grad():
         for parameter in head.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
             cast("DTensor", parameter).to_local().copy_(noise)
-    return tuple(torch.from_numpy(rank_jobs.array(p)) for p in head.parameters())  # type: ignore[return-value]
+    weight, bias = (torch.from_numpy(rank_jobs.array(parameter)) for parameter in head.parameters())
+    return weight, bias
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -133,9 +137,7 @@ def test_an_own_critics_update_is_the_value_loss_by_hand(alone: Ranks, model: Pa
     expected = torch.cat(losses).mean()
     expected.backward()
     gradients: Arrays = {}
-    critic.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update({n: rank_jobs.array(p.grad) for n, p in critic.module.named_parameters()})
-    )
+    critic.optimizer.register_step_pre_hook(lambda *_: gradients.update(gradients_of(critic.module)))
     metrics = critic.update(groups, 0).metrics
     assert metrics["value_loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert 0 < metrics["value_clip_fraction"] < 1
@@ -155,9 +157,7 @@ def test_a_shared_critic_adds_its_loss_to_the_policys(alone: Ranks, model: Path)
         critic = CriticLearner(learner)
         set_head(critic)
         found: Arrays = {}
-        learner.optimizer.register_step_pre_hook(
-            lambda *_: found.update({n: rank_jobs.array(p.grad) for n, p in learner.policy.named_parameters()})
-        )
+        learner.optimizer.register_step_pre_hook(lambda *_: found.update(gradients_of(learner.policy)))
         return found, learner.update(with_targets(critic, groups), 0).metrics
 
     (one, metrics), (two, _), (three, _) = (gradients(coefficient) for coefficient in (0.5, 1.0, 2.0))
