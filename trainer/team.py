@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
@@ -98,10 +100,10 @@ class Team:
         n_steps = self.settings.updates_per_batch
         return self.learner.update(groups, step, n_steps=n_steps, should_stop=self.should_stop)
 
-    def logprobs(self, groups: Sequence[TrainingGroup]) -> list[list[float]]:
+    def logprobs(self, groups: Sequence[TrainingGroup], *, use_adapters: bool = True) -> list[list[float]]:
         """Return the policy's log-probabilities at temperature 1 of a list of one group; see Learner.logprobs."""
-        self._tell("logprobs", groups=groups)
-        return self.learner.logprobs(groups[0])
+        self._tell("logprobs", groups=groups, use_adapters=use_adapters)
+        return self.learner.logprobs(groups[0], use_adapters=use_adapters)
 
     def write_policy(self, version: int) -> None:
         """Write the policy to the shared volume as ``version``, where workers that start find it."""
@@ -132,10 +134,15 @@ class Team:
         self.checkpoints.finish()
 
     def save_model(self) -> None:
-        """Write the trained model to the run directory, where transformers loads it from."""
+        """Write the trained model to the run directory, where transformers loads it from.
+
+        LoRA adapters are merged in float32, because bfloat16 would round most of a small trained change away.
+        """
         self._tell("save_model")
         directory: Path = self.settings.run_dir / "model"
-        save_pretrained(self.learner.policy, self.ranks, directory, published_dtype(self.settings))
+        policy = self.learner.policy
+        dtype = torch.float32 if policy.has_adapters else published_dtype(self.settings)
+        save_pretrained(policy, self.ranks, directory, dtype)
 
     def _tell(self, name: str, **arguments: Any) -> None:
         if self.ranks.is_main:

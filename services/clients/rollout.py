@@ -57,6 +57,7 @@ class RolloutClient(HttpClient):
         max_concurrency: int = 64,
         deadline_seconds: float = 600.0,
         seed_each_completion: bool = False,
+        lora_path: str | None = None,
     ) -> None:
         """Make a client.
 
@@ -68,6 +69,7 @@ class RolloutClient(HttpClient):
             deadline_seconds: for one call of ``generate`` with all its tries, counted from when it is in flight.
             seed_each_completion: send one request a completion. With ENGINE_DETERMINISTIC, SGLang gives all
                 completions of a request the same seed, and so the same tokens.
+            lora_path: name of the LoRA adapter to generate with; None: the model alone.
         """
         super().__init__(
             (address or endpoint(Task.ROLLOUT_SERVER)).url,
@@ -80,6 +82,7 @@ class RolloutClient(HttpClient):
         )
         self._vocab_size = vocab_size
         self.seed_each_completion = seed_each_completion
+        self._adapter = {"lora_path": lora_path} if lora_path else {}
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def generate(
@@ -176,6 +179,7 @@ class RolloutClient(HttpClient):
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
+            **self._adapter,
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -123,9 +124,12 @@ class Learner:
         return result
 
     @torch.no_grad()
-    def logprobs(self, group: TrainingGroup, temperature: float = 1.0) -> list[list[float]]:
+    def logprobs(
+        self, group: TrainingGroup, temperature: float = 1.0, *, use_adapters: bool = True
+    ) -> list[list[float]]:
         """Return the policy's log-probabilities of one group, ``result[completion][token]``, on every rank."""
-        values, _ = self.policy(self._packed([group]), temperature)
+        with nullcontext() if use_adapters else self.policy.without_adapters():
+            values, _ = self.policy(self._packed([group]), temperature)
         return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
 
     def _knows(self, group: TrainingGroup) -> bool:

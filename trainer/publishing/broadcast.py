@@ -68,7 +68,7 @@ class BroadcastPublisher(Publisher):
     def put_on_volume(self, version: int) -> None:
         """See Publisher."""
         dtype = published_dtype(self.settings)
-        state = gather_state(self.policy, self.ranks, dtype, copy=True)
+        state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=True)
 
         def start_writing() -> None:
             if self._writing is not None:

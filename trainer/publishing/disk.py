@@ -30,7 +30,7 @@ class DiskPublisher(Publisher):
         """See Publisher."""
         # No copy on a CPU: everything is written before the parameters change.
         dtype = published_dtype(self.settings)
-        state = gather_state(self.policy, self.ranks, dtype, copy=False)
+        state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=False)
         save = partial(write_model, self.policy, state, dtype=dtype)
         self.ranks.on_main(lambda: write_version(self.store, version, save), DiskFullError)
 
@@ -39,14 +39,13 @@ class DiskPublisher(Publisher):
 
     async def deliver(self, version: int) -> dict[str, float]:
         """See Publisher."""
-        path, pauses = self.store.path(version), [0.0]
+        pauses = [0.0]
 
         async def update(worker: WorkerAdmin) -> None:
             began = time.perf_counter()
             # After a failure the worker stays paused, because its weights may be of two versions. Its launcher ends the
             # pause once the worker has caught up.
-            await worker.hold(finishes_requests=not self.settings.publish_in_place)
-            await worker.update_from_disk(path, version)
+            await self.load(worker, version)
             await worker.resume()
             pauses.append(time.perf_counter() - began)
 
@@ -54,6 +53,11 @@ class DiskPublisher(Publisher):
         urls = await registered_workers(self.settings, is_there)
         served = await update_workers(self.settings, urls, version, update, is_there)
         return {"workers": float(served), "pause_seconds": max(pauses)}
+
+    async def load(self, worker: WorkerAdmin, version: int) -> None:
+        """Stop a worker's generation and have it load the version."""
+        await worker.hold(finishes_requests=not self.settings.publish_in_place)
+        await worker.update_from_disk(self.store.path(version), version)
 
 
 def published_dtype(settings: TrainerSettings) -> torch.dtype:
