@@ -311,9 +311,6 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
         broken = worker.url == two.worker(1).url
         await (fault(worker, path, version, two) if broken else load_adapter(worker, path, version))
 
-    monkeypatch.setattr(WorkerAdmin, "load_adapter", load)
-    version, workers = trainer.publish()
-    assert workers == 2, "nobody has noticed yet"
     dropped: list[list[str]] = []
     real = adapter_probe.drop_workers
 
@@ -322,9 +319,12 @@ def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_w
         await real(settings, urls)
 
     monkeypatch.setattr(adapter_probe, "drop_workers", drop)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerAdmin, "load_adapter", load)
+        version, workers = trainer.publish()
+    assert workers == 2, "nobody has noticed yet"
     trainer.probe()
     assert dropped == [[two.worker(1).url]]
-    monkeypatch.undo()
     two.wait_registered([0, 1])
     assert two.version(1) == str(version)
     found = trainer.probe()
