@@ -61,7 +61,11 @@ def sample(kind: ComputeType, prompts: Sequence[list[int]], settings: TrainerSet
     with embedded_engine(load(EngineSettings.load(engine_dtype=kind))) as complete:
         done = complete(prompts, params)
     return [
-        TrainingGroup(prompt, [TrainingSequence(s.output_ids, s.logprobs, 0.0) for s in request.sequences], str(number))
+        TrainingGroup(
+            prompt,
+            [TrainingSequence(s.output_ids, s.logprobs, [0.0] * len(s.output_ids)) for s in request.sequences],
+            str(number),
+        )
         for number, (prompt, request) in enumerate(zip(prompts, done, strict=True))
     ]
 

@@ -22,7 +22,7 @@ from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
-from trainer.rollouts.groups import GroupMaker, initial_priority
+from trainer.rollouts.groups import GroupMaker
 
 log = get_logger(__name__)
 
@@ -101,7 +101,7 @@ class Collector:
             if group is None:
                 self.maker.check()
             else:
-                await self.replay.enqueue([group], [initial_priority(group)])
+                await self.replay.enqueue([group])
                 COLLECTED.inc()
                 await self.success_rates.record([group])
         finally:

@@ -16,7 +16,14 @@ from pydantic_settings import SettingsConfigDict
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.replay import SampleStrategy
-from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
+from trainer.algorithm.methods import (
+    ADVANTAGES,
+    LOSS_OPTIONS,
+    LOSSES,
+    Aggregation,
+    ImportanceCorrection,
+    is_own_function,
+)
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
@@ -31,27 +38,6 @@ class Mode(StrEnum):
 
     SYNC = "sync"
     ASYNC = "async"
-
-
-class Loss(StrEnum):
-    """The policy loss."""
-
-    CLIPPED = "clipped"
-    GSPO = "gspo"
-    CISPO = "cispo"
-
-
-class ImportanceCorrection(StrEnum):
-    """The correction for tokens sampled by another policy, or another engine, than the trainer's at the step's start.
-
-    With ``none`` the ratio's denominator is the behaviour policy itself. Otherwise the denominator is the proximal
-    policy (the trainer's own at the start of the step), and each token is weighted by proximal over behaviour
-    probability: the decoupled objective.
-    """
-
-    NONE = "none"
-    TRUNCATED = "truncated"
-    ICEPOP = "icepop"
 
 
 class Schedule(StrEnum):
@@ -131,43 +117,53 @@ class SamplingSection(SectionSettings):
     engine_deterministic: bool = False
     """The same variable as rollout-server's. Completions are then requested one by one, each with its own seed."""
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
-    """Replace groups without reward variance by further prompts, at most this many times a step (DAPO)."""
+    """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
+    many times a step (DAPO)."""
 
 
 class AlgorithmSection(SectionSettings):
-    """Advantages, the loss, and the additional update on replayed groups (step 7)."""
+    """Advantages, the loss, and replayed groups. Bounds that are unset are those of the loss's paper."""
 
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before MAX_NEW_TOKENS over which a penalty falls from 0 to -1; 0: no penalty."""
-    advantage: AdvantageMethod = AdvantageMethod.GRPO
-    """`grpo`, `dr_grpo` or `rloo`."""
+    mask_truncated: bool = False
+    """Do not train on completions that were cut off at MAX_NEW_TOKENS; their rewards count in their group."""
+    advantage: str = "grpo"
+    """`grpo`, `dr_grpo`, `rloo`, `batch_std`, `reinforce`, `reinforce_baseline`, `pass_at_k`, or a function of your own
+    as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
-    """Added to a group's standard deviation (`grpo`): 1e-4 as in TRL; verl has 1e-6."""
-    loss: Loss = Loss.CLIPPED
-    """`clipped` (PPO's surrogate), `gspo` (one ratio a completion) or `cispo` (clipped weights)."""
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """Distance of the ratio's lower bound from 1."""
-    clip_high: float = Field(0.2, ge=0, le=10)
-    """Distance of the ratio's upper bound from 1."""
+    """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
+    loss: str = "clipped"
+    """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
+    `clip_cov`, or a function of your own as `module:function`."""
+    clip_low: float | None = Field(None, ge=0, le=1)
+    """Distance of the ratio's lower bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 3e-4 (`gspo`), 1 (`cispo`)."""
+    clip_high: float | None = Field(None, ge=0, le=10)
+    """Distance of the ratio's upper bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 4e-4 (`gspo`), 4 (`cispo`)."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound of dual clip; unset: off."""
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    """`token_mean`, `sequence_mean` or `constant_length`."""
-    importance_correction: ImportanceCorrection = ImportanceCorrection.NONE
-    """`none`: the ratio is against the behaviour policy. `truncated`, `icepop`: against the policy at the start of the
-    step, each token weighted for having been sampled by an older one (decoupled objective)."""
-    importance_cap: float = Field(2.0, gt=0)
-    """Cap of truncated importance weights (C)."""
+    """Bound of dual clip (`clipped`); unset: off."""
+    aggregation: Aggregation | None = None
+    """`token_mean`, `sequence_mean` or `constant_length`. Unset: `sequence_mean` for `gspo` and `sapo`, else
+    `token_mean`."""
+    importance_correction: ImportanceCorrection = ImportanceCorrection.TRUNCATED
+    """Weight of tokens that an older policy, or an engine that rounds otherwise, sampled: `truncated`, `icepop`,
+    `sequence`, `geometric` or `none`. With several updates a batch, the clip is then around the policy at the start of
+    the step (decoupled objective), which takes one more forward pass."""
+    importance_cap: float | None = Field(None, gt=0)
+    """Largest importance weight or ratio. Unset: 2 (`truncated`, `sequence`), 5 (`icepop`), 1.001 (`geometric`)."""
+    off_policy_max_kl: float | None = Field(None, gt=0)
+    """Leave out completions with negative advantage whose mean log(behaviour / policy) a token is above this; unset:
+    off."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of KL to the reference; 0 keeps no reference model."""
-    kl_estimator: KLEstimator = KLEstimator.K3
-    """`k1`, `k2` or `k3`."""
+    kl_in_reward: bool = False
+    """Subtract the KL from rewards, before advantages are computed, instead of adding it to the loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     replay_groups: int = Field(2, ge=0, le=4096)
-    """Groups sampled from the replay buffer for an additional update; 0: off."""
+    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off."""
     replay_every: int = Field(1, ge=1)
-    """Do the additional update every so many steps."""
+    """Replay every so many steps."""
     replay_strategy: SampleStrategy = SampleStrategy.PRIORITY
     """`priority`, `recency` or `uniform`."""
     replay_exponent: float = Field(1.0, ge=0, le=10)
@@ -176,6 +172,9 @@ class AlgorithmSection(SectionSettings):
     """Beta of prioritised replay."""
     replay_max_staleness: int = Field(8, ge=1)
     """Oldest group that is replayed, in policy versions."""
+    replay_max_kl: float = Field(0.1, gt=0)
+    """Largest KL, in nats a token, from the policy that sampled a replayed group to the present one; a group beyond it
+    is left out and counted."""
 
 
 class OptimisationSection(SectionSettings):
@@ -277,6 +276,25 @@ class TrainerSettings(
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _methods_exist(self) -> Self:
+        for variable, name, known in (("ADVANTAGE", self.advantage, ADVANTAGES), ("LOSS", self.loss, tuple(LOSSES))):
+            if name not in known and not is_own_function(name):
+                raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(known)}, or module:function")
+        for option in LOSS_OPTIONS if self.loss in LOSSES else ():
+            if getattr(self, option) is not None and option not in LOSSES[self.loss].options:
+                raise ValueError(f"{option.upper()} is set, but LOSS={self.loss} has no such bound; unset it")
+        if self.kl_in_reward and not self.kl_coef:
+            raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
+        return self
+
+    @property
+    def loss_aggregation(self) -> Aggregation:
+        """The mean over token losses: AGGREGATION, or that of the loss's paper."""
+        if self.aggregation is not None:
+            return self.aggregation
+        return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
 
     @property
     def generation_concurrency(self) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from trainer.algorithm.advantages import training_group
 from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints.checkpoint import RunState
 from trainer.checkpoints.run_checkpoints import RunCheckpoints
 from trainer.checkpoints.volume import DiskFullError, writing
@@ -26,7 +26,7 @@ from trainer.reporting.status import RunStatus
 from trainer.reporting.step_metrics import headline, step_metrics
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.evaluate import note_accuracy, reached_target
-from trainer.rollouts.replay import updated_priorities
+from trainer.rollouts.replay import within_kl
 from trainer.service_thread import InterruptedCallError
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
@@ -98,20 +98,18 @@ class TrainingLoop:
             services.store(batch)  # 4. store
         if not batch.groups:
             return False
-        # Sampled before the weights change: a service that is lost up to here leaves the step undone.
-        services.sample_replay(batch, state.step, state.policy_version)
+        # Drawn before the weights change: a service that is lost up to here leaves the step undone.
+        services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
 
         self.status.phase = "train"
-        groups = [training_group(group, settings) for group in batch.groups]  # 5. advantages
-        update = self.update(groups)  # 6. update
-        replayed = [training_group(sampled.group, settings, sampled.weight) for sampled in batch.replayed]
-        replay = self.update(replayed, off_policy=True) if replayed else UpdateResult()  # 7. replay
+        groups = self.training_groups(batch)  # 6. advantages
+        update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
 
-        metrics = step_metrics(batch, update, replay, state.policy_version)
+        metrics = step_metrics(batch, update, state.policy_version)
         with self.recording(batch, metrics):
-            services.acknowledge({} if replay.skipped else updated_priorities(batch.replayed, replay.signal))
+            services.acknowledge({group.group_id: group.mean_absolute_advantage for group in groups})
             metrics |= self.publish(batch)
             metrics["seconds_step"] = time.perf_counter() - started
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
@@ -121,17 +119,32 @@ class TrainingLoop:
         self.checkpoints.poll()
         return True
 
-    def update(self, groups: Sequence[TrainingGroup], *, off_policy: bool = False) -> UpdateResult:
-        """Update the policy on ``groups`` by the clipped surrogate loss.
+    def training_groups(self, batch: Batch) -> list[TrainingGroup]:
+        """Return the groups to train on, fresh and replayed, with their advantages.
+
+        Replayed groups that the policy has moved too far from are left out and counted.
+        """
+        settings = self.settings
+        groups = [training_group(group, settings) for group in batch.groups]
+        if batch.replayed:
+            replayed = [training_group(s.group, settings, weight=s.weight, is_replayed=True) for s in batch.replayed]
+            kept = within_kl(replayed, self.team.logprobs(replayed), settings.replay_max_kl)
+            batch.counts |= {"replay_groups": len(kept), "replay_groups_left_out": len(replayed) - len(kept)}
+            groups += kept
+        reference = self.team.reference_logprobs(groups) if settings.kl_in_reward else None
+        return with_advantages(groups, settings, reference)
+
+    def update(self, groups: Sequence[TrainingGroup]) -> UpdateResult:
+        """Update the policy on ``groups`` by the loss that the settings choose.
 
         Raises:
             TrainingDivergedError: the update was not finite, as were those before it.
         """
-        result = self.team.update(groups, self.state.step, off_policy=off_policy)
+        result = self.team.update(groups, self.state.step)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
             self.skipped_in_a_row += result.skipped
-        elif not off_policy:
+        else:
             self.skipped_in_a_row = 0
         if self.skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise TrainingDivergedError(

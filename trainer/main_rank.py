@@ -27,7 +27,7 @@ from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.fresh_queue import FreshQueue
-from trainer.rollouts.groups import GroupMaker, initial_priority
+from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.replay import sample_groups
 from trainer.service_thread import ServiceThread
 
@@ -120,8 +120,7 @@ class MainRank:
         if not batch.groups:
             return
         started = time.perf_counter()
-        priorities = [initial_priority(group) for group in batch.groups]
-        self.thread.call(self.clients.replay.add(batch.groups, priorities), interruptible=True)
+        self.thread.call(self.clients.replay.add(batch.groups), interruptible=True)
         self.thread.call(self.success_rates.record(batch.scored), interruptible=True)
         batch.seconds["store"] = time.perf_counter() - started
 
@@ -135,15 +134,15 @@ class MainRank:
         self._patiently(self.fresh_queue.lease(batch, policy_version))
         batch.seconds["wait"] = time.perf_counter() - started
 
-    def sample_replay(self, batch: Batch, step: int, policy_version: int) -> None:
-        """Draw the batch's replayed groups from the replay buffer."""
+    def draw_replayed(self, batch: Batch, step: int, policy_version: int) -> None:
+        """Draw the groups from the replay buffer that the step trains on beside its fresh ones."""
         sampling = sample_groups(self.settings, self.clients.replay, step, policy_version, batch.groups)
         batch.replayed = self.thread.call(sampling)
 
     def acknowledge(self, priorities: dict[str, float]) -> None:
-        """Tell the replay buffer which groups were trained on, and the new priorities of replayed ones by group id."""
+        """Tell the replay buffer which groups were trained on, and their priorities by group id."""
         self.thread.call(self.fresh_queue.acknowledge())
-        if priorities:
+        if self.settings.replay_groups:
             self.thread.call(self.clients.replay.update_priorities(priorities))
 
     def evaluate(self) -> dict[str, float]:

@@ -18,6 +18,7 @@ from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
@@ -92,18 +93,22 @@ class Team:
                 # Rank 0 has it too, and decides what comes next.
                 log.debug("call failed", call=name, reason=str(error))
 
-    def update(self, groups: Sequence[TrainingGroup], step: int, *, off_policy: bool = False) -> UpdateResult:
-        """Take the optimizer steps on ``groups``; see Learner.update. On-policy updates stop when asked to."""
-        self._tell("update", groups=groups, step=step, off_policy=off_policy)
-        if off_policy:
-            return self.learner.update(groups, step, off_policy=True)
-        n_steps = self.settings.updates_per_batch
-        return self.learner.update(groups, step, n_steps=n_steps, should_stop=self.should_stop)
+    def update(self, groups: Sequence[TrainingGroup], step: int) -> UpdateResult:
+        """Take the optimizer steps on ``groups``; see Learner.update. The update stops when asked to."""
+        self._tell("update", groups=groups, step=step)
+        return self.learner.update(groups, step, n_steps=self.settings.updates_per_batch, should_stop=self.should_stop)
 
-    def logprobs(self, groups: Sequence[TrainingGroup], *, use_adapters: bool = True) -> list[list[float]]:
-        """Return the policy's log-probabilities at temperature 1 of a list of one group; see Learner.logprobs."""
-        self._tell("logprobs", groups=groups, use_adapters=use_adapters)
-        return self.learner.logprobs(groups[0], use_adapters=use_adapters)
+    def logprobs(
+        self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
+    ) -> list[TokenNumbers]:
+        """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
+        self._tell("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
+        return self.learner.logprobs(groups, temperature, use_adapters=use_adapters)
+
+    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+        """Return the reference's log-probabilities of the groups' trained tokens; see Learner.reference_logprobs."""
+        self._tell("reference_logprobs", groups=groups)
+        return self.learner.reference_logprobs(groups)
 
     def write_policy(self, version: int) -> None:
         """Write the policy to the shared volume as ``version``, where workers that start find it."""
@@ -152,8 +157,8 @@ class Team:
 def _decoded(arguments: dict[str, Any]) -> dict[str, Any]:
     if "groups" in arguments:
         arguments["groups"] = [
-            TrainingGroup(g["prompt_ids"], [TrainingSequence(**s) for s in g["sequences"]], g["group_id"])
-            for g in arguments["groups"]
+            TrainingGroup(**group | {"sequences": [TrainingSequence(**s) for s in group["sequences"]]})
+            for group in arguments["groups"]
         ]
     if "state" in arguments:
         arguments["state"] = RunState.model_validate(arguments["state"])

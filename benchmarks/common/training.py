@@ -57,7 +57,8 @@ class Work:
 
         def sequence(index: int) -> TrainingSequence:
             logprobs = [-rng.random() for _ in range(self.completion_tokens)]
-            return TrainingSequence(ids(self.completion_tokens), logprobs, 1.0 if index % 2 else -1.0)
+            advantages = [1.0 if index % 2 else -1.0] * self.completion_tokens
+            return TrainingSequence(ids(self.completion_tokens), logprobs, advantages)
 
         groups = [
             TrainingGroup(ids(self.prompt_tokens), [sequence(i) for i in range(self.group_size)], str(number))

@@ -31,7 +31,9 @@ class Completion(WireModel):
     """A completion as the engine returned it.
 
     ``completion_ids`` and ``logprobs`` have one entry a token, the end token included. ``logprobs`` are the behaviour
-    policy's log-probabilities: of the temperature-scaled distribution, before any top-p or top-k cut.
+    policy's log-probabilities: of the temperature-scaled distribution, before any top-p or top-k cut. ``loss_mask`` is
+    False at tokens that the policy did not sample, such as a tool's results: they are read, not trained on, and their
+    log-probability means nothing. Without it the policy sampled every token.
     """
 
     completion: str = ""
@@ -39,6 +41,7 @@ class Completion(WireModel):
     logprobs: list[Finite] = Field(max_length=MAX_TOKENS)
     policy_versions: list[VersionSpan]
     finish_reason: FinishReason
+    loss_mask: list[bool] | None = Field(default=None, max_length=MAX_TOKENS)
 
     @field_validator("logprobs")
     @classmethod
@@ -53,6 +56,8 @@ class Completion(WireModel):
         n = len(self.completion_ids)
         if len(self.logprobs) != n:
             raise ValueError(f"{n} completion_ids but {len(self.logprobs)} logprobs: one logprob a token is needed")
+        if self.loss_mask is not None and len(self.loss_mask) != n:
+            raise ValueError(f"{n} completion_ids but {len(self.loss_mask)} entries of loss_mask: give one a token")
         position = 0
         for span in self.policy_versions:
             if span.start != position or span.end < span.start:
@@ -104,9 +109,17 @@ class RewardResult(WireModel):
 
 
 class Experience(Completion):
-    """A scored completion."""
+    """A scored completion. ``advantages`` has one number a token, for an experience that brings its own."""
 
     result: RewardResult
+    advantages: list[Finite] | None = Field(default=None, max_length=MAX_TOKENS)
+
+    @model_validator(mode="after")
+    def _one_advantage_per_token(self) -> Self:
+        n = len(self.completion_ids)
+        if self.advantages is not None and len(self.advantages) != n:
+            raise ValueError(f"{n} completion_ids but {len(self.advantages)} advantages: give one a token or none")
+        return self
 
     @property
     def reward(self) -> float | None:

@@ -33,9 +33,8 @@ def update(
     settings: TrainerSettings,
     *,
     n_steps: int = 1,
-    off_policy: bool = False,
 ) -> Hand:
-    """Update by the clipped surrogate with token mean, decoupled if ``off_policy`` or the settings ask for it."""
+    """Update by the clipped surrogate with token mean; decoupled if there is a correction and more than one step."""
     model, reference = plain_model(directory), plain_model(directory)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -46,18 +45,18 @@ def update(
     parts = [groups[i::n_steps] for i in range(n_steps)]
     with torch.no_grad():
         proximal = [_forward(model, part, settings) for part in parts]
-    decoupled = off_policy or settings.importance_correction == "truncated"
+    decoupled = n_steps > 1 and settings.importance_correction == "truncated"
     for part, before in zip(parts, proximal, strict=True):
         with torch.no_grad():
             references = _forward(reference, part, settings)
         optimizer.zero_grad()
         now = _forward(model, part, settings)
-        sequences = [s for group in part for s in group.sequences]
+        sequences = [(group.weight, s) for group in part for s in group.sequences]
         losses = [
-            _token_losses(sequence, settings, decoupled, *(x[i] for x in (now, before, references)))
-            for i, sequence in enumerate(sequences)
+            weight * _token_losses(sequence, settings, decoupled, *(x[i] for x in (now, before, references)))
+            for i, (weight, sequence) in enumerate(sequences)
         ]
-        loss = torch.cat(losses).sum() / sum(len(s.completion_ids) for s in sequences)
+        loss = torch.cat(losses).sum() / sum(len(s.completion_ids) for _, s in sequences)
         loss.backward()
         gradients = {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
@@ -81,11 +80,18 @@ def _token_losses(
     before: tuple[Tensor, Tensor],
     reference: tuple[Tensor, Tensor],
 ) -> Tensor:
-    (logprobs, entropies), proximal, advantage = now, before[0], sequence.advantage
-    behaviour = torch.tensor(sequence.behaviour_logprobs)
-    weight = (proximal - behaviour).exp().clamp(max=settings.importance_cap) if decoupled else torch.tensor(1.0)
-    ratio = (logprobs - (proximal if decoupled else behaviour)).exp()
-    clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    losses = -weight * sequence.weight * torch.minimum(ratio * advantage, clipped * advantage)
+    (logprobs, entropies), proximal = now, before[0]
+    advantages, behaviour = torch.tensor(sequence.advantages), torch.tensor(sequence.behaviour_logprobs)
+    stale = (logprobs.detach() - behaviour).exp()
+    weight, old = torch.tensor(1.0), behaviour
+    if decoupled:
+        weight, old = (proximal - behaviour).exp().clamp(max=settings.importance_cap or 2.0), proximal
+    elif settings.importance_correction == "truncated":
+        weight = stale.clamp(max=settings.importance_cap or 2.0) / stale
+    ratio = (logprobs - old).exp()
+    clipped = ratio.clamp(1 - 0.2, 1 + (settings.clip_high or 0.2))
+    losses = -weight * torch.minimum(ratio * advantages, clipped * advantages)
+    # Differentiated through the ratio, the penalty has the gradient of the divergence.
     d = reference[0] - logprobs
-    return losses + settings.kl_coef * (d.exp() - d - 1) - settings.entropy_coef * entropies
+    capped = (logprobs - behaviour).exp() * (stale.clamp(max=2.0) / stale)
+    return losses + settings.kl_coef * capped * (d.exp() - d - 1) - settings.entropy_coef * entropies

@@ -97,7 +97,7 @@ def train_and_publish(
     learner = make_learner(ranks, model, **settings)
     learner.update(groups, 0)
     save_pretrained(learner.policy, ranks, directory, torch.float32)
-    return [learner.logprobs(group) for group in groups]
+    return learner.logprobs(groups, temperature=1.0)
 
 
 def train_and_write_adapter(
@@ -114,7 +114,7 @@ def train_and_write_adapter(
     state = gather_state(policy.adapter_parameters(published_dtype(learner.settings)), ranks, copy=True)
     ranks.on_main(lambda: write_adapter(policy, state, directory / "adapter"))
     save_pretrained(policy, ranks, directory / "merged", torch.float32)
-    return [learner.logprobs(group) for group in groups]
+    return learner.logprobs(groups, temperature=1.0)
 
 
 def stop_one_rank(ranks: Ranks, model: Path, groups: Sequence[TrainingGroup]) -> str:

@@ -27,7 +27,7 @@ from services.protocol.groups import Experience, FinishReason, Group, RewardResu
 from services.protocol.prompts import Cursor
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
 from tests.trainer.tiny import FAMILIES, save_model
-from trainer.algorithm.advantages import training_group
+from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.volume import DiskFullError
@@ -81,8 +81,8 @@ class Outside:
     def store(self, _batch: Batch) -> None:
         pass
 
-    def sample_replay(self, *_: Any) -> None:
-        self._reach("sample_replay", self.steps)
+    def draw_replayed(self, *_: Any) -> None:
+        self._reach("draw_replayed", self.steps)
 
     def acknowledge(self, _: dict[str, float]) -> None:
         if self.steps == LAST:
@@ -168,7 +168,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
 
 
 @pytest.mark.parametrize(
-    ("lost", "completed"), [("generate", 1), ("sample_replay", 1), ("acknowledge", 2), ("publish", 2)]
+    ("lost", "completed"), [("generate", 1), ("draw_replayed", 1), ("acknowledge", 2), ("publish", 2)]
 )
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_weights_prompts_and_records_are_of_one_step(
@@ -189,7 +189,8 @@ def test_weights_prompts_and_records_are_of_one_step(
     learner = make_learner(alone, tmp_path / "broken" / "model", 4)
     broken.team.checkpoints.load(path, learner.policy, learner.optimizer)
     for step in range(completed + 1, 5):
-        learner.update([training_group(group(f"g{step}", step - 1), broken.settings)], step - 1)
+        trained = [training_group(group(f"g{step}", step - 1), broken.settings)]
+        learner.update(with_advantages(trained, broken.settings), step - 1)
     expected = weights_of(undisturbed.team.learner.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 

@@ -96,6 +96,7 @@ def random_groups(
         for s in range(n_completions):
             completion = ids(longest)
             logprobs = [draw.uniform(-4, -1) for _ in completion]
-            sequences.append(TrainingSequence(completion, logprobs, draw.choice([-1.0, 0.5, 1.0]) if s else 1.5))
+            advantage = draw.choice([-1.0, 0.5, 1.0]) if s else 1.5
+            sequences.append(TrainingSequence(completion, logprobs, [advantage] * len(completion)))
         groups.append(TrainingGroup(ids(8), sequences, f"group-{g}"))
     return groups

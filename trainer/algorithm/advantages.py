@@ -1,40 +1,158 @@
-"""Groups as the loss sees them: scored completions with their advantages."""
+"""Advantages: pure functions from the rewards of a step's completions to the weight of each in the loss.
+
+Each function takes the step's ``Outcomes``, S completions in groups, and returns [S] float64. ``ADVANTAGE`` chooses one
+by its name. Generalised advantage estimation, which needs a critic, is in gae.py.
+
+Sources: GRPO (Shao et al. 2024, arXiv:2402.03300), RLOO (Ahmadian et al. 2024, arXiv:2402.14740), Dr. GRPO (Liu et al.
+2025, arXiv:2503.20783), REINFORCE++ (Hu 2025, arXiv:2501.03262), batch-level standard deviation (Liu et al. 2025,
+arXiv:2508.08221), pass@k training (Walder and Karkhanis 2025, arXiv:2505.15201; Tang et al. 2025, arXiv:2503.19595),
+DAPO (Yu et al. 2025, arXiv:2503.14476).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
+from torch import Tensor
 
-from services.protocol.groups import FinishReason, Group
-from trainer.algorithm import grpo
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.config import TrainerSettings
+WHITENING_EPS = 1e-8
+"""Added to a variance before its root is taken."""
 
 
-def training_group(group: Group, settings: TrainerSettings, weight: float = 1.0) -> TrainingGroup:
-    """Return a group's scored completions with their advantages; completions without a reward are left out.
+@dataclass(frozen=True)
+class Outcomes:
+    """The outcomes of a step: S scored completions, which belong to groups with a common prompt."""
+
+    rewards: Tensor
+    """[S] float64, overlong penalty and KL penalty included."""
+    group_ids: Tensor
+    """[S] int64; completions with equal values form a group."""
+    lengths: Tensor
+    """[S] int64: tokens of each completion that are trained on."""
+    eps: float = 1e-4
+    """Added to standard deviations of groups and batches (ADVANTAGE_EPS)."""
+
+    def group_totals(self, values: Tensor) -> Tensor:
+        """Return the sum of ``values`` [S] over each completion's group, [S] float64."""
+        _, group = torch.unique(self.group_ids, return_inverse=True)
+        totals = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+        return totals.index_add_(0, group, values.double())[group]
+
+    @property
+    def group_sizes(self) -> Tensor:
+        """The number of completions in each completion's group, [S] float64."""
+        return self.group_totals(torch.ones_like(self.rewards))
+
+    @property
+    def centred(self) -> Tensor:
+        """Rewards less the mean of their group, [S] float64; exactly 0 in a group of equal rewards."""
+        centred = self.rewards.double() - self.group_totals(self.rewards) / self.group_sizes
+        return torch.where(has_reward_variance(self.rewards, self.group_ids), centred, 0)
+
+
+AdvantageFunction = Callable[[Outcomes], Tensor]
+
+
+def grpo(outcomes: Outcomes) -> Tensor:
+    """Return (r - mean r) / (std r + eps) by group, std with ddof = 1 (arXiv:2402.03300, section 4.1.2)."""
+    variance = outcomes.group_totals(outcomes.centred**2) / (outcomes.group_sizes - 1).clamp(min=1)
+    return outcomes.centred / (variance.sqrt() + outcomes.eps)
+
+
+def dr_grpo(outcomes: Outcomes) -> Tensor:
+    """Return r - mean r by group (arXiv:2503.20783, eq. 3)."""
+    return outcomes.centred
+
+
+def rloo(outcomes: Outcomes) -> Tensor:
+    """Return r - mean of the others' r = (r - mean r) G / (G - 1) by group of G (arXiv:2402.14740, eq. 7)."""
+    sizes = outcomes.group_sizes
+    return outcomes.centred * sizes / (sizes - 1).clamp(min=1)
+
+
+def batch_std(outcomes: Outcomes) -> Tensor:
+    """Return (r - mean r of the group) / (std r of the batch + eps), std with ddof = 1 (arXiv:2508.08221, section 4).
+
+    A group of nearly equal rewards does not get large advantages, as it would by its own deviation.
+    """
+    return outcomes.centred / (_std(outcomes.rewards.double()) + outcomes.eps)
+
+
+def reinforce(outcomes: Outcomes) -> Tensor:
+    """Return rewards whitened over the tokens of the batch, without a group's baseline (arXiv:2501.03262, eq. 5)."""
+    return _whitened(outcomes.rewards.double(), outcomes.lengths)
+
+
+def reinforce_baseline(outcomes: Outcomes) -> Tensor:
+    """Return r - mean r by group, whitened over the tokens of the batch (arXiv:2501.03262, section 3.3).
+
+    Completions of a group with equal rewards keep 0 before whitening, and get what the mean of the batch makes of it.
+    """
+    return _whitened(outcomes.centred, outcomes.lengths)
+
+
+def pass_at_k(outcomes: Outcomes) -> Tensor:
+    """Return the best completion's lead over the second best of its group, and 0 for the others, k = G.
+
+    The lead is what the best completion adds to the largest of G rewards, whose mean is pass@G for rewards of 0 and 1
+    (arXiv:2503.19595, eq. 7). The first of several best completions is the best.
+    """
+    advantages = torch.zeros_like(outcomes.rewards, dtype=torch.float64)
+    for group_id in outcomes.group_ids.unique():
+        members = (outcomes.group_ids == group_id).nonzero().squeeze(1)
+        if len(members) >= 2:
+            first, second = outcomes.rewards[members].double().topk(2).values
+            advantages[members[outcomes.rewards[members].argmax()]] = first - second
+    return advantages
+
+
+ADVANTAGE_FUNCTIONS: dict[str, AdvantageFunction] = {
+    f.__name__: f for f in (grpo, dr_grpo, rloo, batch_std, reinforce, reinforce_baseline, pass_at_k)
+}
+
+
+def has_reward_variance(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Return which completions belong to a group with two different rewards, [S] bool.
+
+    Rewards are compared exactly, so that the rounding of a mean cannot make an advantage out of equal rewards.
 
     Args:
-        group: the group as generated, or as stored in the replay buffer.
-        settings: ADVANTAGE, OVERLONG_BUFFER and MAX_NEW_TOKENS.
-        weight: importance weight of the group.
+        rewards: [S] float.
+        group_ids: [S] int64; completions with equal values form a group.
     """
-    experiences = [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
-    rewards = torch.tensor([e.reward for e in experiences], dtype=torch.float64)
-    if settings.overlong_buffer:
-        lengths = torch.tensor([len(e.completion_ids) for e in experiences])
-        rewards = rewards + grpo.overlong_penalty(lengths, settings.max_new_tokens, settings.overlong_buffer)
-    one_group = torch.zeros(len(experiences), dtype=torch.int64)
-    advantages = grpo.group_advantages(rewards, one_group, settings.advantage, settings.advantage_eps).tolist()
-    return TrainingGroup(
-        prompt_ids=group.prompt_ids,
-        sequences=[
-            TrainingSequence(e.completion_ids, e.logprobs, advantage, weight)
-            for e, advantage in zip(experiences, advantages, strict=True)
-        ],
-        group_id=group.group_id,
-    )
+    _, group = torch.unique(group_ids, return_inverse=True)
+    low = torch.full((len(rewards),), torch.inf, dtype=rewards.dtype, device=rewards.device)
+    high = -low
+    low.scatter_reduce_(0, group, rewards, "amin")
+    high.scatter_reduce_(0, group, rewards, "amax")
+    return (low < high)[group]
 
 
-def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """Return True when a completion of the group has an advantage other than 0."""
-    return any(sequence.advantage for sequence in training_group(group, settings).sequences)
+def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """Return the soft penalty for completions close to the length limit (DAPO, arXiv:2503.14476, eq. 13).
+
+    The penalty is 0 up to ``max_length - buffer`` tokens, falls linearly to -1 at ``max_length``, and stays there.
+
+    Args:
+        lengths: [S] int64, completion lengths in tokens.
+        max_length: L_max in tokens.
+        buffer: L_cache in tokens, at least 1.
+
+    Returns:
+        [S] float32 in [-1, 0]; add it to the rewards.
+    """
+    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0).to(torch.float32)
+
+
+def _std(values: Tensor) -> Tensor:
+    return values.std() if len(values) > 1 else torch.zeros_like(values.sum())
+
+
+def _whitened(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return ``values`` [S] with mean 0 and variance 1 (ddof = 1) over tokens: each value counts ``lengths`` times."""
+    tokens = lengths.double()
+    mean = (values * tokens).sum() / tokens.sum().clamp(min=1)
+    variance = ((values - mean) ** 2 * tokens).sum() / (tokens.sum() - 1).clamp(min=1)
+    return (values - mean) * torch.rsqrt(variance + WHITENING_EPS)

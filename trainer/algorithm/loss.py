@@ -1,17 +1,26 @@
-"""The loss that the settings choose, from a micro-batch's log-probabilities, and its diagnostics."""
+"""The loss that the settings choose, from a micro-batch's log-probabilities, and its metrics."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from trainer.algorithm import grpo
-from trainer.algorithm.methods import KLEstimator
+from services.core.errors import ConfigurationError
+from services.core.functions import load_function
+from trainer.algorithm.aggregation import aggregate, k3, kl_penalty
+from trainer.algorithm.importance import CAPS, importance_weights, log_ratio, off_policy_mask
+from trainer.algorithm.methods import LOSS_OPTIONS, ImportanceCorrection, is_own_function
 from trainer.algorithm.packing import MicroBatch
-from trainer.config import ImportanceCorrection, Loss, TrainerSettings
+from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossFunction, LossTokens, TokenLosses
+from trainer.config import TrainerSettings
+
+REPLAY_PREFIX = "replay_"
+"""Prefix of the metrics of tokens from the replay buffer."""
 
 
 @dataclass(frozen=True)
@@ -19,149 +28,152 @@ class StepSize:
     """The denominators of a step's loss: counts over all ranks and micro-batches."""
 
     tokens: int
-    """Completion tokens."""
+    """Trained tokens."""
     sequences: int
-    """Completions."""
+    """Completions with trained tokens."""
 
 
 @dataclass
 class Diagnostics:
-    """Sums and maxima over completion tokens, to be combined over micro-batches and ranks."""
+    """Sums and maxima over trained tokens, to be combined over micro-batches and ranks."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    signal: dict[str, float] = field(default_factory=dict)
-    """Sum over a group's tokens of |importance weight * advantage|, by group id: the group's pull on the policy."""
 
     def add(self, other: Diagnostics) -> None:
         """Add another micro-batch."""
         add_up(self.sums, other.sums)
-        add_up(self.signal, other.signal)
         for name, value in other.maxima.items():
             self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
 
     def metrics(self) -> dict[str, float]:
-        """Return means over tokens, the loss and extreme ratios, by metric name."""
-        tokens = max(self.sums.get("tokens", 0.0), 1.0)
-        means = {name: value / tokens for name, value in self.sums.items() if name not in ("tokens", "loss")}
-        extremes = dict(self.maxima)
-        if "negative_ratio_min" in extremes:
-            extremes["ratio_min"] = -extremes.pop("negative_ratio_min")
+        """Return the loss, and by metric name means over tokens and extreme ratios; replayed tokens have a prefix."""
+        means = {}
+        for name, value in self.sums.items():
+            prefix = REPLAY_PREFIX if name.startswith(REPLAY_PREFIX) else ""
+            if name not in ("loss", "tokens", f"{REPLAY_PREFIX}tokens"):
+                means[name] = value / max(self.sums[f"{prefix}tokens"], 1.0)
+        extremes = {name: -x if name.endswith("ratio_min") else x for name, x in self.maxima.items()}
         return {"loss": self.sums.get("loss", 0.0), **means, **extremes}
 
 
-def policy_loss(
-    settings: TrainerSettings,
-    batch: MicroBatch,
-    logprobs: Tensor,
-    entropies: Tensor,
-    step: StepSize,
-    *,
-    proximal_logprobs: Tensor | None = None,
-    reference_logprobs: Tensor | None = None,
-    off_policy: bool = False,
-) -> tuple[Tensor, Diagnostics]:
-    """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
+class PolicyLoss:
+    """The loss of a step's micro-batches, as the settings choose it."""
 
-    Args:
-        settings: the loss, its aggregation, correction and penalties.
-        batch: the micro-batch, with N completion tokens.
-        logprobs: [N] float32, log pi_theta.
-        entropies: [N] float32, in nats.
-        step: the denominators of the aggregation.
-        proximal_logprobs: [N] float32, needed from the second optimizer step of a batch on. In the first, theta itself
-            is the proximal policy.
-        reference_logprobs: [N] float32, needed when KL_COEF is not 0.
-        off_policy: the groups come from the replay buffer, so their loss is always the decoupled objective.
-    """
-    proximal = logprobs.detach() if proximal_logprobs is None else proximal_logprobs
-    weights = _importance_weights(settings, proximal, batch.behaviour_logprobs, off_policy)
-    denominator = batch.behaviour_logprobs if weights is None else proximal
-    losses = _surrogate(settings, batch, logprobs, denominator)
-    if weights is not None:
-        losses = losses * weights
-    losses = losses * batch.weights
-    if settings.entropy_coef:
-        losses = losses - settings.entropy_coef * entropies
-    if reference_logprobs is not None:
-        losses = losses + settings.kl_coef * grpo.kl_penalty(logprobs, reference_logprobs, settings.kl_estimator)
-    loss = grpo.aggregate(
-        losses,
-        batch.sequence_ids,
-        batch.n_sequences,
-        settings.aggregation,
-        step_tokens=step.tokens,
-        step_sequences=step.sequences,
-        constant_length=settings.max_new_tokens,
-    )
-    return loss, _diagnose(settings, batch, loss, logprobs, entropies, denominator, weights, reference_logprobs)
+    def __init__(self, settings: TrainerSettings) -> None:
+        """Choose the loss.
+
+        Raises:
+            ConfigurationError: LOSS names a function that cannot be had, or that lacks an option that is set.
+        """
+        self.settings = settings
+        self._policy_loss = _chosen_loss(settings)
+
+    def __call__(
+        self,
+        batch: MicroBatch,
+        logprobs: Tensor,
+        entropies: Tensor,
+        step: StepSize,
+        *,
+        proximal_logprobs: Tensor | None = None,
+        reference_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, Diagnostics]:
+        """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
+
+        The ratio's denominator is the behaviour policy. Then a correction's weight takes the place of the ratio within
+        the bounds of the clip: it multiplies the loss by weight / ratio, which is 1 up to the cap. With
+        ``proximal_logprobs`` the denominator is the proximal policy, and the weight that of the proximal against the
+        behaviour policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298,
+        eq. 5).
+
+        Args:
+            batch: the micro-batch, with N trained tokens.
+            logprobs: [N] float32, log pi_theta.
+            entropies: [N] float32, in nats.
+            step: the denominators of the aggregation.
+            proximal_logprobs: [N] float32, the trainer's own policy at the start of the step, when a step has several
+                updates and a correction is set.
+            reference_logprobs: [N] float32, for a KL penalty in the loss.
+        """
+        settings = self.settings
+        theta, behaviour = logprobs.detach(), batch.behaviour_logprobs
+        proximal = theta if proximal_logprobs is None else proximal_logprobs
+        weights = importance_weights(
+            settings.importance_correction,
+            proximal,
+            behaviour,
+            batch.sequence_ids,
+            batch.n_sequences,
+            settings.importance_cap,
+        )
+        factors = weights
+        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
+            factors = weights / log_ratio(theta, behaviour).exp()
+        old = behaviour if proximal_logprobs is None else proximal_logprobs
+        tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
+        policy = self._policy_loss(tokens)
+        losses = policy.losses * factors
+        metrics: dict[str, Tensor] = {"entropy": entropies, "importance_weight": weights, **policy.metrics}
+        # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
+        metrics["kl_behaviour"] = k3(behaviour, theta)
+        if settings.off_policy_max_kl is not None:
+            kept = off_policy_mask(
+                theta, behaviour, batch.advantages, batch.sequence_ids, batch.n_sequences, settings.off_policy_max_kl
+            )
+            losses, metrics["off_policy_fraction"] = losses * kept, ~kept
+        if settings.entropy_coef:
+            losses = losses - settings.entropy_coef * entropies
+        if reference_logprobs is not None:
+            stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
+            losses = losses + settings.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
+            metrics["kl_reference"] = k3(theta, reference_logprobs)
+        loss = aggregate(
+            losses * batch.weights,
+            batch.sequence_ids,
+            batch.n_sequences,
+            settings.loss_aggregation,
+            step_tokens=step.tokens,
+            step_sequences=step.sequences,
+            constant_length=settings.max_new_tokens,
+        )
+        return loss, _diagnose(batch, loss, tokens.ratio, metrics)
 
 
-def _importance_weights(
-    settings: TrainerSettings, proximal: Tensor, behaviour: Tensor, off_policy: bool
-) -> Tensor | None:
-    """Return the decoupled objective's weights [N]; None when the ratio's denominator is the behaviour policy."""
-    match settings.importance_correction:
-        case ImportanceCorrection.ICEPOP:
-            return grpo.icepop_weights(proximal, behaviour)
-        case ImportanceCorrection.NONE if not off_policy:
-            return None
-        case _:
-            return grpo.truncated_importance_weights(proximal, behaviour, settings.importance_cap)
+def _chosen_loss(settings: TrainerSettings) -> LossFunction:
+    """Return the function that LOSS names, with the options that are set."""
+    options = {name: value for name in LOSS_OPTIONS if (value := getattr(settings, name)) is not None}
+    if not is_own_function(settings.loss):
+        return partial(LOSS_FUNCTIONS[settings.loss], **options)
+    function = load_function("LOSS", settings.loss)
+    for name in options.keys() - inspect.signature(function).parameters.keys():
+        raise ConfigurationError(f"{name.upper()} is set, but LOSS={settings.loss} has no keyword argument {name}")
 
+    def loss(tokens: LossTokens) -> TokenLosses:
+        result = function(tokens, **options)
+        if not isinstance(result, TokenLosses) or result.losses.shape != tokens.logprobs.shape:
+            raise ConfigurationError(
+                f"LOSS={settings.loss} must return TokenLosses with one loss for each of {len(tokens.logprobs)} tokens"
+            )
+        return result
 
-def _surrogate(settings: TrainerSettings, batch: MicroBatch, logprobs: Tensor, denominator: Tensor) -> Tensor:
-    low, high, advantages = settings.clip_low, settings.clip_high, batch.advantages
-    match settings.loss:
-        case Loss.CLIPPED:
-            return grpo.clipped_surrogate(logprobs, denominator, advantages, low, high, settings.dual_clip)
-        case Loss.GSPO:
-            return grpo.gspo_loss(logprobs, denominator, advantages, batch.sequence_ids, batch.n_sequences, low, high)
-        case Loss.CISPO:
-            return grpo.cispo_loss(logprobs, denominator, advantages, low, high)
+    return loss
 
 
 @torch.no_grad()
-def _diagnose(
-    settings: TrainerSettings,
-    batch: MicroBatch,
-    loss: Tensor,
-    logprobs: Tensor,
-    entropies: Tensor,
-    denominator: Tensor,
-    weights: Tensor | None,
-    reference_logprobs: Tensor | None,
-) -> Diagnostics:
-    if batch.is_filler or len(logprobs) == 0:
+def _diagnose(batch: MicroBatch, loss: Tensor, ratio: Tensor, metrics: Mapping[str, Tensor]) -> Diagnostics:
+    """Return sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones."""
+    if batch.is_filler or len(ratio) == 0:
         return Diagnostics()
-    log_ratio = grpo.log_ratio(logprobs, denominator)
-    if settings.loss is Loss.GSPO:
-        log_ratio = grpo.sequence_means(log_ratio, batch.sequence_ids, batch.n_sequences)[batch.sequence_ids]
-    ratio = log_ratio.exp()
-    below, above = ratio < 1 - settings.clip_low, ratio > 1 + settings.clip_high
-    if settings.loss is not Loss.CISPO:  # CISPO clips weights whatever the sign of the advantage
-        below, above = below & (batch.advantages < 0), above & (batch.advantages > 0)
-    sums = {
-        "loss": loss,
-        "tokens": torch.full_like(loss, len(logprobs)),
-        "entropy": entropies.sum(),
-        # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
-        "kl_behaviour": grpo.kl_penalty(batch.behaviour_logprobs, logprobs, KLEstimator.K3).sum(),
-        "clip_fraction_low": below.sum(),
-        "clip_fraction_high": above.sum(),
-    }
-    if weights is not None:
-        sums["importance_weight"] = weights.sum()
-    if reference_logprobs is not None:
-        sums["kl_reference"] = grpo.kl_penalty(logprobs, reference_logprobs, KLEstimator.K3).sum()
-    maxima = {"ratio_max": ratio.max(), "negative_ratio_min": -ratio.min()}
-    weight = ratio if weights is None else weights
-    by_sequence = torch.zeros(batch.n_sequences, device=weight.device)
-    by_sequence.index_add_(0, batch.sequence_ids, (weight * batch.advantages).abs())
-    result = Diagnostics(_numbers(sums), _numbers(maxima))
-    for group_id, value in zip(batch.group_ids, by_sequence.tolist(), strict=True):
-        add_up(result.signal, {group_id: value})
-    return result
+    sums, maxima = {"loss": loss.double()}, {}
+    for prefix, chosen in (("", ~batch.is_replayed), (REPLAY_PREFIX, batch.is_replayed)):
+        if not chosen.any():
+            continue
+        sums[f"{prefix}tokens"] = chosen.sum().double()
+        sums |= {prefix + name: values[chosen].double().sum() for name, values in metrics.items()}
+        maxima[f"{prefix}ratio_max"] = ratio[chosen].max().double()
+        maxima[f"{prefix}ratio_min"] = -ratio[chosen].min().double()
+    return Diagnostics(_numbers(sums), _numbers(maxima))
 
 
 def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
@@ -170,6 +182,6 @@ def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
         totals[name] = totals.get(name, 0.0) + value
 
 
-def _numbers(scalars: dict[str, Tensor]) -> dict[str, float]:
+def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
     """Return scalars as numbers, brought from the device in one transfer."""
-    return dict(zip(scalars, torch.stack([x.double() for x in scalars.values()]).tolist(), strict=True))
+    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))

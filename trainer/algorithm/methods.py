@@ -1,16 +1,18 @@
-"""The names of the methods in trainer/algorithm/grpo.py. Settings read them, so this module must load without torch."""
+"""The names of the algorithm's methods, and the values that their papers give them.
+
+Settings read this module, so it must load without torch. A name of the form ``module:function`` stands for a function
+of the user's own; docs/guides/own-loss.md has the contracts.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
-
-class AdvantageMethod(StrEnum):
-    """The formula from a group's rewards to advantages."""
-
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    RLOO = "rloo"
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "gae")
+"""The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
 
 class Aggregation(StrEnum):
@@ -21,9 +23,38 @@ class Aggregation(StrEnum):
     CONSTANT_LENGTH = "constant_length"
 
 
-class KLEstimator(StrEnum):
-    """The estimator of KL(theta || reference) from samples of theta."""
+@dataclass(frozen=True)
+class LossMethod:
+    """A policy loss as its paper has it."""
 
-    K1 = "k1"
-    K2 = "k2"
-    K3 = "k3"
+    options: tuple[str, ...] = ()
+    """The keyword arguments of its function that settings of the same names change."""
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+
+
+LOSSES: Mapping[str, LossMethod] = {
+    "clipped": LossMethod(("clip_low", "clip_high", "dual_clip")),
+    "gspo": LossMethod(("clip_low", "clip_high"), Aggregation.SEQUENCE_MEAN),
+    "cispo": LossMethod(("clip_low", "clip_high")),
+    "clip_cov": LossMethod(("clip_low", "clip_high")),
+    "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
+}
+"""The policy losses: the functions of these names in trainer/algorithm/policy_losses.py."""
+
+LOSS_OPTIONS = ("clip_low", "clip_high", "dual_clip")
+"""The settings that are options of a loss."""
+
+
+class ImportanceCorrection(StrEnum):
+    """The correction for tokens sampled by another policy, or another engine, than the one in training."""
+
+    NONE = "none"
+    TRUNCATED = "truncated"
+    ICEPOP = "icepop"
+    SEQUENCE = "sequence"
+    GEOMETRIC = "geometric"
+
+
+def is_own_function(name: str) -> bool:
+    """Return whether ``name`` has the form ``module:function``."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None

@@ -10,33 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from itertools import compress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One completion as the loss sees it."""
+    """One completion as the loss sees it: L tokens, each with its advantage."""
 
     completion_ids: list[int]
     behaviour_logprobs: list[float]
-    advantage: float
-    weight: float = 1.0
-    """Importance weight of its group: 1, unless the group was drawn by priority from the replay buffer."""
+    """L log-probabilities; those of tokens outside the loss mask are not used."""
+    advantages: list[float]
+    """L advantages."""
+    loss_mask: list[bool] | None = None
+    """L flags, False for tokens that are read but not trained on, such as a tool's results; None: all are trained."""
+    reward: float = 0.0
+    has_own_advantages: bool = False
+    """The advantages came with the completion, so none are computed from its reward."""
 
     def __post_init__(self) -> None:
-        if len(self.behaviour_logprobs) != len(self.completion_ids):
-            raise ValueError(
-                f"{len(self.completion_ids)} completion_ids but {len(self.behaviour_logprobs)} behaviour_logprobs: "
-                "every completion token needs one log-probability"
-            )
+        for name in ("behaviour_logprobs", "advantages", "loss_mask"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.completion_ids):
+                raise ValueError(
+                    f"{len(self.completion_ids)} completion_ids but {len(values)} {name}: every completion token "
+                    "needs one"
+                )
 
     @property
     def read_ids(self) -> list[int]:
         """The tokens that a forward pass reads: all but the last, from which nothing is predicted."""
         return self.completion_ids[:-1]
+
+    def trained(self, values: Sequence[T]) -> list[T]:
+        """Return those of L ``values`` whose token is trained on."""
+        return list(values) if self.loss_mask is None else list(compress(values, self.loss_mask))
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained on."""
+        return len(self.completion_ids) if self.loss_mask is None else sum(self.loss_mask)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,9 @@ class TrainingGroup:
     prompt_ids: list[int]
     sequences: list[TrainingSequence]
     group_id: str = ""
+    weight: float = 1.0
+    """Importance weight: 1, unless the group was drawn by priority from the replay buffer."""
+    is_replayed: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -57,6 +79,17 @@ class TrainingGroup:
     def tokens(self) -> int:
         """Tokens that a forward pass reads: the prompt once, and all but the last of every completion."""
         return len(self.prompt_ids) + sum(len(sequence.read_ids) for sequence in self.sequences)
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of completion tokens that are trained on."""
+        return sum(sequence.trained_tokens for sequence in self.sequences)
+
+    @property
+    def mean_absolute_advantage(self) -> float:
+        """Mean of |advantage| over the trained tokens: the group's priority in the replay buffer."""
+        total = sum(abs(a) for sequence in self.sequences for a in sequence.trained(sequence.advantages))
+        return total / max(self.trained_tokens, 1)
 
     def all_ids(self) -> Iterator[list[int]]:
         """Yield the token ids of the prompt, then those of each completion."""
@@ -102,7 +135,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed tokens of B pieces with S completions of N tokens in all."""
+    """T packed tokens of B pieces with S completions, which have N trained tokens in all."""
 
     input_ids: Tensor
     """[T] int64."""
@@ -110,20 +143,20 @@ class MicroBatch:
     """[T] int64."""
     layout: AttentionLayout
     predict_rows: Tensor
-    """[N] int64: the packed index whose hidden state predicts each completion token."""
+    """[N] int64: the packed index whose hidden state predicts each trained token."""
     targets: Tensor
-    """[N] int64: the completion tokens."""
+    """[N] int64: the trained tokens."""
     sequence_ids: Tensor
     """[N] int64 in [0, S)."""
     behaviour_logprobs: Tensor
     """[N] float32."""
     advantages: Tensor
-    """[N] float32: the completion's advantage at each of its tokens."""
+    """[N] float32."""
     weights: Tensor
     """[N] float32: the importance weight of the group at each token."""
+    is_replayed: Tensor
+    """[N] bool: the group came from the replay buffer."""
     n_sequences: int
-    group_ids: list[str]
-    """The group of each of the S completions."""
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
@@ -251,7 +284,7 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
     """Pack pieces into one micro-batch; no pieces give a filler of one token whose loss is 0."""
     is_filler = not pieces
     if is_filler:
-        pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], advantage=0.0, weight=0.0)])]
+        pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
     ids: list[int] = []
     positions: list[int] = []
     predict: list[int] = []
@@ -269,23 +302,25 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
             start, length = len(ids), len(sequence.read_ids)
             completion_starts.append((start, length))
             piece_of_completion.append(piece_index)
-            predict += [last_of_prompt, *range(start, start + length)] if sequence.completion_ids else []
+            rows = [last_of_prompt, *range(start, start + length)] if sequence.completion_ids else []
+            predict += sequence.trained(rows)
             ids += sequence.read_ids
             positions += range(prompt_length, prompt_length + length)
             sequences.append(sequence)
-    lengths = torch.tensor([len(s.completion_ids) for s in sequences])
+    groups = [piece for piece in pieces for _ in piece.sequences]
+    lengths = torch.tensor([s.trained_tokens for s in sequences])
     return MicroBatch(
         input_ids=torch.tensor(ids),
         position_ids=torch.tensor(positions),
         layout=_attention_layout(prompt_starts, completion_starts, piece_of_completion, len(ids)),
         predict_rows=torch.tensor(predict, dtype=torch.int64),
-        targets=torch.tensor([t for s in sequences for t in s.completion_ids], dtype=torch.int64),
+        targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
-        behaviour_logprobs=torch.tensor([x for s in sequences for x in s.behaviour_logprobs], dtype=torch.float32),
-        advantages=torch.tensor([s.advantage for s in sequences]).repeat_interleave(lengths),
-        weights=torch.tensor([s.weight for s in sequences]).repeat_interleave(lengths),
+        behaviour_logprobs=torch.tensor([x for s in sequences for x in s.trained(s.behaviour_logprobs)]).float(),
+        advantages=torch.tensor([x for s in sequences for x in s.trained(s.advantages)]).float(),
+        weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
+        is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
         n_sequences=len(sequences),
-        group_ids=[piece.group_id for piece in pieces for _ in piece.sequences],
         is_filler=is_filler,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,9 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from services.core.logs import get_logger
-from trainer.algorithm.loss import Diagnostics, StepSize, add_up, policy_loss
+from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize, add_up
+from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
-from trainer.config import ImportanceCorrection, Schedule, TrainerSettings
+from trainer.algorithm.training_groups import TokenNumbers
+from trainer.config import Schedule, TrainerSettings
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
@@ -41,9 +44,7 @@ class UpdateResult:
     """Tokens in forward passes with gradient, over all ranks."""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means over the optimizer steps."""
-    signal: dict[str, float] = field(default_factory=dict)
-    """Sum over a group's tokens of |importance weight * advantage|, by group id."""
+    """Means over the optimizer steps that have the metric."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Learner:
         self.ranks = ranks
         self.reference = reference
         self.total_steps = total_steps
+        self.loss = PolicyLoss(settings)
         self.optimizer = torch.optim.AdamW(
             [p for p in policy.parameters() if p.requires_grad],
             lr=settings.learning_rate,
@@ -80,7 +82,6 @@ class Learner:
         step: int,
         *,
         n_steps: int = 1,
-        off_policy: bool = False,
         should_stop: Callable[[], bool] | None = None,
     ) -> UpdateResult:
         """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
@@ -90,10 +91,9 @@ class Learner:
         leaves policy and optimizer unchanged and is counted.
 
         Args:
-            groups: all groups to train on; every rank passes the same.
+            groups: all groups to train on, fresh and replayed; every rank passes the same.
             step: number of the training step, for the learning rate.
             n_steps: optimizer steps.
-            off_policy: the groups come from the replay buffer.
             should_stop: called on every rank between the micro-batches before the first optimizer step.
 
         Raises:
@@ -103,34 +103,59 @@ class Learner:
         rate = learning_rate(self.settings, step, self.total_steps)
         known = [group for group in groups if self._knows(group)]
         parts = [self._part(known[i::n_steps]) for i in range(n_steps)]
-        corrected = off_policy or self.settings.importance_correction is not ImportanceCorrection.NONE
         # With one optimizer step theta is the proximal policy, and its log-probabilities come with the gradient.
-        proximal = [self._logprobs(part) for part in parts] if n_steps > 1 and corrected else [None] * n_steps
+        is_decoupled = n_steps > 1 and self.settings.importance_correction is not ImportanceCorrection.NONE
+        proximal = [self._logprobs(part) if is_decoupled else None for part in parts]
         result = UpdateResult(refused=len(groups) - len(known))
+        counts: Counter[str] = Counter()
         for part, part_proximal in zip(parts, proximal, strict=True):
             if not part.own:
                 continue
-            metrics, signal = self._optimizer_step(
-                part, part_proximal, rate, off_policy, None if result.steps else should_stop
-            )
+            metrics = self._optimizer_step(part, part_proximal, rate, None if result.steps else should_stop)
             result.steps += 1
             result.tokens += part.tokens
             result.skipped += int(not _is_finite(metrics))
-            result.signal.update(signal)
             add_up(result.metrics, metrics)
-        result.metrics = {name: value / result.steps for name, value in result.metrics.items()}
+            counts.update(metrics.keys())
+        result.metrics = {name: value / counts[name] for name, value in result.metrics.items()}
         result.metrics |= {"learning_rate": rate, "groups_refused": float(result.refused)}
         result.seconds = time.perf_counter() - started
         return result
 
-    @torch.no_grad()
     def logprobs(
-        self, group: TrainingGroup, temperature: float = 1.0, *, use_adapters: bool = True
-    ) -> list[list[float]]:
-        """Return the policy's log-probabilities of one group, ``result[completion][token]``, on every rank."""
+        self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
+    ) -> list[TokenNumbers]:
+        """Return the policy's log-probabilities of the groups' trained tokens, on every rank.
+
+        Args:
+            groups: the groups; the ranks share them.
+            temperature: of the distribution; without it, TEMPERATURE.
+            use_adapters: compute with the LoRA adapters, if there are any.
+        """
         with nullcontext() if use_adapters else self.policy.without_adapters():
-            values, _ = self.policy(self._packed([group]), temperature)
-        return [part.tolist() for part in values.cpu().split([len(s.completion_ids) for s in group.sequences])]
+            return self._token_numbers(groups, lambda batch: cast("Tensor", self.policy(batch, temperature)[0]))
+
+    def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+        """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""
+        return self._token_numbers(groups, self._reference_logprobs)
+
+    @torch.no_grad()
+    def _token_numbers(
+        self, groups: Sequence[TrainingGroup], compute: Callable[[MicroBatch], Tensor]
+    ) -> list[TokenNumbers]:
+        """Return ``compute`` of the trained tokens by group, completion and token; the ranks share the work."""
+        places = {id(s): (i, j) for i, group in enumerate(groups) for j, s in enumerate(group.sequences)}
+        own: list[tuple[int, int, list[float]]] = []
+        shares = share_out(groups, self.ranks.world_size, self.settings.micro_batch_tokens)
+        for pieces in shares[self.ranks.rank]:
+            values = compute(self._packed(pieces)).cpu()
+            sequences = [s for piece in pieces for s in piece.sequences]
+            parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
+            own += [(*places[id(s)], part.tolist()) for s, part in zip(sequences, parts, strict=True)]
+        result: list[TokenNumbers] = [[[] for _ in group.sequences] for group in groups]
+        for i, j, numbers in (entry for entries in self.ranks.gather_json(own) for entry in entries):
+            result[i][j] = numbers
+        return result
 
     def _knows(self, group: TrainingGroup) -> bool:
         vocabulary = self.policy.config.vocab_size
@@ -145,14 +170,14 @@ class Learner:
         return not unknown
 
     def _part(self, groups: Sequence[TrainingGroup]) -> _Part:
-        needs_all = self.settings.entropy_coef != 0 or self.settings.kl_coef != 0
-        trainable = [g for g in groups if needs_all or any(s.advantage for s in g.sequences)]
+        needs_all = self.settings.entropy_coef != 0 or (self.settings.kl_coef != 0 and not self.settings.kl_in_reward)
+        trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
         shares = share_out(trainable, self.ranks.world_size, self.settings.micro_batch_tokens)
         return _Part(
             own=shares[self.ranks.rank],
             size=StepSize(
-                tokens=sum(len(s.completion_ids) for g in groups for s in g.sequences),
-                sequences=sum(len(g.sequences) for g in groups),
+                tokens=sum(g.trained_tokens for g in groups),
+                sequences=sum(s.trained_tokens > 0 for g in groups for s in g.sequences),
             ),
             tokens=sum(piece.tokens for batches in shares for pieces in batches for piece in pieces),
         )
@@ -169,9 +194,8 @@ class Learner:
         part: _Part,
         proximal: list[Tensor] | None,
         rate: float,
-        off_policy: bool,
         should_stop: Callable[[], bool] | None,
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    ) -> dict[str, float]:
         diagnostics, policy = Diagnostics(), cast("FSDPModule", self.policy)
         for index, pieces in enumerate(part.own):
             if should_stop is not None and self.ranks.any(should_stop()):
@@ -185,9 +209,9 @@ class Learner:
             policy.set_reshard_after_backward(is_last or self.settings.shard_parameters)
             policy.set_is_last_backward(is_last)
             before = proximal[index] if proximal else None
-            diagnostics.add(self._backward(self._packed(pieces), part.size, before, off_policy))
+            diagnostics.add(self._backward(self._packed(pieces), part.size, before))
         total, maximum = self.ranks.total, self.ranks.maximum
-        diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima), total(diagnostics.signal))
+        diagnostics = Diagnostics(total(diagnostics.sums), maximum(diagnostics.maxima))
         metrics = diagnostics.metrics()
         metrics["grad_norm"] = self._clip()
         if _is_finite(metrics):
@@ -195,20 +219,14 @@ class Learner:
                 group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return metrics, diagnostics.signal
+        return metrics
 
-    def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None, off_policy: bool) -> Diagnostics:
-        reference = self._reference_logprobs(batch)
+    def _backward(self, batch: MicroBatch, size: StepSize, proximal: Tensor | None) -> Diagnostics:
+        has_kl = self.settings.kl_coef != 0 and not self.settings.kl_in_reward
+        reference = self._reference_logprobs(batch) if has_kl else None
         logprobs, entropies = self.policy(batch)
-        loss, diagnostics = policy_loss(
-            self.settings,
-            batch,
-            logprobs,
-            entropies,
-            size,
-            proximal_logprobs=proximal,
-            reference_logprobs=reference,
-            off_policy=off_policy,
+        loss, diagnostics = self.loss(
+            batch, logprobs, entropies, size, proximal_logprobs=proximal, reference_logprobs=reference
         )
         if batch.is_filler:
             loss = logprobs.sum() * 0.0
@@ -217,9 +235,7 @@ class Learner:
         return diagnostics
 
     @torch.no_grad()
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor | None:
-        if not self.settings.kl_coef:
-            return None
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
         if self.reference is not None:
             return cast("Tensor", self.reference(batch)[0])
         with self.policy.without_adapters():

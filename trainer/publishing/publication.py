@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
-from trainer.algorithm.advantages import training_group
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.publishing.adapter_probe import PROBE_TEXT, PROBE_TOKENS, AdapterProbe
@@ -50,10 +50,11 @@ class Publication:
 
     def _probe(self, batch: Batch) -> dict[str, float]:
         groups = [training_group(group, self.settings) for group in batch.groups]
-        group = next((replace(g, sequences=g.sequences[:1]) for g in groups if g.sequences), None)
+        probes = (replace(g, sequences=[replace(g.sequences[0], loss_mask=None)]) for g in groups if g.sequences)
+        group = next(probes, None)
         if group is None:
             return {}
-        expected = self.team.logprobs([group])[0]
+        (expected,) = self.team.logprobs([group], temperature=1.0)[0]
         probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
         return {"probe_difference": self.services.thread.call(probing)}
 
@@ -61,10 +62,10 @@ class Publication:
         description = self.team.learner.policy.description
         assert description is not None, "rank 0 has it"
         token_ids = description.tokenizer.encode(PROBE_TEXT)[:PROBE_TOKENS]
-        completion = TrainingSequence(token_ids[1:], [0.0] * (len(token_ids) - 1), 0.0)
-        group = TrainingGroup(token_ids[:1], [completion])
+        zeros = [0.0] * (len(token_ids) - 1)
+        group = TrainingGroup(token_ids[:1], [TrainingSequence(token_ids[1:], zeros, zeros)])
         if self._adapter_probe is None:
-            model_alone = self.team.logprobs([group], use_adapters=False)[0]
+            (model_alone,) = self.team.logprobs([group], temperature=1.0, use_adapters=False)[0]
             self._adapter_probe = AdapterProbe(self.settings, token_ids, model_alone)
-        expected = self.team.logprobs([group])[0]
+        (expected,) = self.team.logprobs([group], temperature=1.0)[0]
         return self.services.thread.call(self._adapter_probe.check(expected))

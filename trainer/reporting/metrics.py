@@ -25,24 +25,22 @@ class Measure:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def _update_measures() -> Iterator[Measure]:
-    """Yield the measures of both updates: on fresh groups, and (``replay_``) the additional one on replayed groups."""
+def _token_measures() -> Iterator[Measure]:
+    """Yield the measures over trained tokens: those of fresh groups, and (``replay_``) those of replayed groups."""
     described = {
-        "loss": ("trainer_loss", "The loss."),
-        "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a completion token."),
+        "entropy": ("trainer_entropy_nats", "Mean entropy of the policy at a trained token."),
         "kl_behaviour": ("trainer_kl_behaviour_nats", "KL from the behaviour policy to the policy, a token (k3)."),
         "kl_reference": ("trainer_kl_reference_nats", "KL from the policy to the reference, a token (k3)."),
-        "grad_norm": ("trainer_grad_norm", "Norm of the gradient before it was clipped."),
         "ratio_min": ("trainer_probability_ratio_min", "Smallest probability ratio of a token."),
         "ratio_max": ("trainer_probability_ratio_max", "Largest probability ratio of a token."),
         "importance_weight": ("trainer_importance_weight_mean", "Mean importance weight of a token."),
-        "groups_refused": ("trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
+        "off_policy_fraction": ("trainer_off_policy_tokens_ratio", "Share of tokens left out by OFF_POLICY_MAX_KL."),
     }
     for groups, prefix in (("fresh", ""), ("replayed", "replay_")):
         for column, (name, text) in described.items():
             yield Measure(prefix + column, name, text, {"groups": groups})
-        for bound in ("low", "high"):
-            text = "Share of tokens whose ratio is beyond a bound of the clip, where that costs their gradient."
+        for bound in ("low", "high", "covariance"):
+            text = "Share of tokens that a bound of the loss leaves without gradient, or whose weight it cuts (cispo)."
             labels = {"groups": groups, "bound": bound}
             yield Measure(f"{prefix}clip_fraction_{bound}", "trainer_clipped_tokens_ratio", text, labels)
 
@@ -71,7 +69,10 @@ MEASURES: tuple[Measure, ...] = (
         "trainer_evaluation_prompts_left_out",
         "Held-out prompts left out of the accuracy because generating or scoring their answer failed.",
     ),
-    *_update_measures(),
+    Measure("loss", "trainer_loss", "The loss."),
+    Measure("grad_norm", "trainer_grad_norm", "Norm of the gradient before it was clipped."),
+    Measure("groups_refused", "trainer_groups_refused_total", "Groups left out for token ids that the model lacks."),
+    *_token_measures(),
     Measure("learning_rate", "trainer_learning_rate", "Learning rate."),
     Measure("updates_skipped", "trainer_updates_skipped_total", "Updates left out, being not finite."),
     Measure("length_mean", "trainer_completion_length_mean", "Mean length of a completion, in tokens."),
@@ -87,6 +88,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("groups_resampled", "trainer_groups_total", _GROUPS, {"kind": "resampled"}),
     Measure("groups_dropped_stale", "trainer_groups_total", _GROUPS, {"kind": "dropped_stale"}),
     Measure("replay_groups", "trainer_groups_total", _GROUPS, {"kind": "replayed"}),
+    Measure("replay_groups_left_out", "trainer_groups_total", _GROUPS, {"kind": "replay_left_out"}),
     Measure("staleness_mean", "trainer_staleness_mean", "Mean staleness of the groups, in policy versions."),
     Measure("staleness_max", "trainer_staleness_max", "Largest staleness of a group, in policy versions."),
     Measure("policy_version", "trainer_policy_version", "The newest published policy version."),

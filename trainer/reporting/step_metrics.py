@@ -14,7 +14,6 @@ import torch
 from services.protocol.groups import Experience, FinishReason, Group
 from trainer.model.learner import UpdateResult
 from trainer.rollouts.batch import Batch
-from trainer.rollouts.groups import initial_priority
 
 HISTOGRAM_BARS = 20
 REWARD_DIGITS = 6
@@ -33,28 +32,23 @@ PHASES = ("wait", "generate", "score", "store", "train", "publish", "evaluate", 
 """The phases in a step's line of the log: ``seconds_<phase>`` among the metrics."""
 
 
-def step_metrics(batch: Batch, update: UpdateResult, replay: UpdateResult, policy_version: int) -> dict[str, float]:
+def step_metrics(batch: Batch, update: UpdateResult, policy_version: int) -> dict[str, float]:
     """Return the metrics of a step, those of publishing and evaluation excepted.
 
     Args:
         batch: the step's groups, not empty.
-        update: of the step's groups.
-        replay: of the groups from the replay buffer; its metrics get the prefix ``replay_``.
-        policy_version: the version that the updates made.
+        update: of the step's groups and the replayed ones.
+        policy_version: the version that the update made.
     """
-    seconds = update.seconds + replay.seconds
-    tokens = float(update.tokens + replay.tokens)
     return {
         **group_metrics(batch.groups, policy_version - 1),
         **batch.counts,
         **{f"seconds_{phase}": value for phase, value in batch.seconds.items()},
         **update.metrics,
-        **{f"replay_{name}": value for name, value in replay.metrics.items() if name != "learning_rate"},
-        "replay_groups": float(len(batch.replayed)),
-        "seconds_train": seconds,
-        "updates_skipped": float(update.skipped + replay.skipped),
-        "trained_tokens": tokens,
-        "trained_tokens_per_second": tokens / max(seconds, 1e-9),
+        "seconds_train": update.seconds,
+        "updates_skipped": float(update.skipped),
+        "trained_tokens": float(update.tokens),
+        "trained_tokens_per_second": update.tokens / max(update.seconds, 1e-9),
         "policy_version": float(policy_version),
         "peak_memory_bytes": float(peak_memory_bytes()),
     }
@@ -86,7 +80,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "truncation_rate": statistics.fmean(e.finish_reason is FinishReason.LENGTH for e in experiences),
-        "zero_variance_groups": float(sum(initial_priority(g) == 0 for g in groups)),
+        "zero_variance_groups": float(sum(len({e.reward for e in g.experiences} - {None}) < 2 for g in groups)),
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": float(max(staleness)),
     }

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup
-from trainer.algorithm.advantages import has_signal
+from trainer.algorithm.training_groups import has_signal
 from trainer.config import TrainerSettings
 
 
 class Batch:
     """The groups of one step: BATCH_SIZE of them, fewer when prompts were left out or are used up.
 
-    With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups whose advantages are all 0 give way to those of
-    further prompts, DYNAMIC_SAMPLING_TRIES times at most.
+    With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) groups of equal rewards give way to those of further
+    prompts: DYNAMIC_SAMPLING_TRIES times at most, or so many batches of groups from the queue.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -25,7 +25,7 @@ class Batch:
         self.scored: list[Group] = []
         """All groups made for the step, those without a signal included."""
         self.replayed: list[SampledGroup] = []
-        """The groups from the replay buffer for the additional update."""
+        """The groups drawn from the replay buffer."""
         self.counts: dict[str, float] = {}
         """Counts by metric name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -48,3 +48,16 @@ class Batch:
         self.scored += made
         self.groups += kept
         self.counts["groups_resampled"] = self.counts.get("groups_resampled", 0.0) + len(made) - len(kept)
+
+    def take(self, leased: Sequence[Group]) -> list[Group]:
+        """Take in groups from the queue of fresh groups, and return those that are kept."""
+        kept = []
+        for group in leased:
+            dropped = self.counts.get("groups_resampled", 0.0)
+            most = self.settings.dynamic_sampling_tries * self.settings.batch_size
+            if dropped < most and not has_signal(group, self.settings):
+                self.counts["groups_resampled"] = dropped + 1
+            else:
+                kept.append(group)
+        self.groups += kept
+        return kept

@@ -36,17 +36,21 @@ class FreshQueue:
     async def lease(self, batch: Batch, policy_version: int) -> None:
         """Fill ``batch`` with groups no staler than MAX_STALENESS; the last batch of the run may stay smaller.
 
+        With dynamic sampling each group has a lease of its own. That of a group without a signal is acknowledged at
+        once, so that collectors have room for another.
+
         Raises:
             DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
         """
         batch.counts["groups_dropped_stale"] = 0.0
         started = time.monotonic()
         while batch.missing:
+            most = 1 if self.settings.dynamic_sampling_tries else batch.missing
             collectors_done = await self._collectors_are_done()
             reply = await self.replay.lease(
                 LeaseRequest(
-                    max_groups=batch.missing,
-                    min_groups=1 if collectors_done else batch.missing,
+                    max_groups=most,
+                    min_groups=1 if collectors_done else most,
                     min_policy_version=max(policy_version - self.settings.max_staleness, 0),
                     wait_seconds=0.0 if collectors_done else LEASE_WAIT_SECONDS,
                 )
@@ -54,9 +58,11 @@ class FreshQueue:
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
             held = {group.group_id for group in batch.groups}
-            batch.groups += [group for group in reply.groups if group.group_id not in held]
-            if reply.lease_id is not None:
+            kept = batch.take([group for group in reply.groups if group.group_id not in held])
+            if reply.lease_id is not None and (kept or most > 1):
                 self._leases.append(reply.lease_id)
+            elif reply.lease_id is not None:
+                await self._acknowledge(reply.lease_id)
             elif collectors_done:
                 break
             elif time.monotonic() - started > FRESH_WAIT_SECONDS:
@@ -70,8 +76,11 @@ class FreshQueue:
     async def acknowledge(self) -> None:
         """Acknowledge the leases of the last batch, which moves its groups into the replay store."""
         for lease_id in self._leases:
-            await self.replay.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=self.settings.replay_groups > 0))
+            await self._acknowledge(lease_id)
         self._leases.clear()
+
+    async def _acknowledge(self, lease_id: str) -> None:
+        await self.replay.acknowledge(AcknowledgeRequest(lease_id=lease_id, keep=self.settings.replay_groups > 0))
 
     async def _collectors_are_done(self) -> bool:
         """Return whether every prompt's group is in the queue; raise the error of the collector in this process."""

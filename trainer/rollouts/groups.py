@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import time
 from collections.abc import Sequence
 
@@ -137,12 +135,3 @@ class GroupMaker:
             # The engine would refuse them after a restart, too.
             return ConfigurationError(f"{reason}; do MAX_PROMPT_TOKENS and MAX_NEW_TOKENS fit the model's context?")
         return DependencyLostError(reason)
-
-
-def initial_priority(group: Group) -> float:
-    """Return the mean of |r - mean r| over the group's rewards: 0 exactly when nothing can be learnt from it."""
-    rewards = [r for r in group.rewards if not math.isnan(r)]
-    if len(set(rewards)) < 2:
-        return 0.0
-    mean = statistics.fmean(rewards)
-    return statistics.fmean(abs(r - mean) for r in rewards)

@@ -1,13 +1,18 @@
-"""Step 7: the draw of whole groups from the replay buffer, and their new priorities."""
+"""The draw of whole groups from the replay buffer, and the bound on their distance from the present policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from services.clients.replay import ReplayClient
 from services.core.seeds import derive_seed
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup, SampleGroupsRequest
+from trainer.algorithm.aggregation import k3
+from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import TrainerSettings
 
 
@@ -33,14 +38,18 @@ async def sample_groups(
     )
 
 
-def updated_priorities(replayed: Sequence[SampledGroup], signal: dict[str, float]) -> dict[str, float]:
-    """Return new priorities by group id: the mean over tokens of |importance weight * advantage| in the update.
-
-    A group sinks when the current policy would hardly produce it any more, or when its completions are all alike.
+def within_kl(groups: Sequence[TrainingGroup], logprobs: Sequence[TokenNumbers], max_kl: float) -> list[TrainingGroup]:
+    """Return the groups whose KL from the policy that sampled them to the present one is at most ``max_kl``.
 
     Args:
-        replayed: the groups of the update.
-        signal: the sum over tokens by group id; see UpdateResult.
+        groups: groups from the replay buffer.
+        logprobs: the present policy's log-probabilities of each group's trained tokens, by completion.
+        max_kl: nats a token, estimated by k3 over the group's trained tokens.
     """
-    tokens = {s.group.group_id: sum(len(e.completion_ids) for e in s.group.experiences) for s in replayed}
-    return {group_id: signal.get(group_id, 0.0) / max(count, 1) for group_id, count in tokens.items()}
+
+    def distance(group: TrainingGroup, now: TokenNumbers) -> float:
+        before = [x for s in group.sequences for x in s.trained(s.behaviour_logprobs)]
+        after = [x for numbers in now for x in numbers]
+        return k3(torch.tensor(before), torch.tensor(after)).mean().item() if before else 0.0
+
+    return [group for group, now in zip(groups, logprobs, strict=True) if distance(group, now) <= max_kl]

@@ -101,12 +101,14 @@ class Trainer:
     def probe(self) -> dict[str, float]:
         """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
         assert self._policy is not None
-        group = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], [0.0] * len(PROBE[1:]), 0.0)])
+        zeros = [0.0] * len(PROBE[1:])
+        group = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], zeros, zeros)])
         learner = Learner(self._settings, self._policy, self._ranks, None, 1)
         if self._probe is None:
-            alone = learner.logprobs(group, use_adapters=False)[0]
+            ((alone,),) = learner.logprobs([group], 1.0, use_adapters=False)
             self._probe = AdapterProbe(self._settings, PROBE, alone)
-        found: dict[str, float] = self._thread.call(self._probe.check(learner.logprobs(group)[0]))
+        ((expected,),) = learner.logprobs([group], 1.0)
+        found: dict[str, float] = self._thread.call(self._probe.check(expected))
         return found
 
     def close(self) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from services.core.errors import ConfigurationError
 from tests.trainer.tiny import random_groups
-from trainer.algorithm.loss import Diagnostics, StepSize, policy_loss
+from trainer.algorithm.loss import Diagnostics, PolicyLoss, StepSize
+from trainer.algorithm.methods import Aggregation
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.policy_losses import LossTokens, TokenLosses
 from trainer.config import TrainerSettings
 
 STEP = StepSize(tokens=200, sequences=30)
@@ -23,16 +28,7 @@ CORRECTIONS = ["none", "truncated", "icepop"]
 
 @pytest.fixture
 def batch() -> MicroBatch:
-    groups = random_groups(0)
-    weighted = [
-        TrainingGroup(
-            g.prompt_ids,
-            [TrainingSequence(s.completion_ids, s.behaviour_logprobs, s.advantage, 0.5 + i / 4) for s in g.sequences],
-            g.group_id,
-        )
-        for i, g in enumerate(groups)
-    ]
-    return pack(weighted)
+    return pack([replace(g, weight=0.5 + i / 4, is_replayed=i % 2 == 1) for i, g in enumerate(random_groups(0))])
 
 
 def logprobs_near(batch: MicroBatch, seed: int, spread: float = 0.5) -> Tensor:
@@ -40,11 +36,17 @@ def logprobs_near(batch: MicroBatch, seed: int, spread: float = 0.5) -> Tensor:
     return (batch.behaviour_logprobs + spread * noise).clamp(max=-0.01)
 
 
+def policy_loss(
+    batch: MicroBatch, theta: Tensor, entropies: Tensor, settings: dict[str, Any], **inputs: Any
+) -> tuple[Tensor, Diagnostics]:
+    return PolicyLoss(TrainerSettings.load(**settings))(batch, theta, entropies, STEP, **inputs)
+
+
 def loss_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> tuple[float, Tensor]:
     """Return the loss and its gradient with respect to theta's log-probabilities."""
     theta = theta.clone().requires_grad_()
     entropies = inputs.pop("entropies", torch.zeros_like(theta))
-    loss, _ = policy_loss(TrainerSettings.load(**settings), batch, theta, entropies, STEP, **inputs)
+    loss, _ = policy_loss(batch, theta, entropies, settings, **inputs)
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad
@@ -65,15 +67,24 @@ def correction_weight(name: str, log_ratio: float) -> float:
     return {"none": 1.0, "truncated": min(ratio, 2.0), "icepop": ratio if 0.5 <= ratio <= 5 else 0.0}[name]
 
 
-def test_without_correction_the_ratio_is_against_the_behaviour_policy(batch: MicroBatch) -> None:
-    theta = logprobs_near(batch, 1)
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_with_one_update_the_clip_is_around_the_behaviour_policy_and_the_correction_bounds_the_ratio(
+    batch: MicroBatch, correction: str
+) -> None:
+    """A correction's weight takes the place of the ratio, so a token that it does not change has PPO's loss."""
+    theta = logprobs_near(batch, 1, spread=1.0)
 
     def token_loss(new: float, behaviour: float, advantage: float, weight: float) -> float:
         ratio = math.exp(new - behaviour)
-        return -min(ratio * advantage, clip(ratio) * advantage) * weight
+        factor = correction_weight(correction, new - behaviour) / (1.0 if correction == "none" else ratio)
+        return -min(ratio * advantage, clip(ratio) * advantage) * factor * weight
 
-    loss, _ = loss_of(batch, theta, {"importance_correction": "none"})
+    loss, gradient = loss_of(batch, theta, {"importance_correction": correction})
     assert loss == pytest.approx(by_hand(batch, theta, token_loss=token_loss) / STEP.tokens, rel=1e-5)
+    ratio = (theta - batch.behaviour_logprobs).exp()
+    clipped = ((ratio > 1.2) & (batch.advantages > 0)) | ((ratio < 0.8) & (batch.advantages < 0))
+    assert clipped.any()
+    assert gradient[clipped].abs().max() == 0, "the clip has an effect with one update, too"
 
 
 @pytest.mark.parametrize("correction", ["truncated", "icepop"])
@@ -91,19 +102,24 @@ def test_the_decoupled_objective_clips_against_the_proximal_policy_and_weights_b
     assert loss == pytest.approx(by_hand(batch, theta, proximal, token_loss=token_loss) / STEP.tokens, rel=1e-5)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
-def test_replayed_groups_are_always_corrected(batch: MicroBatch, correction: str) -> None:
-    """With one update theta is the proximal policy: the gradient is that of importance-weighted policy gradient."""
-    theta, used = logprobs_near(batch, 1, spread=1.0), "truncated" if correction == "none" else correction
-    loss, gradient = loss_of(batch, theta, {"importance_correction": correction}, off_policy=True)
+def test_stale_tokens_are_corrected_unless_the_settings_say_otherwise(batch: MicroBatch) -> None:
+    theta = logprobs_near(batch, 1, spread=1.0)
+    loss, gradient = loss_of(batch, theta, {})
+    assert loss == loss_of(batch, theta, {"importance_correction": "truncated"})[0]
+    _, uncorrected = loss_of(batch, theta, {"importance_correction": "none"})
+    bound = 2.0 * (batch.advantages * batch.weights).abs() / STEP.tokens
+    assert (gradient.abs() <= bound * 1.0001).all()
+    assert (uncorrected.abs() > bound * 1.0001).any()
 
-    def token_loss(new: float, behaviour: float, advantage: float, weight: float) -> float:
-        return -correction_weight(used, new - behaviour) * advantage * weight / STEP.tokens
 
-    assert loss == pytest.approx(by_hand(batch, theta, token_loss=token_loss), rel=1e-5)
-    columns = (theta, batch.behaviour_logprobs, batch.advantages, batch.weights)
-    expected = [token_loss(*token) for token in zip(*(c.tolist() for c in columns), strict=True)]
-    torch.testing.assert_close(gradient, torch.tensor(expected), rtol=1e-4, atol=1e-7)
+def test_completions_that_the_policy_left_behind_can_be_left_out(batch: MicroBatch) -> None:
+    theta = batch.behaviour_logprobs - 0.5
+    _, gradient = loss_of(batch, theta, {"off_policy_max_kl": 0.4, "clip_low": 1.0})
+    _, plain = loss_of(batch, theta, {"off_policy_max_kl": 0.6, "clip_low": 1.0})
+    negative = batch.advantages < 0
+    assert gradient[negative].abs().max() == 0
+    assert plain[negative].abs().min() > 0
+    torch.testing.assert_close(gradient[~negative], plain[~negative])
 
 
 @pytest.mark.parametrize(
@@ -123,15 +139,17 @@ def test_the_sequence_mean_counts_completions(batch: MicroBatch) -> None:
     assert loss == pytest.approx(-total / STEP.sequences, rel=1e-5)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_to_the_reference_is_added_without_the_groups_weight(batch: MicroBatch, estimator: str) -> None:
+def test_kl_to_the_reference_is_weighted_like_the_token_it_is_measured_at(batch: MicroBatch) -> None:
     theta, reference = logprobs_near(batch, 1), logprobs_near(batch, 2)
     d = (reference - theta).double()
-    kl = {"k1": -d, "k2": d * d / 2, "k3": d.exp() - d - 1}[estimator].sum().item()
-    without, _ = loss_of(batch, theta, {})
-    settings = {"kl_coef": 0.1, "kl_estimator": estimator}
-    loss, _ = loss_of(batch, theta, settings, reference_logprobs=reference)
+    ratio = (theta - batch.behaviour_logprobs).double().exp().clamp(max=2.0)
+    kl = (batch.weights * ratio * (d.exp() - d - 1)).sum().item()
+    without, plain = loss_of(batch, theta, {})
+    loss, gradient = loss_of(batch, theta, {"kl_coef": 0.1}, reference_logprobs=reference)
     assert loss - without == pytest.approx(0.1 * kl / STEP.tokens, rel=1e-4)
+    torch.testing.assert_close(
+        (gradient - plain).double(), -0.1 * batch.weights * ratio * d / STEP.tokens, rtol=1e-3, atol=1e-7
+    )
 
 
 def test_the_entropy_bonus_lowers_the_loss(batch: MicroBatch) -> None:
@@ -139,14 +157,16 @@ def test_the_entropy_bonus_lowers_the_loss(batch: MicroBatch) -> None:
     theta = logprobs_near(batch, 1)
     without, _ = loss_of(batch, theta, {})
     loss, _ = loss_of(batch, theta, {"entropy_coef": 0.01}, entropies=entropies)
-    assert loss - without == pytest.approx(-0.01 * entropies.sum().item() / STEP.tokens, rel=1e-4)
+    expected = -0.01 * (entropies * batch.weights).sum().item() / STEP.tokens
+    assert loss - without == pytest.approx(expected, rel=1e-4)
     assert entropies.grad is not None
-    torch.testing.assert_close(entropies.grad, torch.full_like(entropies, -0.01 / STEP.tokens))
+    torch.testing.assert_close(entropies.grad, -0.01 * batch.weights / STEP.tokens)
 
 
-@pytest.mark.parametrize("name", ["clipped", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["clipped", "gspo", "cispo", "sapo"])
 def test_on_policy_every_loss_has_the_policy_gradient(batch: MicroBatch, name: str) -> None:
-    _, gradient = loss_of(batch, batch.behaviour_logprobs, {"loss": name})
+    settings = {"loss": name, "aggregation": "token_mean"}
+    _, gradient = loss_of(batch, batch.behaviour_logprobs, settings)
     torch.testing.assert_close(gradient, -batch.advantages * batch.weights / STEP.tokens)
 
 
@@ -163,25 +183,90 @@ def test_bounds_come_from_the_settings(batch: MicroBatch) -> None:
     assert loss == pytest.approx(by_hand(batch, theta, token_loss=token_loss) / STEP.tokens, rel=1e-5)
 
 
+def test_bounds_and_mean_are_those_of_the_losss_paper_unless_set(batch: MicroBatch) -> None:
+    theta = logprobs_near(batch, 1, spread=0.01)
+    for loss, bounds, mean in (
+        ("clipped", {"clip_low": 0.2, "clip_high": 0.2}, Aggregation.TOKEN_MEAN),
+        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4}, Aggregation.SEQUENCE_MEAN),
+        ("cispo", {"clip_low": 1.0, "clip_high": 4.0}, Aggregation.TOKEN_MEAN),
+        ("sapo", {}, Aggregation.SEQUENCE_MEAN),
+    ):
+        chosen = {"loss": loss, "aggregation": mean.value, **bounds}
+        assert loss_of(batch, theta, {"loss": loss})[0] == loss_of(batch, theta, chosen)[0]
+
+
+@pytest.mark.parametrize("settings", [{"loss": "gspo", "dual_clip": 3.0}, {"loss": "sapo", "clip_low": 0.1}], ids=str)
+def test_a_bound_that_the_loss_does_not_have_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises((ValidationError, ConfigurationError), match=f"LOSS={settings['loss']} has no such bound"):
+        TrainerSettings.load(**settings)
+
+
+@pytest.mark.parametrize("settings", [{"loss": "clippd"}, {"advantage": "gpro"}], ids=str)
+def test_an_unknown_method_is_refused_with_those_there_are(settings: dict[str, Any]) -> None:
+    with pytest.raises((ValidationError, ConfigurationError), match=r"allowed is .*module:function"):
+        TrainerSettings.load(**settings)
+
+
+# --- a loss of one's own ---------------------------------------------------------------------------------------------
+
+
+def own_loss(tokens: LossTokens, *, clip_high: float = 1.0) -> TokenLosses:
+    weight = tokens.ratio.detach().clamp(max=1 + clip_high)
+    return TokenLosses(-weight * tokens.advantages * tokens.logprobs, {"weight": weight})
+
+
+def wrong_loss(tokens: LossTokens) -> Tensor:
+    return tokens.logprobs.sum()
+
+
+def test_a_function_of_ones_own_is_a_loss_with_options_and_metrics(batch: MicroBatch) -> None:
+    theta, own = logprobs_near(batch, 1), f"{__name__}:own_loss"
+    loss, gradient = loss_of(batch, theta, {"loss": own, "clip_high": 0.5, "importance_correction": "none"})
+    weight = (theta - batch.behaviour_logprobs).exp().clamp(max=1.5)
+    torch.testing.assert_close(gradient, -weight * batch.advantages * batch.weights / STEP.tokens)
+    metrics = diagnostics_of(batch, theta, {"loss": own, "clip_high": 0.5}).metrics()
+    assert metrics["weight"] == pytest.approx(weight[~batch.is_replayed].mean().item())
+    assert math.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": "no_such_module:loss"}, "LOSS is 'no_such_module:loss', which cannot be imported"),
+        ({"loss": f"{__name__}:missing"}, "which cannot be imported"),
+        ({"loss": f"{__name__}:STEP"}, "which is not a function"),
+        ({"loss": f"{__name__}:own_loss", "dual_clip": 3.0}, "has no keyword argument dual_clip"),
+        ({"loss": f"{__name__}:wrong_loss"}, "must return TokenLosses with one loss for each of"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_function_that_is_no_loss_is_refused(batch: MicroBatch, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        loss_of(batch, batch.behaviour_logprobs, settings)
+
+
 # --- what an update says of itself -----------------------------------------------------------------------------------
 
 
 def diagnostics_of(batch: MicroBatch, theta: Tensor, settings: dict[str, Any], **inputs: Any) -> Diagnostics:
     entropies = torch.full_like(theta, 0.25)
-    return policy_loss(TrainerSettings.load(**settings), batch, theta, entropies, STEP, **inputs)[1]
+    return policy_loss(batch, theta, entropies, settings, **inputs)[1]
 
 
-def test_metrics_are_means_and_extremes_over_tokens(batch: MicroBatch) -> None:
+@pytest.mark.parametrize("prefix", ["", "replay_"])
+def test_metrics_are_means_and_extremes_over_fresh_and_over_replayed_tokens(batch: MicroBatch, prefix: str) -> None:
     theta, reference = logprobs_near(batch, 1), logprobs_near(batch, 2)
-    metrics = diagnostics_of(batch, theta, {"kl_coef": 0.1}, reference_logprobs=reference).metrics()
-    ratio = (theta - batch.behaviour_logprobs).double().exp()
-    d = (reference - theta).double()
+    found = diagnostics_of(batch, theta, {"kl_coef": 0.1}, reference_logprobs=reference).metrics()
+    own = batch.is_replayed == (prefix == "replay_")
+    metrics = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    ratio = (theta - batch.behaviour_logprobs).double().exp()[own]
+    d, advantages = (reference - theta).double()[own], batch.advantages[own]
     expected = {
         "entropy": 0.25,
         "ratio_min": ratio.min().item(),
         "ratio_max": ratio.max().item(),
-        "clip_fraction_low": ((ratio < 0.8) & (batch.advantages < 0)).double().mean().item(),
-        "clip_fraction_high": ((ratio > 1.2) & (batch.advantages > 0)).double().mean().item(),
+        "clip_fraction_low": ((ratio < 0.8) & (advantages < 0)).double().mean().item(),
+        "clip_fraction_high": ((ratio > 1.2) & (advantages > 0)).double().mean().item(),
         "kl_reference": (d.exp() - d - 1).mean().item(),
         "kl_behaviour": (ratio - ratio.log() - 1).mean().item(),
     }
@@ -211,17 +296,6 @@ def test_metrics_do_not_depend_on_how_the_step_is_cut() -> None:
         parts.add(diagnostics_of(part, theta[start : start + len(part.targets)], {}))
         start += len(part.targets)
     assert parts.metrics() == pytest.approx(together.metrics(), rel=1e-5)
-    assert parts.signal == pytest.approx(together.signal, rel=1e-5)
-
-
-def test_the_signal_of_a_group_is_how_much_its_tokens_move_the_policy(batch: MicroBatch) -> None:
-    theta = logprobs_near(batch, 1, spread=1.0)
-    signal = diagnostics_of(batch, theta, {}, off_policy=True).signal
-    weights = (theta - batch.behaviour_logprobs).exp().clamp(max=2.0)
-    for group_id in set(batch.group_ids):
-        own = torch.tensor([batch.group_ids[s] == group_id for s in batch.sequence_ids])
-        expected = (weights * batch.advantages).abs()[own].sum().item()
-        assert signal[group_id] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_filler_says_nothing() -> None:
@@ -229,7 +303,7 @@ def test_a_filler_says_nothing() -> None:
 
 
 def test_completions_without_tokens_have_a_loss_of_0() -> None:
-    empty = pack([TrainingGroup([1], [TrainingSequence([], [], 1.0)])])
+    empty = pack([TrainingGroup([1], [TrainingSequence([], [], [])])])
     loss, gradient = loss_of(empty, torch.tensor([]), {})
     assert loss == 0
     assert gradient.shape == (0,)
@@ -237,6 +311,6 @@ def test_completions_without_tokens_have_a_loss_of_0() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, -math.inf])
 def test_a_broken_behaviour_logprob_shows_as_a_loss_that_is_not_finite(broken: float) -> None:
-    batch = pack([TrainingGroup([1], [TrainingSequence([2, 3], [broken, -1.0], 1.0)])])
+    batch = pack([TrainingGroup([1], [TrainingSequence([2, 3], [broken, -1.0], [1.0, 1.0])])])
     loss, _ = loss_of(batch, torch.tensor([-1.0, -1.0]), {})
     assert math.isfinite(loss) is (broken == -math.inf), "a ratio without bound is clamped, NaN is not hidden"

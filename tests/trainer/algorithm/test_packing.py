@@ -16,26 +16,33 @@ fast = settings(max_examples=100, deadline=None, derandomize=True)
 
 @st.composite
 def groups_of_many_shapes(draw: st.DrawFn, most: int = 8) -> list[TrainingGroup]:
-    """Draw groups in which every token, and every completion's advantage, is a different number."""
+    """Draw groups in which tokens and their advantages are different numbers, and some tokens are not trained."""
     token = iter(range(1, 1_000_000))
     groups = []
     for g in range(draw(st.integers(0, most))):
         prompt = [next(token) for _ in range(draw(st.integers(1, 20)))]
         lengths = draw(st.lists(st.integers(0, 30), min_size=0, max_size=6))
         sequences = [
-            TrainingSequence(ids := [next(token) for _ in range(n)], [-t / 1e6 for t in ids], g + (s + 1) / 16, g + 0.5)
-            for s, n in enumerate(lengths)
+            TrainingSequence(
+                ids := [next(token) for _ in range(n)],
+                [-t / 1e6 for t in ids],
+                [t / 1e3 for t in ids],
+                draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n)),
+            )
+            for n in lengths
         ]
-        groups.append(TrainingGroup(prompt, sequences, f"group-{g}"))
+        groups.append(TrainingGroup(prompt, sequences, f"group-{g}", weight=g + 0.5, is_replayed=g % 2 == 1))
     return groups
 
 
-Contents = tuple[str, tuple[int, ...], tuple[int, ...], float]
+Contents = tuple[str, tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
 def completions(groups: list[TrainingGroup]) -> Counter[Contents]:
     return Counter(
-        (g.group_id, tuple(g.prompt_ids), tuple(s.completion_ids), s.advantage) for g in groups for s in g.sequences
+        (g.group_id, tuple(g.prompt_ids), tuple(s.completion_ids), tuple(s.advantages))
+        for g in groups
+        for s in g.sequences
     )
 
 
@@ -80,26 +87,28 @@ def test_ranks_differ_by_no_more_than_one_piece(groups: list[TrainingGroup], n_r
 def test_many_groups_are_balanced_to_a_few_percent() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 200, (64, 8), generator=generator).tolist()
-    groups = [TrainingGroup([1] * 30, [TrainingSequence([2] * n, [0.0] * n, 1.0) for n in own]) for own in lengths]
+    groups = [
+        TrainingGroup([1] * 30, [TrainingSequence([2] * n, [0.0] * n, [1.0] * n) for n in own]) for own in lengths
+    ]
     shares = share_out(groups, 4, 4096)
     loads = [sum(piece.tokens for pieces in batches for piece in pieces) for batches in shares]
     assert max(loads) / (sum(loads) / 4) < 1.03
 
 
 def test_a_group_is_cut_where_ranks_would_be_idle_and_its_prompt_repeated() -> None:
-    group = TrainingGroup([1, 2], [TrainingSequence([3, i], [0.0, 0.0], 1.0) for i in range(4)], "only")
+    group = TrainingGroup([1, 2], [TrainingSequence([3, i], [0.0, 0.0], [1.0, 1.0]) for i in range(4)], "only")
     shares = share_out([group], 4, 1000)
     assert [sum(len(piece.sequences) for pieces in batches for piece in pieces) for batches in shares] == [1] * 4
     assert all(piece.prompt_ids == [1, 2] for batches in shares for pieces in batches for piece in pieces)
 
 
 def test_the_whole_group_shares_one_prompt_where_it_fits() -> None:
-    group = TrainingGroup([1, 2], [TrainingSequence([3], [0.0], 1.0)] * 8, "only")
+    group = TrainingGroup([1, 2], [TrainingSequence([3], [0.0], [1.0])] * 8, "only")
     assert share_out([group], 1, 10) == [[[group]]]
 
 
 def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
-    return TrainingGroup([1] * prompt, [TrainingSequence([2] * n, [0.0] * n, 1.0) for n in lengths])
+    return TrainingGroup([1] * prompt, [TrainingSequence([2] * n, [0.0] * n, [1.0] * n) for n in lengths])
 
 
 def padded_tokens(pieces: list[TrainingGroup]) -> int:
@@ -148,17 +157,18 @@ def test_a_packed_token_is_predicted_from_the_one_before_it_in_its_own_completio
         return
     batch = pack(groups)
     rows = [(group, sequence) for group in groups for sequence in group.sequences]
-    assert in_order(batch) == [sequence.completion_ids for _, sequence in rows]
-    assert batch.group_ids == [group.group_id for group, _ in rows]
+    assert in_order(batch) == [sequence.trained(sequence.completion_ids) for _, sequence in rows]
     assert len(batch.input_ids) == sum(group.tokens for group in groups), "no padding"
     read = iter(batch.input_ids[batch.predict_rows].tolist())
     for group, sequence in rows:
         context = [*group.prompt_ids, *sequence.completion_ids]
-        assert [next(read) for _ in sequence.completion_ids] == context[len(group.prompt_ids) - 1 : -1]
-    each = [(s, logprob) for _, s in rows for logprob in s.behaviour_logprobs]
-    torch.testing.assert_close(batch.behaviour_logprobs, torch.tensor([logprob for _, logprob in each]))
-    torch.testing.assert_close(batch.advantages, torch.tensor([s.advantage for s, _ in each]))
-    torch.testing.assert_close(batch.weights, torch.tensor([s.weight for s, _ in each]))
+        before = sequence.trained(context[len(group.prompt_ids) - 1 : -1])
+        assert [next(read) for _ in before] == before
+    logprobs = [x for _, s in rows for x in s.trained(s.behaviour_logprobs)]
+    assert batch.behaviour_logprobs.tolist() == pytest.approx(logprobs)
+    assert batch.advantages.tolist() == pytest.approx([x for _, s in rows for x in s.trained(s.advantages)])
+    assert batch.weights.tolist() == [g.weight for g, s in rows for _ in range(s.trained_tokens)]
+    assert batch.is_replayed.tolist() == [g.is_replayed for g, s in rows for _ in range(s.trained_tokens)]
 
 
 @fast
@@ -212,13 +222,15 @@ def test_a_rank_with_nothing_left_computes_a_filler_that_weighs_nothing() -> Non
     batch = pack([])
     assert batch.is_filler
     assert batch.advantages.abs().sum() + batch.weights.abs().sum() == 0
-    assert not pack([TrainingGroup([1], [TrainingSequence([2], [0.0], 1.0)])]).is_filler
+    assert not pack([TrainingGroup([1], [TrainingSequence([2], [0.0], [1.0])])]).is_filler
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0], [-1.0] * 3], ids=len)
 def test_a_truncated_record_is_refused(logprobs: list[float]) -> None:
     with pytest.raises(ValueError, match=f"2 completion_ids but {len(logprobs)} behaviour_logprobs"):
-        TrainingSequence([3, 4], logprobs, 1.0)
+        TrainingSequence([3, 4], logprobs, [1.0, 1.0])
+    with pytest.raises(ValueError, match="2 completion_ids but 1 loss_mask"):
+        TrainingSequence([3, 4], [-1.0, -1.0], [1.0, 1.0], [True])
 
 
 def test_a_group_without_a_prompt_is_refused() -> None:

@@ -95,7 +95,7 @@ def test_on_a_gpu_attention_needs_no_kernel_that_keeps_every_score(directory: Pa
 def test_a_group_may_have_completions_without_tokens(directory: Path) -> None:
     policy = packed_policy(directory)
     (group,) = random_groups(6, n_groups=1)
-    empty = TrainingSequence([], [], advantage=1.0)
+    empty = TrainingSequence([], [], [])
     expected, _ = policy(pack([group]))
     with_empty = TrainingGroup(group.prompt_ids, [empty, *group.sequences, empty])
     torch.testing.assert_close(policy(pack([with_empty]))[0], expected, **CLOSE)

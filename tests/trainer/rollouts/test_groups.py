@@ -6,14 +6,18 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
+from services.core.errors import ConfigurationError
 from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
-from trainer.algorithm.advantages import has_signal, training_group
+from trainer.algorithm.advantages import Outcomes
+from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import group_metrics, reward_counts
-from trainer.rollouts.groups import initial_priority
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.replay import within_kl
 
 SETTINGS = TrainerSettings.load(max_new_tokens=10)
 
@@ -44,7 +48,10 @@ def group(*experiences: Experience, **changes: Any) -> Group:
 
 
 def advantages(made: Group, settings: TrainerSettings = SETTINGS) -> list[float]:
-    return [s.advantage for s in training_group(made, settings).sequences]
+    """Return the advantage of each scored completion, which all its tokens have."""
+    (trained,) = with_advantages([training_group(made, settings)], settings)
+    assert all(len(set(s.advantages)) == 1 for s in trained.sequences)
+    return [s.advantages[0] for s in trained.sequences]
 
 
 def test_advantages_come_from_the_group_alone() -> None:
@@ -68,7 +75,6 @@ def test_a_group_of_one_and_one_of_equal_rewards_teach_nothing(rewards: list[flo
     made = group(*map(experience, rewards))
     assert set(advantages(made)) <= {0.0}
     assert not has_signal(made, SETTINGS)
-    assert initial_priority(made) == 0
 
 
 def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
@@ -76,6 +82,73 @@ def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
     made = group(experience(1.0, length=2), experience(1.0, length=8))
     assert has_signal(made, settings)
     assert not has_signal(made, SETTINGS)
+    assert training_group(made, settings).sequences[1].reward == 0.5
+    assert training_group(made, settings).sequences[1].trained_tokens == 8
+
+
+def test_what_was_cut_off_counts_in_its_group_and_is_not_trained_on_if_masked() -> None:
+    made = group(experience(1.0), experience(0.0, length=10, finish_reason=FinishReason.LENGTH))
+    masking = TrainerSettings.load(max_new_tokens=10, mask_truncated=True)
+    (trained,) = with_advantages([training_group(made, masking)], masking)
+    assert advantages(made, masking) == advantages(made)
+    assert [s.trained_tokens for s in trained.sequences] == [2, 0]
+
+
+def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained_on() -> None:
+    made = group(experience(1.0, length=3, loss_mask=[True, False, True]), experience(0.0))
+    sequence = training_group(made, SETTINGS).sequences[0]
+    assert sequence.read_ids == [5, 5]
+    assert sequence.trained(["a", "b", "c"]) == ["a", "c"]
+
+
+def test_an_experience_may_bring_the_advantages_of_its_tokens() -> None:
+    made = group(experience(1.0, advantages=[0.25, -0.5]), experience(1.0))
+    (trained,) = with_advantages([training_group(made, SETTINGS)], SETTINGS)
+    assert [s.advantages for s in trained.sequences] == [[0.25, -0.5], [0.0, 0.0]]
+    assert trained.mean_absolute_advantage == pytest.approx(0.75 / 4)
+    assert has_signal(made, SETTINGS)
+
+
+def test_a_priority_is_the_mean_absolute_advantage_of_the_objective_in_force() -> None:
+    """One definition at insertion and after a replay: the overlong penalty and the deviation are in both."""
+    settings = TrainerSettings.load(max_new_tokens=10, overlong_buffer=4)
+    made = group(experience(1.0, length=2), experience(1.0, length=8))
+    (trained,) = with_advantages([training_group(made, settings)], settings)
+    one = 0.25 / (0.5 / math.sqrt(2) + 1e-4)
+    assert trained.mean_absolute_advantage == pytest.approx(one)
+
+
+def test_kl_in_the_reward_is_subtracted_before_advantages_are_computed() -> None:
+    settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
+    made = training_group(group(experience(1.0), experience(0.0, loss_mask=[True, False])), settings)
+    (trained,) = with_advantages([made], settings, reference=[[[-1.0, -2.0], [-3.0]]])
+    first, second = 1.0 - 0.1 * (0.5 + 1.5), 0.0 - 0.1 * 2.5
+    assert trained.sequences[0].advantages == pytest.approx([(first - second) / 2] * 2)
+
+
+def ranks_of(outcomes: Outcomes) -> torch.Tensor:
+    return outcomes.rewards.argsort().argsort().double()
+
+
+def test_a_function_of_ones_own_computes_advantages() -> None:
+    made = group(experience(0.3), experience(0.9), experience(-2.0))
+    assert advantages(made, TrainerSettings.load(advantage=f"{__name__}:ranks_of")) == [1.0, 2.0, 0.0]
+    with pytest.raises(ConfigurationError, match="ADVANTAGE is 'nowhere:f', which cannot be imported"):
+        advantages(made, TrainerSettings.load(advantage="nowhere:f"))
+
+
+def test_groups_that_the_policy_has_moved_too_far_from_are_not_replayed() -> None:
+    made = [training_group(group(experience(1.0), experience(0.0), group_id=name), SETTINGS) for name in "ab"]
+    near, far = [[-0.5, -0.5], [-0.6, -0.4]], [[-0.5, -0.5], [-3.0, -0.5]]
+    assert [g.group_id for g in within_kl(made, [near, far], max_kl=0.1)] == ["a"]
+
+
+def test_groups_of_the_queue_without_a_signal_give_way_to_others_a_bounded_number_of_times() -> None:
+    batch = Batch(TrainerSettings.load(batch_size=2, dynamic_sampling_tries=1))
+    flat, rich = group(experience(1.0), experience(1.0)), group(experience(1.0), experience(0.0))
+    assert [len(batch.take([made])) for made in (flat, rich, flat, flat)] == [0, 1, 0, 1]
+    assert batch.counts["groups_resampled"] == 2
+    assert batch.missing == 0
 
 
 @pytest.mark.parametrize(
@@ -87,6 +160,9 @@ def test_a_long_completion_is_worth_less_with_overlong_shaping() -> None:
         {"completion_ids": ["5", None]},
         {"finish_reason": "because"},
         {"policy_versions": [VersionSpan(version=3, start=0, end=1)]},
+        {"loss_mask": [True]},
+        {"advantages": [0.5]},
+        {"advantages": [0.5, math.inf]},
     ],
     ids=str,
 )

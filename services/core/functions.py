@@ -1,0 +1,28 @@
+"""Functions of the user's own, named ``module:function`` in a setting."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from services.core.errors import ConfigurationError
+
+
+def load_function(variable: str, name: str) -> Callable[..., Any]:
+    """Return the function that ``name``, the value of ``variable``, stands for: ``module:function``.
+
+    Raises:
+        ConfigurationError: the module cannot be imported, or has no such function.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"{variable} is {name!r}, which cannot be imported: {error}; give module:function, with the module on "
+            "PYTHONPATH or in the working directory"
+        ) from error
+    if not callable(found):
+        raise ConfigurationError(f"{variable} is {name!r}, which is not a function")
+    return found  # type: ignore[no-any-return]

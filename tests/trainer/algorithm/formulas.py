@@ -1,0 +1,48 @@
+"""Losses worked out token by token in float64, and derivatives, to compare the packed functions with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.trainer.ragged import Ragged, Rows, pack_rows
+from trainer.algorithm.policy_losses import LossTokens
+
+
+def loss_tokens(batch: Ragged, theta: Tensor | None = None, old: str = "old") -> LossTokens:
+    """Return the batch as a policy loss sees it, with ``theta`` instead of its own if given."""
+    return LossTokens(
+        logprobs=batch.packed("theta") if theta is None else theta,
+        old_logprobs=batch.packed(old),
+        advantages=batch.packed("advantage"),
+        sequence_ids=batch.sequence_ids,
+        n_sequences=batch.n_sequences,
+    )
+
+
+def losses_by_formula(batch: Ragged, old: str, loss: Callable[[float, float, float], float]) -> Tensor:
+    """[N] ``loss(log pi, log pi_old, advantage)`` of every token."""
+    rows: Rows = []
+    for own, olds, advantages in zip(batch.rows["theta"], batch.rows[old], batch.rows["advantage"], strict=True):
+        rows.append([loss(*token) for token in zip(own, olds, advantages, strict=True)])
+    return pack_rows(rows)
+
+
+def clamped_ratio(new: float, old: float) -> float:
+    return math.exp(min(max(new - old, -20.0), 20.0))
+
+
+def gradient_of(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+    """[N] derivative of the sum of ``loss``."""
+    at = at.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(at).sum(), at)
+    return gradient
+
+
+def numerical_gradient_of(loss: Callable[[Tensor], Tensor], at: Tensor, width: float = 1e-6) -> Tensor:
+    """[N] the same by central differences."""
+    steps = torch.eye(len(at), dtype=at.dtype) * width
+    return torch.stack([(loss(at + step).sum() - loss(at - step).sum()) / (2 * width) for step in steps])

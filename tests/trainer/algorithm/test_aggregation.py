@@ -1,0 +1,133 @@
+"""The KL penalty in value and gradient, and the mean over a step, against their formulas in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.trainer.algorithm.formulas import gradient_of, losses_by_formula
+from tests.trainer.ragged import Ragged, random_ragged
+from trainer.algorithm.aggregation import KL_LIMIT, aggregate, k3, kl_penalty
+from trainer.algorithm.methods import Aggregation
+
+SEEDS = range(5)
+
+
+def distributions(n: int) -> list[Tensor]:
+    """Return ``n`` log-probability distributions over 50 tokens, not far from each other."""
+    common = torch.randn(50, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    noise = [torch.randn(50, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in range(n)]
+    return [(common + 0.3 * x).log_softmax(0) for x in noise]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_k3_is_the_formula(seed: int) -> None:
+    batch = random_ragged(seed)
+    expected = losses_by_formula(batch, "reference", lambda new, ref, _: math.exp(ref - new) - (ref - new) - 1)
+    torch.testing.assert_close(k3(batch.packed("theta"), batch.packed("reference")), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_k3_of_nearly_equal_policies_is_not_lost_to_rounding() -> None:
+    theta = torch.tensor([-1.0, -2.0])
+    torch.testing.assert_close(k3(theta, theta + 2e-3), torch.full((2,), 2e-6), rtol=1e-2, atol=0)
+
+
+def test_the_penalty_averages_to_the_divergence_and_its_gradient_to_the_divergences_gradient() -> None:
+    """Exactly, over tokens that an older policy sampled, with the importance weight of each."""
+    logits, reference, behaviour = distributions(3)
+    logits.requires_grad_()
+
+    def divergence(x: Tensor) -> Tensor:
+        theta = x.log_softmax(0)
+        return (theta.exp() * (theta - reference)).sum()
+
+    def penalty(x: Tensor) -> Tensor:
+        theta = x.log_softmax(0)
+        weights = (theta - behaviour).exp().detach()
+        return (behaviour.exp() * kl_penalty(theta, reference, weights)).sum()
+
+    torch.testing.assert_close(penalty(logits), divergence(logits))
+    torch.testing.assert_close(gradient_of(penalty, logits.detach()), gradient_of(divergence, logits.detach()))
+
+
+def test_one_token_cannot_outweigh_the_others() -> None:
+    theta = torch.tensor([-9.0], dtype=torch.float64)
+    penalty = kl_penalty(theta, torch.zeros(1, dtype=torch.float64), torch.ones(1))
+    assert penalty.item() == KL_LIMIT < 8093
+    gradient = gradient_of(lambda x: kl_penalty(x, torch.full((1,), 40.0), torch.ones(1)), theta)
+    assert gradient.item() == -KL_LIMIT
+
+
+def test_no_gradient_flows_through_the_reference() -> None:
+    theta, reference = (torch.tensor([x], requires_grad=True) for x in (-1.0, -1.5))
+    kl_penalty(theta, reference, torch.ones(1)).backward()
+    assert reference.grad is None
+    assert theta.grad is not None
+
+
+def aggregated(losses: Tensor, batch: Ragged, method: Aggregation) -> Tensor:
+    """Aggregate losses of a step that consists of this batch alone."""
+    return aggregate(
+        losses,
+        batch.sequence_ids,
+        batch.n_sequences,
+        method,
+        step_tokens=sum(batch.lengths),
+        step_sequences=batch.n_sequences,
+        constant_length=17,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("method", list(Aggregation))
+def test_aggregations_are_the_formulas(seed: int, method: Aggregation) -> None:
+    batch = random_ragged(seed)
+    rows = batch.rows["theta"]
+    total = math.fsum(x for row in rows for x in row)
+    expected = {
+        Aggregation.TOKEN_MEAN: total / sum(batch.lengths),
+        Aggregation.SEQUENCE_MEAN: math.fsum(statistics.fmean(row) for row in rows if row) / len(rows),
+        Aggregation.CONSTANT_LENGTH: total / (len(rows) * 17),
+    }[method]
+    assert aggregated(batch.packed("theta"), batch, method).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", list(Aggregation))
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(0, 9), max_size=3))
+def test_a_step_cut_into_micro_batches_adds_up_to_the_same_loss(
+    method: Aggregation, seed: int, cuts: list[int]
+) -> None:
+    batch = random_ragged(seed)
+    losses, ids = batch.packed("theta"), batch.sequence_ids
+    bounds = [0, *sorted(cuts), batch.n_sequences]
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        own = (ids >= start) & (ids < end)
+        parts.append(
+            aggregate(
+                losses[own],
+                ids[own] - start,
+                end - start,
+                method,
+                step_tokens=sum(batch.lengths),
+                step_sequences=batch.n_sequences,
+                constant_length=17,
+            )
+        )
+    torch.testing.assert_close(sum(parts), aggregated(losses, batch, method), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", list(Aggregation))
+def test_the_loss_of_no_tokens_is_0_and_can_be_differentiated(method: Aggregation) -> None:
+    losses = torch.tensor([], requires_grad=True)
+    result = aggregate(losses, torch.tensor([]).long(), 0, method, step_tokens=0, step_sequences=0, constant_length=1)
+    result.backward()
+    assert result.item() == 0

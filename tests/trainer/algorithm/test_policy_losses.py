@@ -1,0 +1,172 @@
+"""Every policy loss against its formula, written out here token by token in float64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.trainer.algorithm.formulas import clamped_ratio, gradient_of, loss_tokens, losses_by_formula
+from tests.trainer.ragged import Rows, pack_rows, random_ragged
+from trainer.algorithm.importance import sequence_means
+from trainer.algorithm.methods import LOSS_OPTIONS, LOSSES
+from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, LossTokens, cispo, clip_cov, clipped, gspo, sapo
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_that_can_be_chosen_has_its_function_and_its_options(name: str) -> None:
+    parameters = inspect.signature(LOSS_FUNCTIONS[name]).parameters
+    assert tuple(option for option in LOSS_OPTIONS if option in parameters) == LOSSES[name].options
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28), (0.0, 0.0), (1.0, 3.0)], ids=str)
+def test_the_clipped_surrogate_is_the_formula(seed: int, clip: tuple[float, float]) -> None:
+    low, high = clip
+    batch = random_ragged(seed)
+
+    def formula(new: float, old: float, advantage: float) -> float:
+        ratio = clamped_ratio(new, old)
+        return -min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+
+    result = clipped(loss_tokens(batch), clip_low=low, clip_high=high).losses
+    torch.testing.assert_close(result, losses_by_formula(batch, "old", formula), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dual_clip_bounds_the_loss_of_tokens_with_negative_advantage(seed: int) -> None:
+    batch = random_ragged(seed, spread=1.5)
+
+    def formula(new: float, old: float, advantage: float) -> float:
+        ratio = clamped_ratio(new, old)
+        surrogate = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        return -max(surrogate, 3.0 * advantage) if advantage < 0 else -surrogate
+
+    result = clipped(loss_tokens(batch), dual_clip=3.0).losses
+    torch.testing.assert_close(result, losses_by_formula(batch, "old", formula), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(result, clipped(loss_tokens(batch)).losses)
+
+
+def test_a_clipped_token_has_no_gradient_and_any_other_that_of_its_ratio() -> None:
+    old = torch.zeros(6, dtype=torch.float64)
+    theta = torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1, 30.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0, -1.0], dtype=torch.float64)
+    ids = torch.zeros(6).long()
+    gradient = gradient_of(lambda x: clipped(LossTokens(x, old, advantages, ids, 1)).losses, theta)
+    expected = [0.0, math.exp(0.5), -math.exp(-0.5), 0.0, -2 * math.exp(0.1), 0.0]
+    torch.testing.assert_close(gradient, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    batch = random_ragged(0, shortest=3)
+    tokens, loss = loss_tokens(batch, old="theta"), LOSS_FUNCTIONS[name]
+    gradient = gradient_of(lambda x: loss(replace(tokens, logprobs=x)).losses, tokens.logprobs)
+    chosen = loss(tokens).metrics.get("clip_fraction_covariance", torch.zeros(len(gradient)).bool())
+    torch.testing.assert_close(gradient, torch.where(chosen, 0.0, -tokens.advantages))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_under_sequence_mean_is_the_sequence_objective_in_value_and_gradient(seed: int) -> None:
+    batch = random_ragged(seed, spread=0.05, shortest=1, broken=False)
+    old, advantages, ids = batch.packed("old"), batch.packed("advantage"), batch.sequence_ids
+    low, high = 0.01, 0.02
+
+    def objective(theta: Tensor) -> Tensor:
+        """arXiv:2507.18071, eq. 5, a completion at a time."""
+        total = torch.zeros((), dtype=torch.float64)
+        for s in range(batch.n_sequences):
+            own = ids == s
+            ratio = ((theta[own] - old[own]).sum() / own.sum()).exp()
+            advantage = advantages[own][0]
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+        return total / batch.n_sequences
+
+    def ours(theta: Tensor) -> Tensor:
+        losses = gspo(loss_tokens(batch, theta), clip_low=low, clip_high=high).losses
+        return sequence_means(losses, ids, batch.n_sequences).mean()
+
+    theta = batch.packed("theta")
+    torch.testing.assert_close(ours(theta), objective(theta), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient_of(ours, theta), gradient_of(objective, theta), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_gives_the_tokens_of_a_completion_one_ratio(seed: int) -> None:
+    batch = random_ragged(seed)
+    rows: Rows = []
+    for own, olds, advantages in zip(batch.rows["theta"], batch.rows["old"], batch.rows["advantage"], strict=True):
+        mean = statistics.fmean(x - y for x, y in zip(own, olds, strict=True)) if own else 0.0
+        ratio = math.exp(mean)
+        rows.append([-min(ratio * a, min(max(ratio, 1 - 3e-4), 1 + 4e-4) * a) for a in advantages])
+    torch.testing.assert_close(gspo(loss_tokens(batch)).losses, pack_rows(rows), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_cispo_is_the_formula_and_every_token_keeps_its_gradient(seed: int) -> None:
+    batch = random_ragged(seed, spread=1.0)
+
+    def weight(new: float, old: float) -> float:
+        return min(max(clamped_ratio(new, old), 0.7), 1.3)
+
+    loss = cispo(loss_tokens(batch), clip_low=0.3, clip_high=0.3).losses
+    expected = losses_by_formula(batch, "old", lambda new, o, a: -weight(new, o) * a * new)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    gradient = gradient_of(
+        lambda x: cispo(loss_tokens(batch, x), clip_low=0.3, clip_high=0.3).losses, batch.packed("theta")
+    )
+    expected = losses_by_formula(batch, "old", lambda new, o, a: -weight(new, o) * a)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_cispo_leaves_the_lower_side_open_by_default() -> None:
+    tokens = LossTokens(torch.tensor([-3.0]), torch.tensor([-1.0]), torch.tensor([1.0]), torch.zeros(1).long(), 1)
+    assert cispo(tokens).losses.item() == pytest.approx(math.exp(-2) * 3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sapo_is_the_formula(seed: int) -> None:
+    batch = random_ragged(seed, spread=1.0)
+
+    def formula(new: float, old: float, advantage: float) -> float:
+        tau = 1.0 if advantage > 0 else 1.05
+        return -4 / tau / (1 + math.exp(-tau * (clamped_ratio(new, old) - 1))) * advantage
+
+    result = sapo(loss_tokens(batch)).losses
+    torch.testing.assert_close(result, losses_by_formula(batch, "old", formula), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clip_cov_takes_the_gradient_of_the_tokens_with_the_highest_covariance(seed: int) -> None:
+    tokens = loss_tokens(random_ragged(seed, n_sequences=40, spread=0.1))
+    result, plain = clip_cov(tokens, share=0.02, bounds=(0.5, 3.0)), clipped(tokens)
+    gone = result.metrics["clip_fraction_covariance"]
+    covariance = (tokens.advantages - tokens.advantages.mean()) * (tokens.logprobs - tokens.logprobs.mean())
+    is_clipped = plain.metrics["clip_fraction_low"] | plain.metrics["clip_fraction_high"]
+    candidates = (covariance > 0.5) & (covariance < 3.0) & ~is_clipped
+    assert gone.sum() == int(0.02 * len(gone)) > 1
+    assert candidates[gone].all()
+    assert covariance[gone].min() >= covariance[candidates & ~gone].max()
+    torch.testing.assert_close(result.losses, plain.losses * ~gone)
+
+
+def test_a_broken_token_cannot_overflow_the_step() -> None:
+    theta, old = torch.tensor([0.0, -1e4]), torch.tensor([-1e4, 0.0])
+    for loss in LOSS_FUNCTIONS.values():
+        assert loss(LossTokens(theta, old, torch.tensor([-1.0, -1.0]), torch.tensor([0, 1]), 2)).losses.isfinite().all()
+
+
+def test_no_gradient_flows_through_old_policies() -> None:
+    for loss in LOSS_FUNCTIONS.values():
+        theta = torch.tensor([-1.0, -2.0], requires_grad=True)
+        old = torch.tensor([-1.5, -1.5], requires_grad=True)
+        loss(LossTokens(theta, old, torch.ones(2), torch.tensor([0, 0]), 1)).losses.sum().backward()
+        assert old.grad is None
+        assert theta.grad is not None

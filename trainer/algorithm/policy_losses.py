@@ -1,0 +1,146 @@
+"""Policy losses: pure functions that give each trained token a loss. ``LOSS`` chooses one by its name.
+
+``theta`` is the policy in training; ``rho`` is the ratio of its probability of a token to that of the old policy, which
+is the policy that the step's tokens are compared with (see loss.py). Losses are minimised.
+
+Sources: PPO (Schulman et al. 2017, arXiv:1707.06347), DAPO (Yu et al. 2025, arXiv:2503.14476), dual clip (Ye et al.
+2019, arXiv:1912.09729), GSPO (Zheng et al. 2025, arXiv:2507.18071), CISPO (MiniMax 2025, arXiv:2506.13585; its bound
+from Khatri et al. 2025, arXiv:2510.13786), Clip-Cov (Cui et al. 2025, arXiv:2505.22617), SAPO (Gao et al. 2025,
+arXiv:2511.20347).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.algorithm.importance import LOG_RATIO_LIMIT, log_ratio, sequence_means
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The N trained tokens of S completions, as a policy loss sees them. Prompt tokens are not among them."""
+
+    logprobs: Tensor
+    """[N] float32, log pi_theta of the sampled tokens, with gradient."""
+    old_logprobs: Tensor
+    """[N] float32, log-probabilities of the policy in the ratio's denominator."""
+    advantages: Tensor
+    """[N] float32."""
+    sequence_ids: Tensor
+    """[N] int64, 0 to n_sequences - 1: the completion of each token."""
+    n_sequences: int
+    """S."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """Rho of each token, [N], with gradient."""
+        return log_ratio(self.logprobs, self.old_logprobs).exp()
+
+
+@dataclass(frozen=True)
+class TokenLosses:
+    """A policy loss by token, and what it reports."""
+
+    losses: Tensor
+    """[N], with gradient."""
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] each, numbers or bool: metrics of the step by name are their means over tokens."""
+
+
+LossFunction = Callable[..., TokenLosses]
+"""``loss(tokens: LossTokens, *, clip_low, clip_high, dual_clip)``, with those of the options that it has."""
+
+
+def clipped(
+    tokens: LossTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> TokenLosses:
+    """Return PPO's clipped loss, -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) (arXiv:1707.06347, eq. 7).
+
+    A ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With ``dual_clip`` c > 1,
+    the loss of a token with negative advantage is at most -c A (arXiv:1912.09729, eq. 5).
+    """
+    losses, metrics = _clipped_losses(tokens.ratio, tokens.advantages, clip_low, clip_high)
+    if dual_clip is not None:
+        bounded = torch.minimum(losses, -dual_clip * tokens.advantages)
+        losses = torch.where(tokens.advantages < 0, bounded, losses)
+    return TokenLosses(losses, metrics)
+
+
+def gspo(tokens: LossTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLosses:
+    """Return GSPO's loss: PPO's with one ratio a completion, exp(mean over its tokens of log rho).
+
+    The equations are 5 and 7 of arXiv:2507.18071. Each token gets the value of its completion's ratio and the gradient
+    of its own log-probability (eq. 14 and 15), so that after ``sequence_mean`` aggregation value and gradient equal
+    those of the paper's objective. The mean keeps ratios close to 1, so the bounds are about a thousandth of PPO's.
+    """
+    log_ratios = (tokens.logprobs - tokens.old_logprobs).detach()
+    mean = sequence_means(log_ratios, tokens.sequence_ids, tokens.n_sequences)[tokens.sequence_ids]
+    log_rho = tokens.logprobs - tokens.logprobs.detach() + mean
+    ratio = log_rho.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return TokenLosses(*_clipped_losses(ratio, tokens.advantages, clip_low, clip_high))
+
+
+def cispo(tokens: LossTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLosses:
+    """Return CISPO's loss, -stopgrad(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi_theta (arXiv:2506.13585, eq. 4).
+
+    The clip bounds the weight of a token, and no token loses its gradient. ``clip_low`` 1 leaves the lower side open,
+    as the paper does; ``clip_high`` 4 bounds the weight by 5 (arXiv:2510.13786, section 3.2).
+    """
+    ratio = tokens.ratio.detach()
+    below, above = ratio < 1 - clip_low, ratio > 1 + clip_high
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -weight * tokens.advantages * tokens.logprobs
+    return TokenLosses(losses, {"clip_fraction_low": below, "clip_fraction_high": above})
+
+
+def sapo(tokens: LossTokens, *, sharpness: float = 1.0, negative_sharpness: float = 1.05) -> TokenLosses:
+    """Return SAPO's loss, -f(rho) A with the soft gate f(rho) = 4 / tau sigmoid(tau (rho - 1)).
+
+    The equation is 6 of arXiv:2511.20347. tau is ``sharpness`` where A > 0 and ``negative_sharpness`` elsewhere. The
+    gate's slope is 1 at rho = 1 and falls to 0 on both sides, where a clip would cut it off.
+    """
+    tau = torch.full_like(tokens.advantages, negative_sharpness).masked_fill(tokens.advantages > 0, sharpness)
+    return TokenLosses(-4 / tau * torch.sigmoid(tau * (tokens.ratio - 1)) * tokens.advantages)
+
+
+def clip_cov(
+    tokens: LossTokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    share: float = 2e-4,
+    bounds: tuple[float, float] = (1.0, 5.0),
+) -> TokenLosses:
+    """Return PPO's clipped loss without the gradient of a few tokens whose covariance is high (Clip-Cov).
+
+    The equation is 11 of arXiv:2505.22617. The covariance of a token is (A - mean A) (log pi_theta - mean log
+    pi_theta), with means over the tokens given; tokens with a high one make entropy fall most. Of the tokens with a
+    covariance inside ``bounds``, ``share`` of all tokens (at least one) lose their gradient: those with the highest
+    covariance, where the paper draws them at random.
+    """
+    losses, metrics = _clipped_losses(tokens.ratio, tokens.advantages, clip_low, clip_high)
+    logprobs = tokens.logprobs.detach()
+    covariance = (tokens.advantages - tokens.advantages.mean()) * (logprobs - logprobs.mean())
+    is_clipped = metrics["clip_fraction_low"] | metrics["clip_fraction_high"]
+    may_go = (covariance > bounds[0]) & (covariance < bounds[1]) & ~is_clipped
+    count = min(max(int(share * len(covariance)), 1), int(may_go.sum()))
+    chosen = torch.where(may_go, covariance, -torch.inf).topk(count).indices
+    keeps_gradient = torch.ones_like(losses).index_fill(0, chosen, 0.0)
+    return TokenLosses(losses * keeps_gradient, {**metrics, "clip_fraction_covariance": keeps_gradient == 0})
+
+
+LOSS_FUNCTIONS: dict[str, LossFunction] = {f.__name__: f for f in (clipped, gspo, cispo, sapo, clip_cov)}
+
+
+def _clipped_losses(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return PPO's loss of each ratio [N], and which tokens the clip leaves without a gradient."""
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(-ratio * advantages, -bounded * advantages)
+    below, above = (ratio < 1 - clip_low) & (advantages < 0), (ratio > 1 + clip_high) & (advantages > 0)
+    return losses, {"clip_fraction_low": below, "clip_fraction_high": above}
