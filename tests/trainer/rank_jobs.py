@@ -90,16 +90,6 @@ def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     return whole.detach().numpy(force=True).astype(np.float32, copy=True)
 
 
-def train_and_publish(
-    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
-) -> list[list[list[float]]]:
-    """Update the model, save it in float32, and return the policy's log-probabilities of every group."""
-    learner = make_learner(ranks, model, **settings)
-    learner.update(groups, 0)
-    save_pretrained(learner.policy, ranks, directory, torch.float32)
-    return learner.logprobs(groups, temperature=1.0)
-
-
 def train_and_write_adapter(
     ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any], steps: int
 ) -> list[list[list[float]]]:
