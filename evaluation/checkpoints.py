@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
+from services.weights.adapter_files import is_adapter
 from services.weights.policy_store import PolicyStore
 
 CONFIG = "config.json"
@@ -93,22 +94,37 @@ def _check_is_model(path: Path) -> None:
             f"--model {str(path)!r} is a checkpoint for resuming training, not a model; the run's models are "
             f"{path.parents[1]}/policy/v* and {path.parents[1]}/model"
         )
+    if is_adapter(path):
+        raise _adapter_refusal("--model", path)
     if (path / "metrics.jsonl").is_file():
         raise ConfigurationError(f"--model {str(path)!r} is the directory of a run; give it as --run {path}")
     raise ConfigurationError(f"--model {str(path)!r} has no {CONFIG}; give the directory of a Hugging Face model")
+
+
+def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{option}: {path} has LoRA adapters only; merge them by `python -m scripts.merge_adapter {path} DIR` "
+        f"and give --model DIR"
+    )
 
 
 def _of_run(run_dir: Path) -> list[Checkpoint]:
     if not run_dir.is_dir():
         raise ConfigurationError(f"--run {str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     published = PolicyStore(run_dir / "policy").published()
-    found = [Checkpoint(policy.path.name, str(policy.path.resolve()), policy.version) for policy in published]
+    found = [
+        Checkpoint(policy.path.name, str(policy.path.resolve()), policy.version)
+        for policy in published
+        if not is_adapter(policy.path)
+    ]
     model = run_dir / "model"
     if (model / CONFIG).is_file():
         final = Checkpoint("model", str(model.resolve()), _step(model))
         # The last published policy is the trained model.
         if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
             found.append(final)
+    if not found and published:
+        raise _adapter_refusal("--run", published[-1].path)
     if not found:
         raise ConfigurationError(f"--run {str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
     return found
