@@ -58,7 +58,7 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 	$(RUN) -m pytest tests/skypilot -m skypilot --require-all
 
 test-oracles: $(VENV)-oracles/.oracles  ## the algorithm against the real verl and TRL, which it installs: 1.5 GB
-	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_grpo_oracles.py -m oracles --require-all
+	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_oracles.py -m oracles --require-all
 
 coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage

@@ -6,6 +6,7 @@ _FLAGS = "give --host and --port on the command line"
 _ENDPOINTS = "the status page listens where JOBGROUP_ENDPOINTS says, by default on port 8004"
 
 RETIRED: dict[str, str] = {
+    "KL_ESTIMATOR": "the penalty has the value of k3 and the gradient of the divergence; set KL_COEF, or KL_IN_REWARD",
     "DATA_SERVER_LISTEN_HOST": _FLAGS,
     "DATA_SERVER_LISTEN_PORT": _FLAGS,
     "ROLLOUT_SERVER_LISTEN_HOST": _FLAGS,

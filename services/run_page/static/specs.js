@@ -33,7 +33,7 @@ export const PLOTS = [
     series: [[/^reward_part_/]],
     name: without("reward_part_"),
   },
-  { id: "loss", title: "Loss", unit: "of an update, no unit", series: [["loss", "fresh groups"], ["replay_loss", "replayed groups"]] },
+  { id: "loss", title: "Loss", unit: "of an update, no unit", series: [["loss"]] },
   {
     id: "kl",
     title: "KL divergence",

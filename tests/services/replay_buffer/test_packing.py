@@ -36,6 +36,8 @@ def experiences(draw: st.DrawFn) -> dict[str, object]:
         ],
         "finish_reason": draw(st.sampled_from(["stop", "length", "abort"])),
         "result": draw(result),
+        "loss_mask": draw(st.none() | st.lists(st.booleans(), min_size=tokens, max_size=tokens)),
+        "advantages": draw(st.none() | st.lists(st.floats(-9, 9), min_size=tokens, max_size=tokens)),
     }
 
 

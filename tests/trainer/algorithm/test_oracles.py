@@ -14,9 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer.algorithm.formulas import loss_tokens
 from tests.trainer.ragged import Ragged, random_ragged
-from trainer.algorithm import grpo
-from trainer.algorithm.methods import AdvantageMethod, Aggregation, KLEstimator
+from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, Outcomes, overlong_penalty
+from trainer.algorithm.aggregation import KL_LIMIT, aggregate, k3, kl_penalty
+from trainer.algorithm.importance import importance_weights, off_policy_mask
+from trainer.algorithm.methods import Aggregation, ImportanceCorrection
+from trainer.algorithm.policy_losses import LOSS_FUNCTIONS, cispo, clip_cov, clipped, gspo, sapo
 
 pytestmark = pytest.mark.oracles
 
@@ -44,7 +48,7 @@ def trl() -> Any:
 
 
 def aggregated(losses: Tensor, batch: Ragged, method: Aggregation, constant_length: int = 16) -> Tensor:
-    return grpo.aggregate(
+    return aggregate(
         losses,
         batch.sequence_ids,
         batch.n_sequences,
@@ -67,22 +71,29 @@ def random_rewards(seed: int) -> tuple[Tensor, Tensor]:
 # --- verl ------------------------------------------------------------------------------------------------------------
 
 
+VERL_ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": True, "epsilon": 1e-6}),
+    "dr_grpo": ("compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}),
+    "rloo": ("compute_rloo_outcome_advantage", {}),
+    "reinforce": ("compute_reinforce_plus_plus_outcome_advantage", {"config": SimpleNamespace(gamma=1.0)}),
+    "reinforce_baseline": ("compute_reinforce_plus_plus_baseline_outcome_advantage", {}),
+    "pass_at_k": ("compute_grpo_passk_outcome_advantage", {"config": {"norm_adv_by_std_in_grpo": False}}),
+}
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("method", list(AdvantageMethod))
-def test_advantages_are_verls(verl: Any, seed: int, method: AdvantageMethod) -> None:
+@pytest.mark.parametrize("method", VERL_ADVANTAGES)
+def test_advantages_are_verls(verl: Any, seed: int, method: str) -> None:
     rewards, ids = random_rewards(seed)
-    arguments: dict[str, Any] = {
-        "token_level_rewards": rewards[:, None].clone(),
-        "response_mask": torch.ones(24, 1),
-        "index": ids.numpy(),
-    }
-    match method:
-        case AdvantageMethod.RLOO:
-            expected, _ = verl.compute_rloo_outcome_advantage(**arguments)
-        case _:
-            by_std = method is AdvantageMethod.GRPO
-            expected, _ = verl.compute_grpo_outcome_advantage(**arguments, epsilon=1e-6, norm_adv_by_std_in_grpo=by_std)
-    torch.testing.assert_close(grpo.group_advantages(rewards, ids, method, eps=1e-6), expected[:, 0], **CLOSE)
+    lengths = torch.randint(1, 9, (24,), generator=torch.Generator().manual_seed(seed))
+    mask = (torch.arange(9) < lengths[:, None]).double()
+    token_rewards = torch.zeros(24, 9, dtype=torch.float64)
+    token_rewards[torch.arange(24), lengths - 1] = rewards
+    name, options = VERL_ADVANTAGES[method]
+    options = options if method == "reinforce" else options | {"index": ids.numpy()}
+    expected, _ = getattr(verl, name)(token_level_rewards=token_rewards, response_mask=mask, **options)
+    ours = ADVANTAGE_FUNCTIONS[method](Outcomes(rewards, ids, lengths, eps=1e-6))
+    torch.testing.assert_close(ours[:, None] * mask, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -100,7 +111,7 @@ def test_the_clipped_surrogate_is_verls_in_value_and_gradient(verl: Any, seed: i
         clip_ratio_c=dual_clip or 1e9,
         loss_agg_mode="token-mean",
     )
-    losses = grpo.clipped_surrogate(ours, batch.packed("old"), batch.packed("advantage"), 0.2, 0.28, dual_clip)
+    losses = clipped(loss_tokens(batch, ours), clip_low=0.2, clip_high=0.28, dual_clip=dual_clip).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
@@ -123,11 +134,7 @@ def test_gspo_and_cispo_are_verls_in_value_and_gradient(verl: Any, seed: int, na
     expected, _ = verl.get_policy_loss_fn(name)(
         batch.padded("old"), theirs, batch.padded("advantage"), batch.mask, loss_agg_mode=mode, config=config
     )
-    old, advantages = batch.packed("old"), batch.packed("advantage")
-    if name == "gspo":
-        losses = grpo.gspo_loss(ours, old, advantages, batch.sequence_ids, batch.n_sequences, 0.05, 0.1)
-    else:
-        losses = grpo.cispo_loss(ours, old, advantages, 0.05, 0.1)
+    losses = LOSS_FUNCTIONS[name](loss_tokens(batch, ours), clip_low=0.05, clip_high=0.1).losses
     assert_same(batch, aggregated(losses, batch, method), ours, expected, theirs)
 
 
@@ -149,28 +156,88 @@ def test_aggregations_are_verls(verl: Any, seed: int, method: Aggregation, mode:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("estimator", list(KLEstimator))
-def test_kl_estimators_are_verls(verl: Any, seed: int, estimator: KLEstimator) -> None:
-    batch = random_ragged(seed)
-    theta, reference = batch.packed("theta"), batch.packed("reference")
-    expected = verl.kl_penalty_forward(theta, reference, estimator.value)
-    torch.testing.assert_close(grpo.kl_penalty(theta, reference, estimator), expected, **CLOSE)
+def test_sapo_is_verls_in_value_and_gradient(seed: int) -> None:
+    batch = random_ragged(seed, shortest=2)
+    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
+    config = oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True, tau_pos=1.0, tau_neg=1.05
+    )
+    expected, _ = oracle("verl.trainer.ppo.core_algos").get_policy_loss_fn("sapo")(
+        batch.padded("old"), theirs, batch.padded("advantage"), batch.mask, config=config
+    )
+    losses = sapo(loss_tokens(batch, ours)).losses
+    assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_importance_weights_are_verls(seed: int) -> None:
-    batch = random_ragged(seed, spread=1.5)
-    theta, behaviour = batch.packed("theta"), batch.packed("behaviour")
-    log_ratio = batch.padded("theta") - batch.padded("behaviour")
-    correction = oracle("verl.trainer.ppo.rollout_corr_helper")
-    for threshold, ours in (
-        (2.0, grpo.truncated_importance_weights(theta, behaviour, 2.0)),
-        ("0.5_5.0", grpo.icepop_weights(theta, behaviour, 0.5, 5.0)),
-    ):
-        weights, _ = correction.compute_rollout_correction_weights(
-            log_ratio, batch.mask, rollout_is="token", rollout_is_threshold=threshold
-        )
-        torch.testing.assert_close(ours, batch.unpadded(weights), **CLOSE)
+def test_clip_cov_is_verls_where_all_that_may_lose_their_gradient_do(seed: int) -> None:
+    """verl draws the tokens at random, so the share is one that leaves no choice."""
+    batch = random_ragged(seed, shortest=2, broken=False)
+    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
+    config = oracle("verl.workers.config").ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        use_dynamic_bsz=True,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        policy_loss=SimpleNamespace(clip_cov_ratio=1.0, clip_cov_lb=0.5, clip_cov_ub=3.0),
+    )
+    expected, _ = oracle("verl.trainer.ppo.core_algos").get_policy_loss_fn("clip_cov")(
+        batch.padded("old"), theirs, batch.padded("advantage"), batch.mask, config=config
+    )
+    losses = clip_cov(loss_tokens(batch, ours), share=1.0, bounds=(0.5, 3.0)).losses
+    assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_kl_penalty_is_verls_k3_with_the_gradient_of_k2(verl: Any, seed: int) -> None:
+    batch = random_ragged(seed)
+    ours, theirs = (batch.packed("theta").requires_grad_() for _ in range(2))
+    reference = batch.packed("reference")
+    torch.testing.assert_close(k3(ours, reference).clamp(max=KL_LIMIT), verl.kl_penalty(ours, reference, "k3"), **CLOSE)
+    penalty, expected = kl_penalty(ours, reference, torch.ones_like(ours)), verl.kl_penalty(theirs, reference, "k3+")
+    torch.testing.assert_close(penalty, expected, **CLOSE)
+    (gradient,), (wanted,) = torch.autograd.grad(penalty.sum(), ours), torch.autograd.grad(expected.sum(), theirs)
+    torch.testing.assert_close(gradient, wanted, **CLOSE)
+
+
+def weights_of(batch: Ragged, correction: ImportanceCorrection, cap: float | None = None, theta: str = "old") -> Tensor:
+    return importance_weights(
+        correction, batch.packed(theta), batch.packed("behaviour"), batch.sequence_ids, batch.n_sequences, cap
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("correction", "level", "threshold"),
+    [("truncated", "token", 2.0), ("icepop", "token", "0.5_5.0"), ("sequence", "sequence", 2.0)],
+)
+def test_importance_weights_are_verls(seed: int, correction: str, level: str, threshold: float | str) -> None:
+    batch = random_ragged(seed, spread=0.5)
+    helper = oracle("verl.trainer.ppo.rollout_corr_helper")
+    weights, _ = helper.compute_rollout_correction_weights(
+        batch.padded("theta") - batch.padded("behaviour"),
+        batch.mask,
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+    )
+    ours = weights_of(batch, ImportanceCorrection(correction), theta="theta")
+    torch.testing.assert_close(ours, batch.unpadded(weights), **CLOSE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_geometric_rejection_is_verls(seed: int) -> None:
+    batch = random_ragged(seed, spread=0.5, shortest=1)
+    helper = oracle("verl.trainer.ppo.rollout_corr_helper")
+    mask, _ = helper.compute_rollout_rejection_mask(
+        batch.padded("theta") - batch.padded("behaviour"),
+        batch.mask,
+        rollout_rs="seq_mean_k1",
+        rollout_rs_threshold=f"{1 / 1.2}_{1.2}",
+    )
+    ours = weights_of(batch, ImportanceCorrection.GEOMETRIC, 1.2, theta="theta")
+    assert (ours > 0).tolist() == batch.unpadded(mask).bool().tolist()
 
 
 # --- TRL, which does not clamp broken tokens --------------------------------------------------------------------------
@@ -186,18 +253,26 @@ def trl_loss(trl: Any, batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
         "epsilon_low": 0.2,
         "epsilon_high": 0.2,
         "use_vllm": False,
+        "off_policy_max_kl": None,
     } | options
     alone = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True, is_main_process=True
     )
     trainer = SimpleNamespace(
-        **{name: value for name, value in settings.items() if name != "delta"},
-        args=SimpleNamespace(delta=settings["delta"], use_bias_correction_kl=False, steps_per_generation=1),
+        **{name: value for name, value in settings.items() if name not in ("delta", "off_policy_max_kl")},
+        args=SimpleNamespace(
+            delta=settings["delta"],
+            use_bias_correction_kl=True,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=2.0,
+        ),
         accelerator=alone,
         model=SimpleNamespace(training=True),
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=settings["off_policy_max_kl"],
+        get_off_policy_mask=trl.GRPOTrainer.get_off_policy_mask,
         vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
         max_completion_length=16,
@@ -211,7 +286,7 @@ def trl_loss(trl: Any, batch: Ragged, theta: Tensor, **options: Any) -> Tensor:
         "prompt_mask": torch.ones(batch.n_sequences, 1).long(),
         "completion_ids": torch.zeros_like(batch.mask),
         "completion_mask": batch.mask,
-        "advantages": batch.padded("advantage")[:, 0],
+        "advantages": batch.padded("advantage")[:, :1],
         "old_per_token_logps": batch.padded("old"),
         "ref_per_token_logps": batch.padded("reference"),
         "importance_sampling_ratio": weights,
@@ -246,8 +321,11 @@ def test_the_whole_loss_is_trls_in_value_and_gradient(
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
     expected = trl_loss(trl, batch, theirs, loss_type=loss_type, beta=kl_coef, epsilon_high=0.28)
-    losses = grpo.clipped_surrogate(ours, batch.packed("old"), batch.packed("advantage"), 0.2, 0.28)
-    losses = losses + kl_coef * grpo.kl_penalty(ours, batch.packed("reference"))
+    losses = clipped(loss_tokens(batch, ours), clip_low=0.2, clip_high=0.28).losses
+    if kl_coef:
+        # TRL's option of this name differentiates the ratio of the penalty, as the divergence's gradient demands.
+        weights = (ours - batch.packed("old")).exp().detach()
+        losses = losses + kl_coef * kl_penalty(ours, batch.packed("reference"), weights)
     assert_same(batch, aggregated(losses, batch, method), ours, expected, theirs)
 
 
@@ -256,8 +334,8 @@ def test_the_decoupled_objective_is_trls_with_its_engine_correction(trl: Any, se
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
     expected = trl_loss(trl, batch, theirs, use_vllm=True)
-    losses = grpo.clipped_surrogate(ours, batch.packed("old"), batch.packed("advantage"))
-    losses = losses * grpo.truncated_importance_weights(batch.packed("old"), batch.packed("behaviour"), 2.0)
+    losses = clipped(loss_tokens(batch, ours)).losses
+    losses = losses * weights_of(batch, ImportanceCorrection.TRUNCATED)
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
@@ -266,7 +344,7 @@ def test_cispo_is_trls_whose_bound_is_the_ratio_itself(trl: Any, seed: int) -> N
     batch = random_ragged(seed, spread=0.3, broken=False)
     theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
     expected = trl_loss(trl, batch, theirs, loss_type="cispo", epsilon_high=1.28)
-    losses = grpo.cispo_loss(ours, batch.packed("old"), batch.packed("advantage"), clip_high=0.28)
+    losses = cispo(loss_tokens(batch, ours), clip_high=0.28).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
 
 
@@ -277,10 +355,37 @@ def test_gspo_is_trls_sequence_level_ratio(trl: Any, seed: int) -> None:
     expected = trl_loss(
         trl, batch, theirs, loss_type="grpo", importance_sampling_level="sequence", epsilon_low=0.05, epsilon_high=0.1
     )
-    losses = grpo.gspo_loss(
-        ours, batch.packed("old"), batch.packed("advantage"), batch.sequence_ids, batch.n_sequences, 0.05, 0.1
-    )
+    losses = gspo(loss_tokens(batch, ours), clip_low=0.05, clip_high=0.1).losses
     assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sapo_is_trls(trl: Any, seed: int) -> None:
+    batch = random_ragged(seed, spread=0.3, shortest=1, broken=False)
+    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
+    expected = trl_loss(trl, batch, theirs, loss_type="sapo")
+    losses = sapo(loss_tokens(batch, ours), negative_sharpness=2.0).losses
+    assert_same(batch, aggregated(losses, batch, Aggregation.SEQUENCE_MEAN), ours, expected, theirs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_off_policy_mask_is_trls(trl: Any, seed: int) -> None:
+    batch = random_ragged(seed, spread=0.3, broken=False)
+    theirs, ours = batch.padded("theta").requires_grad_(), batch.packed("theta").requires_grad_()
+    expected = trl_loss(trl, batch, theirs, off_policy_max_kl=0.05)
+    tokens = loss_tokens(batch, ours)
+    kept = off_policy_mask(ours, tokens.old_logprobs, tokens.advantages, tokens.sequence_ids, tokens.n_sequences, 0.05)
+    losses = clipped(tokens).losses * kept
+    assert_same(batch, aggregated(losses, batch, Aggregation.TOKEN_MEAN), ours, expected, theirs)
+
+
+def test_the_deviation_of_the_batch_is_trls_scale_of_rewards(trl: Any) -> None:
+    """TRL's own lines are inside a method of 400 lines, so its nanstd is called as that method calls it."""
+    rewards, ids = random_rewards(0)
+    means = torch.stack([rewards[ids == i].mean() for i in ids])
+    expected = (rewards - means) / (oracle("trl.trainer.utils").nanstd(rewards) + 1e-4)
+    ours = ADVANTAGE_FUNCTIONS["batch_std"](Outcomes(rewards, ids, torch.ones(24).long(), eps=1e-4))
+    torch.testing.assert_close(ours, expected, rtol=1e-7, atol=1e-9)
 
 
 def test_the_overlong_penalty_is_trls() -> None:
@@ -288,7 +393,7 @@ def test_the_overlong_penalty_is_trls() -> None:
     expected = oracle("trl.rewards").get_soft_overlong_punishment(max_completion_len=30, soft_punish_cache=12)(
         completion_ids=[[1] * n for n in lengths]
     )
-    result = grpo.overlong_penalty(torch.tensor(lengths), 30, 12)
+    result = overlong_penalty(torch.tensor(lengths), 30, 12)
     torch.testing.assert_close(result, torch.tensor(expected), rtol=1e-6, atol=1e-7)
 
 
