@@ -108,7 +108,13 @@ class Engine:
             raise EngineStoppedError("the engine is stopping")
         if (queued := self._num_queued()) >= self._max_queued:
             raise QueueFullError(f"{queued} requests wait already")
-        self._inbox.put(lambda: self._scheduler.add(request))
+
+        def add() -> None:
+            self._scheduler.add(request)
+            if request.use_adapter and not self.is_paused:
+                self._abort_without_adapter()
+
+        self._inbox.put(add)
 
     def abort(self, matches: Callable[[Sequence], bool], reason: str) -> Future[int]:
         """End the sequences that match, with their tokens so far; the result is their number."""

@@ -19,6 +19,7 @@ from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.settings import EngineSettings
 from services.http.disconnect import ended_before_client_left
 from services.http.problems import ProblemError, printable
+from services.weights.adapter_files import ADAPTER_NAME
 
 T = TypeVar("T")
 
@@ -67,14 +68,15 @@ class EngineState:
             return await done
 
     def uses_adapter(self, lora_path: str | None) -> bool:
-        """Return whether ``lora_path`` of a request names the LoRA adapter; a pause waits for an adapter to come.
+        """Return whether ``lora_path`` of a request names the LoRA adapter, which during a pause may be yet to come.
 
         Raises:
             ProblemError: 400, no adapter of that name is loaded.
         """
         if not lora_path:
             return False
-        if lora_path != self.engine.adapter_name and not self.engine.is_paused:
+        is_awaited = self.engine.is_paused and lora_path == ADAPTER_NAME
+        if lora_path != self.engine.adapter_name and not is_awaited:
             loaded = self.engine.adapter_name or "none"
             raise ProblemError(400, f"LoRA adapter {printable(lora_path)} is not loaded; loaded is {loaded}")
         return True
