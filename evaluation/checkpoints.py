@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
+from services.weights.adapter_files import is_adapter
 from services.weights.policy_store import PolicyStore
 
 CONFIG = "config.json"
@@ -78,6 +79,8 @@ def file_name(text: str) -> str:
 def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser().resolve()
     if path.is_dir():
+        if is_adapter(path):
+            raise _adapter_refusal("--model", path)
         if not (path / CONFIG).is_file():
             raise ConfigurationError(
                 f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
@@ -92,18 +95,31 @@ def _checkpoint(model: str) -> Checkpoint:
     return Checkpoint(_name(model), model)
 
 
+def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{option}: {path} has LoRA adapters only; merge them by `python -m scripts.merge_adapter {path} DIR` "
+        f"and give --model DIR"
+    )
+
+
 def _of_run(run_dir: Path) -> list[Checkpoint]:
     if not run_dir.is_dir():
         raise ConfigurationError(f"--run {str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
-    found = [Checkpoint(policy.path.name, str(policy.path), policy.version) for policy in published]
+    found = [
+        Checkpoint(policy.path.name, str(policy.path), policy.version)
+        for policy in published
+        if not is_adapter(policy.path)
+    ]
     model = run_dir / "model"
     if (model / CONFIG).is_file():
         final = Checkpoint("model", str(model), _step(model))
         # The last published policy is the trained model.
         if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
             found.append(final)
+    if not found and published:
+        raise _adapter_refusal("--run", published[-1].path)
     if not found:
         raise ConfigurationError(f"--run {str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
     return found

@@ -76,6 +76,8 @@ class Server:
     rollouts: RolloutClient
     http: httpx.AsyncClient
     """The client for all routes but /generate; all episodes share its connections."""
+    adapter: str | None = None
+    """The LoRA adapter that requests name, if the server has one."""
     is_alive: bool = False
     answered: float = -1e9
     refusals: int = 0
@@ -116,6 +118,7 @@ class ServerPool:
         self._settings = settings
         self._vocab_size = vocab_size
         self._discover = discover
+        self._adapter: str | None = None
         self._evicted: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._alive_at = time.monotonic()
@@ -207,6 +210,7 @@ class ServerPool:
             max_concurrency=settings.eval_concurrency,
             deadline_seconds=PROMPT_SECONDS,
             seed_each_completion=settings.engine_deterministic,
+            lora_path=self._adapter,
         )
         http = httpx.AsyncClient(
             base_url=url,
@@ -216,7 +220,10 @@ class ServerPool:
             trust_env=False,
         )
         self.servers[url] = Server(
-            url, await self._stack.enter_async_context(rollouts), await self._stack.enter_async_context(http)
+            url,
+            await self._stack.enter_async_context(rollouts),
+            await self._stack.enter_async_context(http),
+            self._adapter,
         )
 
     async def _watch_servers(self) -> None:
@@ -275,6 +282,8 @@ class ServerPool:
             raise ConfigurationError(
                 f"{server.url} refuses the token ({response.status_code}); set JOBGROUP_TOKEN to the servers' own"
             )
+        # A training run's workers serve the trained adapters beside the model.
+        server.adapter = self._adapter = await server.rollouts.find_adapter()
 
     def _problems(self) -> str:
         problems = [f"{server.url}: {server.problem}" for server in self.servers.values()]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httpx
 from pydantic import ConfigDict, Field
@@ -129,10 +129,12 @@ class AgentWorkflow:
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
         settings, recording = self.settings, Recording()
-        forced: dict[str, float] = {"temperature": 0.0}
+        forced: dict[str, Any] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
             seed = seed_of(settings.seed, prompt, kind, index)
             forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
+        if server.adapter is not None:
+            forced["lora_path"] = server.adapter
         transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
         example = Example(**dict(prompt), model=self.model, scorer=self.score)
         started = time.monotonic()

@@ -230,7 +230,8 @@ class OptimisationSection(SectionSettings):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     lora_rank: int = Field(0, ge=0)
-    """Train LoRA adapters of this rank; 0: the whole model."""
+    """Train LoRA adapters of this rank, and publish them unmerged; 0: the whole model. The same variable as
+    rollout-server's, whose SGLang must reserve room for adapters."""
     lora_alpha: float = Field(32.0, gt=0)
     """LoRA's scale, divided by the rank."""
 
@@ -259,14 +260,15 @@ class PublishingSection(SectionSettings):
     """The transfer of new weights to the rollout workers."""
 
     publish_transport: Transport = Transport.DISK
-    """`disk`: through the shared volume. `broadcast`: NCCL or gloo to the workers."""
+    """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo, and LoRA adapters over HTTP."""
     publish_type: PublishedType = PublishedType.BFLOAT16
-    """`bfloat16` or `float32`."""
+    """`bfloat16` or `float32`, of whole weights or of LoRA adapters."""
     publish_in_place: bool = False
     """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
     they end first."""
     publish_probe: bool = False
-    """After publishing, compare each worker's logprobs of a probe with the trainer's."""
+    """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
+    adapters always does."""
     min_workers: int = Field(1, ge=1)
     """The run stops when fewer rollout workers are left."""
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+import torch
 
 from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
@@ -114,10 +115,12 @@ class Team:
         assert self.critic is not None, "only ADVANTAGE=gae has values"
         return self.critic.values(groups)
 
-    def logprobs(self, groups: Sequence[TrainingGroup], temperature: float | None = None) -> list[TokenNumbers]:
+    def logprobs(
+        self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
+    ) -> list[TokenNumbers]:
         """Return the policy's log-probabilities of the groups' trained tokens; see Learner.logprobs."""
-        self._tell("logprobs", groups=groups, temperature=temperature)
-        return self.learner.logprobs(groups, temperature)
+        self._tell("logprobs", groups=groups, temperature=temperature, use_adapters=use_adapters)
+        return self.learner.logprobs(groups, temperature, use_adapters=use_adapters)
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
         """Return the reference's log-probabilities of the groups' trained tokens; see Learner.reference_logprobs."""
@@ -153,10 +156,14 @@ class Team:
         self.checkpoints.finish()
 
     def save_model(self) -> None:
-        """Write the trained model, and the critic, to the run directory, where transformers loads them from."""
+        """Write the trained model, and the critic, to the run directory, where transformers loads them from.
+
+        LoRA adapters are merged in float32, because bfloat16 would round most of a small trained change away.
+        """
         self._tell("save_model")
-        directory: Path = self.settings.run_dir / "model"
-        save_pretrained(self.learner.policy, self.ranks, directory, published_dtype(self.settings))
+        policy = self.learner.policy
+        dtype = torch.float32 if policy.has_adapters else published_dtype(self.settings)
+        save_pretrained(policy, self.ranks, self.settings.run_dir / "model", dtype)
         if self.critic is not None:
             self.critic.save(self.settings.run_dir / "critic", published_dtype(self.settings))
 

@@ -19,8 +19,9 @@ from pydantic import ValidationError
 
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
-from services.http.client import HttpClient
+from services.http.client import HttpClient, RequestRefusedError
 from services.protocol.groups import Completion, FinishReason, VersionSpan
+from services.weights.adapter_files import ADAPTER_NAME
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
 COMPLETIONS = Counter("rollout_completions", "Completions received, by finish reason.", ["finish_reason"])
@@ -57,6 +58,7 @@ class RolloutClient(HttpClient):
         max_concurrency: int = 64,
         deadline_seconds: float = 600.0,
         seed_each_completion: bool = False,
+        lora_path: str | None = None,
     ) -> None:
         """Make a client.
 
@@ -68,6 +70,7 @@ class RolloutClient(HttpClient):
             deadline_seconds: for one call of ``generate`` with all its tries, counted from when it is in flight.
             seed_each_completion: send one request a completion. With ENGINE_DETERMINISTIC, SGLang gives all
                 completions of a request the same seed, and so the same tokens.
+            lora_path: name of the LoRA adapter to generate with; None: the model alone.
         """
         super().__init__(
             (address or endpoint(Task.ROLLOUT_SERVER)).url,
@@ -80,6 +83,7 @@ class RolloutClient(HttpClient):
         )
         self._vocab_size = vocab_size
         self.seed_each_completion = seed_each_completion
+        self.lora_path = lora_path
         self._places = asyncio.Semaphore(max_concurrency)
 
     async def generate(
@@ -131,6 +135,16 @@ class RolloutClient(HttpClient):
             raise lost
         return done[:n]
 
+    async def find_adapter(self) -> str | None:
+        """Generate with the trained LoRA adapter from now on if the workers serve one; return its name."""
+        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "lora_path": ADAPTER_NAME}
+        try:
+            await self.request("POST", "/generate", probe)
+        except RequestRefusedError:
+            return None
+        self.lora_path = ADAPTER_NAME
+        return ADAPTER_NAME
+
     async def _ask(
         self, request: dict[str, Any], n: int, first_seed: int | None, deadline: float
     ) -> tuple[list[Completion], DependencyLostError | None]:
@@ -176,6 +190,7 @@ class RolloutClient(HttpClient):
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
+            **({"lora_path": self.lora_path} if self.lora_path else {}),
         }
 
 

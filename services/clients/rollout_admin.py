@@ -6,8 +6,9 @@ has the same.
 
 from __future__ import annotations
 
+import base64
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel
 
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.http.client import HttpClient, RequestRefusedError
+from services.weights.adapter_files import ADAPTER_NAME
 
 ROUTER_SECONDS = 30.0
 
@@ -104,6 +106,42 @@ class WorkerAdmin(HttpClient):
         payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
         await self._ask("POST", "/update_weights_from_disk", payload)
 
+    async def load_adapter(self, path: Path | str, version: int) -> None:
+        """Load the LoRA adapter in a directory as ``version``, in place of the one before; see ``hold``."""
+        await self._replace_adapter("/load_lora_adapter", {"lora_path": str(path)}, version)
+
+    async def load_adapter_from_tensors(self, config: Mapping[str, Any], tensors: bytes, version: int) -> None:
+        """Load a LoRA adapter as ``version``, in place of the one before; see ``hold``.
+
+        Args:
+            config: PEFT's configuration of the adapter.
+            tensors: the pickled dictionary of tensors by PEFT's names.
+            version: the policy version.
+        """
+        # Each tensor-parallel rank reads a copy of its own.
+        copies = [base64.b64encode(tensors).decode()] * await self.tensor_parallel_size()
+        payload = {"config_dict": dict(config), "serialized_named_tensors": copies}
+        await self._replace_adapter("/load_lora_adapter_from_tensors", payload, version)
+
+    async def adapter_path(self) -> str | None:
+        """Return the directory of the LoRA adapter that the worker lists; None when it has none."""
+        models = (await self._ask("GET", "/v1/models")).get("data", [])
+        return next((str(model.get("root")) for model in models if model.get("id") == ADAPTER_NAME), None)
+
+    async def _replace_adapter(self, route: str, payload: dict[str, Any], version: int) -> None:
+        # The generation is paused: for a request that names an unloaded adapter, SGLang would load the old one again.
+        if await self.adapter_path() is not None:
+            await self._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
+        await self._ask("POST", route, {"lora_name": ADAPTER_NAME, **payload})
+        loaded = await self.adapter_path()
+        if loaded is None or loaded != payload.get("lora_path", loaded):
+            raise WorkerRefusedError(f"worker {self.url} lists the adapter {loaded} after {route} of version {version}")
+        payload = {"new_version": str(version), "abort_all_requests": False}
+        await self._ask("POST", "/update_weight_version", payload)
+
+    async def _is_embedded(self) -> bool:
+        return (await self._ask("GET", "/server_info")).get("engine") == "embedded"
+
     async def pause(self, mode: PauseMode) -> None:
         """Pause generation.
 
@@ -117,16 +155,21 @@ class WorkerAdmin(HttpClient):
         await self.begin_update()
         await self.end_update()
 
-    async def hold(self, *, finishes_requests: bool) -> None:
+    async def hold(self, *, finishes_requests: bool, for_adapter: bool = False) -> None:
         """Stop generation for a change of weights; requests in flight end first, or continue after ``resume``.
 
         Continued requests are computed anew up to where they stopped, so that later tokens depend on the new weights
         alone. Without a hold, an update starts when the requests have ended, but SGLang then fails to flush its cache
         if new requests have come.
+
+        Before a change of the LoRA adapter (``for_adapter``) SGLang's requests are aborted instead of continued, and
+        their client sends them again: SGLang unloads an adapter only when no request refers to it.
         """
         if finishes_requests:
             await self.drain()
             # Requests that came since are aborted, and their client sends them again.
+            await self.pause("abort")
+        elif for_adapter and not await self._is_embedded():
             await self.pause("abort")
         else:
             await self.pause("retract")
@@ -183,13 +226,17 @@ class WorkerAdmin(HttpClient):
         """End a weight update by broadcast."""
         await self._ask("POST", "/end_weight_update", {})
 
-    async def rescore(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of ``token_ids[1:]``, each given the tokens before it."""
+    async def rescore(self, token_ids: Sequence[int], lora_path: str | None = None) -> list[float]:
+        """Return the log-probabilities of ``token_ids[1:]``, each given the tokens before it.
+
+        ``lora_path`` names the LoRA adapter to compute with; None: the model alone.
+        """
         payload = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({"lora_path": lora_path} if lora_path else {}),
         }
         reply = await self._ask("POST", "/generate", payload)
         try:

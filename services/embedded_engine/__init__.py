@@ -6,6 +6,7 @@
     http/requests.py         sampling parameters, and requests for the engine
     http/sglang_routes.py    SGLang's routes that generate and inform
     http/weight_routes.py    SGLang's routes that pause generation and change weights
+    http/adapter_routes.py   SGLang's routes that load and unload LoRA adapters
     http/openai_routes.py    OpenAI's chat and text completions; openai_requests.py and openai_replies.py have their
                              bodies, tool_calls.py finds tool calls in a text
     compute/engine.py        the thread that runs the model: calls from outside, pauses, changes of weights
@@ -13,6 +14,7 @@
     compute/sequences.py     requests and sequences as the engine sees them
     compute/model.py         the transformer: prefill of packed prompts, decoding of a whole batch
     compute/linear.py        linear layers whose results do not depend on the rest of the batch
+    compute/adapters.py      LoRA adapters, read, checked, and computed beside the linear layers
     compute/kv_cache.py      keys and values of the running sequences, in bounded memory
     compute/sampling.py      seeded sampling and log-probabilities
     compute/loading.py       loads a model with its tokenizer

@@ -124,7 +124,7 @@ class LanguagePolicy(Policy):
 
     async def _answer(self, messages: list[dict[str, str]]) -> Decision:
         payload = {
-            "model": "default",
+            "model": self._settings.head_llm_model,
             "messages": messages,
             "max_tokens": self._settings.head_llm_max_tokens,
             "temperature": self._settings.head_llm_temperature,

@@ -30,6 +30,11 @@ class HeadSettings(Settings):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="Where torch policies run: `auto`, `cpu`, `cuda`, or `cuda:1`.",
     )
+    head_llm_model: str = Field(
+        default="default",
+        min_length=1,
+        description="The model that requests name. `default:policy` names the adapter of a run with LORA_RANK.",
+    )
     head_llm_concurrency: int = Field(default=64, ge=1, description="Conversations sent to a rollout server at once.")
     head_llm_max_tokens: int = Field(default=512, ge=1, description="Longest answer of a language model, in tokens.")
     head_llm_temperature: float = Field(

@@ -24,6 +24,11 @@ FIRST_VERSION = 0
 MAX_QUEUED_REQUESTS = 4096
 """Requests that wait in SGLang before it answers 503; as many as wait in the embedded engine."""
 
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers that the trainer adapts, as SGLang calls them in Llama, Qwen2 and Qwen3."""
+LORAS_PER_BATCH = 2
+"""The trained adapter, and requests for the model alone, which count as one."""
+
 ROUTER_FLAGS = (
     *("--policy", "cache_aware"),
     # Affinity counts for little against an idle worker: a group's prompt travels once, with all its completions.
@@ -145,6 +150,9 @@ def _sglang_flags(settings: RolloutSettings, address: Endpoint) -> list[str]:
     ):
         if value is not None:
             flags += [flag, str(value)]
+    if settings.lora_rank:
+        flags += ["--enable-lora", "--max-lora-rank", str(settings.lora_rank)]
+        flags += ["--lora-target-modules", *LORA_TARGETS, "--max-loras-per-batch", str(LORAS_PER_BATCH)]
     if settings.engine_deterministic:
         flags += ["--enable-deterministic-inference"]
     # Last, because the last of several values wins.

@@ -23,6 +23,7 @@ from services.http.client import RequestRefusedError
 from services.rollout_server.commands import FIRST_VERSION
 from services.rollout_server.settings import RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
+from services.weights.adapter_files import is_adapter
 from services.weights.policy_store import PolicyStore, PublishedPolicy
 
 T = TypeVar("T")
@@ -171,7 +172,10 @@ class WorkerRegistration:
         if newest is None:
             self._check_volume()
         path, version = (newest.path, newest.version) if newest else (self._settings.model_name, FIRST_VERSION)
-        if not (self._has_first_weights and await worker.version() == version):
+        has_adapter = newest is not None and await self._on_volume("read", lambda: is_adapter(newest.path))
+        # An adapter is never among the first weights, even if its version is the first.
+        is_current = self._has_first_weights and not has_adapter and await worker.version() == version
+        if not is_current:
             started = time.monotonic()
             self._has_first_weights = False
             # Requests in flight were begun with weights that may be mixed; their clients send them again elsewhere.
@@ -182,7 +186,10 @@ class WorkerRegistration:
             with contextlib.suppress(WorkerRefusedError):
                 await worker.end_update()
             async with self._held(newest):
-                await worker.update_from_disk(path, version)
+                if has_adapter:
+                    await worker.load_adapter(path, version)
+                else:
+                    await worker.update_from_disk(path, version)
             await worker.resume()
             log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
         served = await worker.version()

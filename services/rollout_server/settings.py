@@ -59,6 +59,12 @@ class RolloutSettings(EngineSettings):
         description="How often within ten minutes the launcher restarts an engine or router that ended; then it exits "
         "with 33. One that never answered gets the same number of restarts in total; then the launcher exits with 78.",
     )
+    lora_rank: int = Field(
+        default=0,
+        ge=0,
+        description="The same variable as the trainer's: SGLang then serves LoRA adapters of up to this rank. The "
+        "embedded engine always does.",
+    )
     sglang_python: str | None = Field(
         default=None, description="The interpreter of the environment with SGLang; default the launcher's own."
     )

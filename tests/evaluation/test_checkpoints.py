@@ -81,3 +81,14 @@ def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, mode
     path = str(model("m"))
     with pytest.raises(ConfigurationError, match="named twice"):
         resolve([path, path + "/"], None)
+
+
+def test_a_run_with_adapters_gives_its_merged_model(tmp_path, model):
+    adapter = tmp_path / "run/policy/v000012"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    for names in ({"run_dir": tmp_path / "run", "models": []}, {"run_dir": None, "models": [str(adapter)]}):
+        with pytest.raises(ConfigurationError, match=r"v000012 has LoRA adapters only; merge them"):
+            resolve(**names)
+    model("run/model")
+    assert [c.name for c in resolve([], tmp_path / "run")] == ["model"]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 
 from evaluation import servers
 from evaluation.servers import ServerPool, parse_url
@@ -36,6 +36,8 @@ class FakeServer:
         self.health = 200
         self.token: str | None = None
         self.generated: list[int] = []
+        self.adapter: str | None = None
+        self.adapters: list[str | None] = []
         self._running: tuple[uvicorn.Server, asyncio.Task[None]] | None = None
 
     @property
@@ -66,8 +68,12 @@ class FakeServer:
 
         @app.post("/generate")
         async def generate(request: Request) -> list[dict[str, Any]]:
-            n = (await request.json())["sampling_params"]["n"]
+            body = await request.json()
+            if body.get("lora_path") not in (None, self.adapter):
+                raise HTTPException(400, "not loaded")
+            n = body["sampling_params"].get("n", 1)
             self.generated.append(n)
+            self.adapters.append(body.get("lora_path"))
             meta = {
                 "output_token_logprobs": [[-0.1, 7, None]],
                 "weight_version": "1",
@@ -294,3 +300,14 @@ async def test_deterministic_engines_get_a_request_for_each_sample(make_server, 
         completions = await pool.run(lambda own: own.rollouts.generate([1], params, n=3, seed=0))
     assert len(completions) == 3
     assert server.generated == requests
+
+
+@pytest.mark.parametrize("adapter", [None, "policy"])
+async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(make_server, adapter):
+    server = await make_server()
+    server.adapter = adapter
+    async with pool_of(server.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        await pool.run(lambda own: own.rollouts.generate([1], SamplingParams(max_new_tokens=1), n=2))
+        assert [own.adapter for own in pool.servers.values()] == [adapter]
+    assert server.adapters[-1] == adapter

@@ -18,9 +18,10 @@ STEPS = 3
 TOLERANCE = logprob_tolerance(*map(type_in_force, TYPE_VARIABLES))
 
 
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["whole", "adapters"])
 @pytest.mark.parametrize("transport", ["disk", "broadcast"])
 def test_three_steps_are_trained_on_what_real_workers_generate(
-    tiny_model: Path, tmp_path: Path, transport: str
+    tiny_model: Path, tmp_path: Path, transport: str, lora_rank: int
 ) -> None:
     check_installed("sglang")
     system = System(
@@ -37,6 +38,7 @@ def test_three_steps_are_trained_on_what_real_workers_generate(
         PUBLISH_TYPE="float32",
         # After each step both workers' logprobs of a completion are compared with the trainer's own.
         PUBLISH_PROBE="true",
+        LORA_RANK=str(lora_rank),
         EVAL_PROMPTS="8",
     )
     assert system.wait(limit_seconds=1100) == 0, system.text

@@ -25,8 +25,9 @@ from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import load_policy, save_pretrained
+from trainer.model.policy import gather_state, load_policy, save_pretrained, write_adapter
 from trainer.model.ranks import Ranks
+from trainer.publishing.disk import published_dtype
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
@@ -92,13 +93,20 @@ def array(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     return whole.detach().numpy(force=True).astype(np.float32, copy=True)
 
 
-def train_and_publish(
-    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
+def train_and_write_adapter(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any], steps: int
 ) -> list[list[list[float]]]:
-    """Update the model, save it in float32, and return the policy's log-probabilities of every group."""
+    """Train LoRA adapters, write them to ``directory``/adapter, and merged in float32 to ``directory``/merged.
+
+    Return the policy's log-probabilities of every group.
+    """
     learner = make_learner(ranks, model, **settings)
-    learner.update(groups, 0)
-    save_pretrained(learner.policy, ranks, directory, torch.float32)
+    for step in range(steps):
+        learner.update(groups, step)
+    policy = learner.policy
+    state = gather_state(policy.adapter_parameters(published_dtype(learner.settings)), ranks, copy=True)
+    ranks.on_main(lambda: write_adapter(policy, state, directory / "adapter"))
+    save_pretrained(policy, ranks, directory / "merged", torch.float32)
     return learner.logprobs(groups, temperature=1.0)
 
 
@@ -133,10 +141,16 @@ def run_state(learner: Learner, step: int, **others: Any) -> RunState:
 
 
 def train_and_save(
-    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], steps: int, last: int
+    ranks: Ranks,
+    model: Path,
+    directory: Path,
+    groups: Sequence[TrainingGroup],
+    steps: int,
+    last: int,
+    settings: dict[str, Any] | None = None,
 ) -> Arrays:
     """Save a checkpoint after each of ``steps`` updates, train on, and return the weights after ``last`` updates."""
-    learner = make_learner(ranks, model)
+    learner = make_learner(ranks, model, **settings or {})
     store = CheckpointStore(directory, steps, ranks)
     for step in range(last):
         learner.update(groups, step)
@@ -170,10 +184,15 @@ def save_on_a_full_disk(ranks: Ranks, model: Path, directory: Path) -> tuple[str
 
 
 def resume_and_train(
-    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], last: int
+    ranks: Ranks,
+    model: Path,
+    directory: Path,
+    groups: Sequence[TrainingGroup],
+    last: int,
+    settings: dict[str, Any] | None = None,
 ) -> tuple[int, Arrays]:
     """Load the newest usable checkpoint and train to ``last``; return the checkpoint's step and the weights."""
-    learner = make_learner(ranks, model)
+    learner = make_learner(ranks, model, **settings or {})
     store = CheckpointStore(directory, 100, ranks)
     expected = run_state(learner, 0)
     found = store.newest(expected.model_type, expected.parameters)

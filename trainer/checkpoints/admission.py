@@ -77,7 +77,8 @@ def _refusal(settings: TrainerSettings, checkpoint: Path, found: list[str]) -> C
     return ConfigurationError(
         f"RUN_ID {settings.run_id} cannot go on from {checkpoint}, which is of something else: {'. '.join(found)}. "
         "Give the former MODEL_NAME, DATASET and its settings to go on, or another RUN_ID to start anew; with "
-        f"MODEL_NAME={settings.policy_dir}/v... the new run starts from what this one has trained"
+        f"MODEL_NAME={settings.run_dir / 'model' if settings.lora_rank else settings.policy_dir / 'v...'} the new run "
+        "starts from what this one has trained"
     )
 
 

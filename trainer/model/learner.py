@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
@@ -115,14 +116,18 @@ class Learner:
             metrics=means(taken) | {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))},
         )
 
-    def logprobs(self, groups: Sequence[TrainingGroup], temperature: float | None = None) -> list[TokenNumbers]:
+    def logprobs(
+        self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
+    ) -> list[TokenNumbers]:
         """Return the policy's log-probabilities of the groups' trained tokens, on every rank.
 
         Args:
             groups: the groups; the ranks share them.
             temperature: of the distribution; without it, TEMPERATURE.
+            use_adapters: compute with the LoRA adapters, if there are any.
         """
-        return self.token_numbers(groups, lambda batch: self.policy(batch, temperature)[0])
+        with nullcontext() if use_adapters else self.policy.without_adapters():
+            return self.token_numbers(groups, lambda batch: self.policy(batch, temperature)[0])
 
     def reference_logprobs(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
         """Return the reference's log-probabilities of the groups' trained tokens at TEMPERATURE, on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ import huggingface_hub.serialization._torch
 import torch
 import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -32,6 +34,7 @@ from services.core import compute
 from services.core.compute import Compute
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from trainer.algorithm.packing import MicroBatch
 from trainer.checkpoints.fingerprint import weights_digest
 from trainer.checkpoints.volume import DiskFullError, writing
@@ -148,6 +151,26 @@ class Policy(nn.Module):
                     value = value if layer is None else value + self._adapter_delta(layer)
                     name = name.removeprefix("base_model.model.").replace(".base_layer", "")
                 yield _plain(name), value.to(dtype)
+
+    def adapter_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield every whole parameter of the LoRA adapters by its name in PEFT's files. A collective."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if "lora_" in name:
+                    yield _plain(name).replace(".default.", "."), _whole(parameter).to(dtype)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return PEFT's configuration of the LoRA adapters, as far as it changes what is computed."""
+        config = cast("Any", self.model).peft_config["default"]
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": config.base_model_name_or_path,
+            "r": config.r,
+            "lora_alpha": config.lora_alpha,
+            "target_modules": sorted(config.target_modules),
+            "inference_mode": True,
+        }
 
     def _adapter_delta(self, layer: Any) -> Tensor:
         a, b = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
@@ -266,6 +289,18 @@ def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype
         directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         _save_description(policy, directory, dtype)
+
+
+def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> None:
+    """Write a directory with the LoRA adapters, which PEFT and every engine load beside MODEL_NAME. For rank 0.
+
+    Raises:
+        DiskFullError: the disk is full.
+    """
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        (directory / CONFIG_FILE).write_text(json.dumps(policy.adapter_config(), indent=2))
 
 
 def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:

@@ -39,14 +39,13 @@ class DiskPublisher(Publisher):
 
     async def deliver(self, version: int) -> dict[str, float]:
         """See Publisher."""
-        path, pauses = self.store.path(version), [0.0]
+        pauses = [0.0]
 
         async def update(worker: WorkerAdmin) -> None:
             began = time.perf_counter()
             # After a failure the worker stays paused, because its weights may be of two versions. Its launcher ends the
             # pause once the worker has caught up.
-            await worker.hold(finishes_requests=not self.settings.publish_in_place)
-            await worker.update_from_disk(path, version)
+            await self.load(worker, version)
             await worker.resume()
             pauses.append(time.perf_counter() - began)
 
@@ -54,6 +53,11 @@ class DiskPublisher(Publisher):
         urls = await registered_workers(self.settings, is_there)
         served = await update_workers(self.settings, urls, version, update, is_there)
         return {"workers": float(served), "pause_seconds": max(pauses)}
+
+    async def load(self, worker: WorkerAdmin, version: int) -> None:
+        """Stop a worker's generation and have it load the version."""
+        await worker.hold(finishes_requests=not self.settings.publish_in_place)
+        await worker.update_from_disk(self.store.path(version), version)
 
 
 def published_dtype(settings: TrainerSettings) -> torch.dtype:

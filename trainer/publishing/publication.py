@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
+from trainer.publishing.adapter_probe import PROBE_TEXT, PROBE_TOKENS, AdapterProbe
 from trainer.publishing.probe import probe_workers
 from trainer.rollouts.batch import Batch
 from trainer.team import Team
@@ -23,6 +25,7 @@ class Publication:
     settings: TrainerSettings
     services: MainRank
     team: Team
+    _adapter_probe: AdapterProbe | None = field(default=None, init=False)
 
     def publish(self, version: int, batch: Batch) -> dict[str, float]:
         """Make the rollout workers serve the policy as ``version``; return the metrics of it.
@@ -33,7 +36,9 @@ class Publication:
         """
         started = time.perf_counter()
         metrics = self.team.publish(version)
-        if self.settings.publish_probe:
+        if self.settings.lora_rank:
+            metrics |= self._probe_adapters()
+        elif self.settings.publish_probe:
             metrics |= self._probe(batch)
         return metrics | {"seconds_publish": time.perf_counter() - started}
 
@@ -52,3 +57,15 @@ class Publication:
         (expected,) = self.team.logprobs([group], temperature=1.0)[0]
         probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
         return {"probe_difference": self.services.thread.call(probing)}
+
+    def _probe_adapters(self) -> dict[str, float]:
+        description = self.team.learner.policy.description
+        assert description is not None, "rank 0 has it"
+        token_ids = description.tokenizer.encode(PROBE_TEXT)[:PROBE_TOKENS]
+        zeros = [0.0] * (len(token_ids) - 1)
+        group = TrainingGroup(token_ids[:1], [TrainingSequence(token_ids[1:], zeros, zeros)])
+        if self._adapter_probe is None:
+            (model_alone,) = self.team.logprobs([group], temperature=1.0, use_adapters=False)[0]
+            self._adapter_probe = AdapterProbe(self.settings, token_ids, model_alone)
+        (expected,) = self.team.logprobs([group], temperature=1.0)[0]
+        return self.services.thread.call(self._adapter_probe.check(expected))

@@ -104,6 +104,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("workers", "trainer_workers", "Rollout workers that serve the newest policy version."),
     Measure("pause_seconds", "trainer_worker_pause_seconds", "Longest that a worker did not generate to be updated."),
     Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
+    Measure("probe_delivered", "trainer_probe_delivered", "Least share of a change of LoRA adapters that workers see."),
     Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
     *map(_phase, ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")),
 )

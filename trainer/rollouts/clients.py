@@ -11,6 +11,7 @@ from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
+from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import TrainerSettings
 
 
@@ -38,6 +39,7 @@ class Clients:
                 max_concurrency=settings.generation_concurrency,
                 deadline_seconds=settings.generation_deadline_seconds,
                 seed_each_completion=settings.engine_deterministic,
+                lora_path=ADAPTER_NAME if settings.lora_rank else None,
             ),
         )
 

@@ -18,6 +18,7 @@ import torch
 from prometheus_client import Gauge
 
 from services.core.logs import get_logger
+from services.embedded_engine.compute.adapters import Adapter
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.model import Weights
 from services.embedded_engine.compute.scheduler import PREFILL_TOKENS, Scheduler
@@ -65,6 +66,8 @@ class Engine:
             prefill_tokens: prompt tokens computed between two decode steps.
         """
         self.is_paused = False
+        self.adapter_name: str | None = None
+        """The name of the LoRA adapter that is loaded, if any."""
         self._cache = loaded.cache
         self._scheduler = Scheduler(loaded, prefill_tokens)
         self._on_failure = on_failure
@@ -105,7 +108,13 @@ class Engine:
             raise EngineStoppedError("the engine is stopping")
         if (queued := self._num_queued()) >= self._max_queued:
             raise QueueFullError(f"{queued} requests wait already")
-        self._inbox.put(lambda: self._scheduler.add(request))
+
+        def add() -> None:
+            self._scheduler.add(request)
+            if request.use_adapter and not self.is_paused:
+                self._abort_without_adapter()
+
+        self._inbox.put(add)
 
     def abort(self, matches: Callable[[Sequence], bool], reason: str) -> Future[int]:
         """End the sequences that match, with their tokens so far; the result is their number."""
@@ -134,6 +143,7 @@ class Engine:
 
         def resume() -> None:
             self.is_paused = False
+            self._abort_without_adapter()
 
         return self._between_steps(resume)
 
@@ -170,6 +180,32 @@ class Engine:
 
         return self._between_steps(change, changes_weights=True)
 
+    def change_adapter(self, adapter: Adapter | None, name: str) -> Future[None]:
+        """Exchange the LoRA adapter, or remove it (None), once nothing runs, or at once if paused.
+
+        Requests for an adapter that is removed end as aborted, unless another is loaded before the pause ends. The
+        result is NotIdleError if sequences are paused in place, since they need their keys and values.
+        """
+
+        def change() -> None:
+            if running := len(self._scheduler.running):
+                raise NotIdleError(f"{running} sequences are paused in place: pause with retract or abort")
+            self._scheduler.model.adapter = adapter
+            self.adapter_name = name if adapter is not None else None
+            self._scheduler.drop_cached_prompts()
+            if not self.is_paused:
+                self._abort_without_adapter()
+
+        return self._between_steps(change, changes_weights=True)
+
+    def change_version(self, version: str) -> Future[None]:
+        """Say that the tokens from now on are of ``version``."""
+
+        def change() -> None:
+            self._scheduler.version = version
+
+        return self._between_steps(change)
+
     def drain(self) -> Future[None]:
         """Return a future that is resolved once nothing runs, or at once if paused; new requests wait meanwhile."""
         return self._between_steps(lambda: None, changes_weights=True)
@@ -185,6 +221,11 @@ class Engine:
             "cache_row_tokens": self._cache.row_length,
             **self._scheduler.counts(),
         }
+
+    def _abort_without_adapter(self) -> None:
+        """End the requests for an adapter that is no longer loaded."""
+        if self._scheduler.model.adapter is None:
+            self._scheduler.abort(lambda sequence: sequence.request.use_adapter, "the LoRA adapter was unloaded")
 
     def _num_queued(self) -> int:
         return self._inbox.qsize() + len(self._scheduler.queue)

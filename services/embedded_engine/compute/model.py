@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.compute.kv_cache import KVCache, round_up
 from services.embedded_engine.compute.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
@@ -90,25 +91,29 @@ def pack_weights(
 
 
 class Model:
-    """A decoder whose weights can be exchanged between calls."""
+    """A decoder whose weights and LoRA adapter can be exchanged between calls."""
 
     def __init__(
         self, config: PretrainedConfig, weights: Weights, dtype: torch.dtype, device: torch.device, context_length: int
     ) -> None:
         self.architecture = Architecture.of(config)
         self.weights = weights
+        self.adapter: Adapter | None = None
         self.dtype = dtype
         self.device = device
         self.context_length = context_length
         self._cos, self._sin = _rotary_tables(config, context_length, dtype, device)
         self._scale = self.architecture.head_dim**-0.5
 
-    def prefill(self, sequences: Sequence[Sequence[int]], store: StoreKeysValues | None) -> Tensor:
+    def prefill(
+        self, sequences: Sequence[Sequence[int]], store: StoreKeysValues | None, use_adapter: Sequence[bool] = ()
+    ) -> Tensor:
         """Compute whole sequences from their first token, packed one after the other.
 
         Args:
             sequences: token ids.
             store: takes the keys and values; None where nothing will be generated.
+            use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
 
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
@@ -118,9 +123,10 @@ class Model:
         tokens = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         cos, sin = self._cos[positions], self._sin[positions]
+        rows = self._adapted_rows(use_adapter, torch.tensor(lengths, device=self.device))
         x = weights.embedding[tokens].float()
-        for index, layer in enumerate(weights.layers):
-            query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
+        for index, (layer, adapter) in enumerate(zip(weights.layers, self._layer_adapters(), strict=True)):
+            query, key, value = self._project(layer, adapter, self._norm(x, layer.attention_norm), rows, cos, sin)
             attended = torch.empty_like(query)
             start = 0
             for number, length in enumerate(lengths):
@@ -130,11 +136,13 @@ class Model:
                 if store is not None:
                     store(index, number, keys, values)
                 start += length
-            x = x + layer.output(attended.flatten(1))
-            x = x + self._mlp(layer, x)
+            x = x + adapted(layer.output, adapter.output, attended.flatten(1), rows)
+            x = x + self._mlp(layer, adapter, x, rows)
         return self._norm(x, weights.norm)
 
-    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache, longest: int) -> Tensor:
+    def decode(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache, longest: int, use_adapter: Sequence[bool] = ()
+    ) -> Tensor:
         """Compute one more token of every running sequence.
 
         Args:
@@ -142,6 +150,7 @@ class Model:
             positions: the position of each token in its sequence, [B].
             cache: has the earlier tokens; keys and values of ``tokens`` are added.
             longest: the greatest position + 1.
+            use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
 
         Returns:
             Logits [B, V] in float32.
@@ -157,9 +166,10 @@ class Model:
         # The places of the new keys in a layer's keys, viewed as [rows * K * row length, D].
         heads = torch.arange(batch * kv_heads, device=self.device)
         places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
+        rows = self._adapted_rows(use_adapter)
         x = weights.embedding[tokens].float()
-        for index, layer in enumerate(weights.layers):
-            query, key, value = self._project(layer, self._norm(x, layer.attention_norm), cos, sin)
+        for index, (layer, adapter) in enumerate(zip(weights.layers, self._layer_adapters(), strict=True)):
+            query, key, value = self._project(layer, adapter, self._norm(x, layer.attention_norm), rows, cos, sin)
             keys, values = cache.keys[index], cache.values[index]
             keys.view(-1, shape.head_dim).index_copy_(0, places, key.reshape(-1, shape.head_dim))
             values.view(-1, shape.head_dim).index_copy_(0, places, value.reshape(-1, shape.head_dim))
@@ -167,8 +177,8 @@ class Model:
             grouped = query.reshape(batch * kv_heads, groups, shape.head_dim)
             scores = torch.baddbmm(mask, grouped, seen_keys, alpha=self._scale)
             attended = torch.bmm(torch.softmax(scores, -1), values[:batch, :, :length].flatten(0, 1))
-            x = x + layer.output(attended.view(batch, -1))
-            x = x + self._mlp(layer, x)
+            x = x + adapted(layer.output, adapter.output, attended.view(batch, -1), rows)
+            x = x + self._mlp(layer, adapter, x, rows)
         return self.logits(self._norm(x, weights.norm))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -178,10 +188,23 @@ class Model:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x.float(), weight.shape, weight.float(), self.architecture.norm_eps).to(self.dtype)
 
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _layer_adapters(self) -> Adapter:
+        return self.adapter or [LayerAdapter()] * self.architecture.num_layers
+
+    def _adapted_rows(self, use_adapter: Sequence[bool], lengths: Tensor | None = None) -> Tensor | None:
+        """Return which rows [N, 1] to compute with the adapter, one or ``lengths`` a sequence; None: no row."""
+        if self.adapter is None or not any(use_adapter):
+            return None
+        rows = torch.tensor(use_adapter, device=self.device)[:, None]
+        return rows if lengths is None else rows.repeat_interleave(lengths, 0)
+
+    def _project(
+        self, layer: Layer, adapter: LayerAdapter, x: Tensor, rows: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [N, Q, D], keys and values [N, K, D]; queries and keys are rotated to their positions."""
         shape = self.architecture
-        heads = layer.query_key_value(x).view(len(x), -1, shape.head_dim)
+        projected = adapted(layer.query_key_value, adapter.query_key_value, x, rows)
+        heads = projected.view(len(x), -1, shape.head_dim)
         rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
             queries = self._norm(rotated[:, : shape.num_heads], layer.query_norm)
@@ -201,9 +224,9 @@ class Model:
         )
         return attended[0].transpose(0, 1)
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
-        return layer.down(functional.silu(gate) * up)
+    def _mlp(self, layer: Layer, adapter: LayerAdapter, x: Tensor, rows: Tensor | None) -> Tensor:
+        gate, up = adapted(layer.gate_up, adapter.gate_up, self._norm(x, layer.mlp_norm), rows).chunk(2, -1)
+        return adapted(layer.down, adapter.down, functional.silu(gate) * up, rows)
 
 
 def _rotary_tables(

@@ -110,7 +110,11 @@ class Scheduler:
         positions = [sequence.length - 1 for sequence in sequences]
         tokens = torch.tensor([sequence.output_ids[-1] for sequence in sequences], device=self.model.device)
         logits = self.model.decode(
-            tokens, torch.tensor(positions, device=self.model.device), self._cache, max(positions) + 1
+            tokens,
+            torch.tensor(positions, device=self.model.device),
+            self._cache,
+            max(positions) + 1,
+            [sequence.request.use_adapter for sequence in sequences],
         )
         if self._sampler is None:
             self._sampler = Sampler([sequence.sampling for sequence in sequences], self.model.device)
@@ -241,7 +245,9 @@ class Scheduler:
                 cache.values[layer][rows, :, : values.shape[1]] = values
 
         entries = [admission.entry for admission in admissions]
-        hidden = self.model.prefill([entry.tokens for entry in entries], store)
+        hidden = self.model.prefill(
+            [entry.tokens for entry in entries], store, [entry.request.use_adapter for entry in entries]
+        )
         PROMPT_TOKENS.inc(len(hidden))
         self._num_prompt_tokens += len(hidden)
         ends = np.cumsum([len(entry.tokens) for entry in entries]).tolist()

@@ -56,14 +56,16 @@ class Sequence:
 class Request:
     """A prompt with its completions.
 
-    ``logprob_start`` asks for the log-probabilities of the prompt's tokens from that index on (``input_logprobs``,
-    whose first entry is None). The engine's thread calls ``on_progress`` after every token and at the end of each
+    ``use_adapter`` asks for the LoRA adapter that is loaded when a token is computed. ``logprob_start`` asks for the
+    log-probabilities of the prompt's tokens from that index on (``input_logprobs``, whose first entry is None). The
+    engine's thread calls ``on_progress`` after every token and at the end of each
     completion, and resolves ``done`` when all completions have ended.
     """
 
     rid: str
     prompt_ids: list[int]
     stopping: Stopping
+    use_adapter: bool = False
     logprob_start: int | None = None
     top_logprobs: int = 0
     on_progress: Callable[[Sequence], None] | None = None

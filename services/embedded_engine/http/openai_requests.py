@@ -39,6 +39,12 @@ class OpenAIRequest(SamplingParams):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     rid: str | None = None
+    lora_path: str | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the LoRA adapter: after a colon in ``model``, as in SGLang, or ``lora_path``."""
+        return self.model.partition(":")[2] or self.lora_path
 
 
 class ChatRequest(OpenAIRequest):

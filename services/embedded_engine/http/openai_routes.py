@@ -29,7 +29,7 @@ def add_routes(app: FastAPI) -> None:
 
     @app.get("/v1/models", tags=["openai"])
     async def models(http: Request) -> Response:
-        """List the served model."""
+        """List the served model and its LoRA adapter."""
         state = state_of(http)
         model = {
             "id": state.settings.model_name,
@@ -39,7 +39,9 @@ def add_routes(app: FastAPI) -> None:
             "root": state.model_path,
             "max_model_len": state.loaded.model.context_length,
         }
-        return JsonResponse({"object": "list", "data": [model]})
+        adapter = {"id": state.engine.adapter_name, "root": state.adapter_path, "parent": model["id"]}
+        adapters = [{**model, **adapter, "max_model_len": None}] if state.engine.adapter_name else []
+        return JsonResponse({"object": "list", "data": [model, *adapters]})
 
     @app.post("/v1/chat/completions", tags=["openai"])
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
@@ -87,6 +89,7 @@ async def _answer(
             body,
             state.loaded,
             rid=body.rid if len(prompts) == 1 else None,
+            use_adapter=state.uses_adapter(body.adapter),
             top_logprobs=replies.top_logprobs or 0,
             on_progress=on_progress if body.stream else None,
         )

@@ -28,6 +28,7 @@ class GenerateRequest(RequestBody):
     input_ids: list[int] | None = None
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     rid: str | None = Field(default=None, min_length=1, max_length=200)
+    lora_path: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = Field(default=-1, ge=-1)
     top_logprobs_num: int = Field(default=0, ge=0, le=100)
@@ -65,6 +66,7 @@ def add_generation_routes(app: FastAPI) -> None:
             body.sampling_params,
             state.loaded,
             rid=body.rid,
+            use_adapter=state.uses_adapter(body.lora_path),
             logprob_start=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
             top_logprobs=body.top_logprobs_num if body.return_logprob else 0,
         )

@@ -18,7 +18,8 @@ from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request
 from services.embedded_engine.settings import EngineSettings
 from services.http.disconnect import ended_before_client_left
-from services.http.problems import ProblemError
+from services.http.problems import ProblemError, printable
+from services.weights.adapter_files import ADAPTER_NAME
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class EngineState:
     """The directory of the weights in use, or MODEL_NAME."""
     started: float = field(default_factory=time.time)
     """Seconds since 1970."""
+    adapter_path: str = ""
+    """The directory of the LoRA adapter in use, if any, or SGLang's word for an adapter that came as tensors."""
     warned_of: set[str] = field(default_factory=set)
     """The parts of requests that the chat template drops and of which the log has already warned."""
     update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -63,6 +66,20 @@ class EngineState:
             self.abort(request, "the client left")
         with _refusals():
             return await done
+
+    def uses_adapter(self, lora_path: str | None) -> bool:
+        """Return whether ``lora_path`` of a request names the LoRA adapter, which during a pause may be yet to come.
+
+        Raises:
+            ProblemError: 400, no adapter of that name is loaded.
+        """
+        if not lora_path:
+            return False
+        is_awaited = self.engine.is_paused and lora_path == ADAPTER_NAME
+        if lora_path != self.engine.adapter_name and not is_awaited:
+            loaded = self.engine.adapter_name or "none"
+            raise ProblemError(400, f"LoRA adapter {printable(lora_path)} is not loaded; loaded is {loaded}")
+        return True
 
     def abort(self, request: Request, reason: str) -> None:
         """Have the engine end a request."""

@@ -45,7 +45,11 @@ class RunningEngine:
 
     def request(self, prompt: list[int] | None = None, **fields: Any) -> Request:
         """A request that is not submitted; fields are sampling parameters or make_request's own."""
-        own = {key: fields.pop(key) for key in ("rid", "logprob_start", "top_logprobs", "on_progress") if key in fields}
+        own = {
+            key: fields.pop(key)
+            for key in ("rid", "use_adapter", "logprob_start", "top_logprobs", "on_progress")
+            if key in fields
+        }
         params = SamplingParams.model_validate({"max_new_tokens": 8, "ignore_eos": True, **fields})
         return make_request(PROMPT if prompt is None else prompt, params, self.loaded, **own)
 

@@ -40,7 +40,7 @@ async def test_refused_requests_get_400_with_the_reason_and_change_nothing(servi
         ({"sampling_params": {}}, "either as input_ids or as text"),
         ({**body(), "text": "3"}, "either as input_ids or as text"),
         ({**body(), "stream": True}, "/v1/chat/completions"),
-        ({**body(), "lora_path": "adapter"}, "lora_path is not supported"),
+        ({**body(), "lora_path": "other"}, "LoRA adapter other is not loaded"),
         ({**body(), "return_logprob": True, "logprob_start_len": 4}, "beyond the prompt's 4 tokens"),
     ]
     async with serving(create_app(settings_for(tiny_model))) as client:

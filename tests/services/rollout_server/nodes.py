@@ -38,7 +38,7 @@ TOKEN = "a-token-of-the-tests"
 SGLANG_PYTHON = Path(os.environ.get("SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "sglang-python"))
 SGLANG_FLAGS = (
     "--device cpu --attention-backend torch_native --disable-overlap-schedule --max-total-tokens 16384 "
-    "--max-running-requests 32 --tp-size 1 --sleep-on-idle --log-level warning"
+    "--max-running-requests 32 --tp-size 1 --sleep-on-idle --log-level warning --lora-backend torch_native"
 )
 
 

@@ -171,3 +171,14 @@ def test_a_node_looks_for_its_router_and_engine_where_they_listen(
     assert (addresses.public_router.url, addresses.workers[rank].url) == (router, worker)
     other = 1 - rank
     assert addresses.workers[other].url == f"http://rollout-server-{other}.group:30001"
+
+
+def test_sglang_serves_adapters_of_the_rank_that_is_trained() -> None:
+    command = sglang(lora_rank=16)
+    assert "--enable-lora" in command.arguments
+    assert value_of(command, "--max-lora-rank") == "16"
+    assert value_of(command, "--lora-target-modules") == "q_proj"
+    assert value_of(
+        sglang(lora_rank=16, sglang_extra_flags="--lora-target-modules qkv_proj"), "--lora-target-modules"
+    ) == ("qkv_proj")
+    assert "--enable-lora" not in sglang().arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import signal
 import threading
 import time
@@ -14,25 +15,32 @@ from typing import Any, Self
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion
+from services.weights.adapter_files import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
+from tests.adapters import RANK
 from tests.services.rollout_server.conftest import ENGINES, check_installed
 from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.config import TrainerSettings
+from trainer.model.learner import Learner
 from trainer.model.policy import Policy, load_policy
 from trainer.model.ranks import join_ranks
-from trainer.publishing import broadcast, make_publisher
+from trainer.publishing import adapter_probe, broadcast, make_publisher
 from trainer.publishing import workers as workers_module
+from trainer.publishing.adapter_probe import AdapterProbe
 from trainer.service_thread import ServiceThread
 
 PROMPTS = [[5, 12, 6, 14], [7, 12, 3, 14], [9, 13, 4, 14]]  # such as "3+4*"
+PROBE = [5, 12, 6, 14, 3, 4, 1, 9, 8, 12, 7, 14, 2, 6, 1]
 PARAMS = SamplingParams(max_new_tokens=24)
 GROUP_SIZE = 2
 SOME_BUCKETS = 1 << 18  # bytes; the tiny model has 1.6 MiB
@@ -42,7 +50,7 @@ SOME_BUCKETS = 1 << 18  # bytes; the tiny model has 1.6 MiB
 def two(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     """Two rollout nodes that serve the tiny model."""
     check_installed(request.param)
-    environment = {"ROLLOUT_MAX_RESTARTS": "20"}
+    environment = {"ROLLOUT_MAX_RESTARTS": "20", "LORA_RANK": str(RANK)}
     nodes = Nodes(tmp_path_factory.mktemp("two"), tiny_model, 2, engine=request.param, environment=environment)
     try:
         yield nodes.start_all()
@@ -55,16 +63,18 @@ class Trainer:
 
     def __init__(self, nodes: Nodes, thread: ServiceThread, ranks: Any) -> None:
         self.nodes = nodes
+        self.change = 0.03
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self._thread = thread
         self._ranks = ranks
         self._generator = torch.Generator().manual_seed(0)
         self._policy: Policy | None = None
         self._publisher: Any = None
+        self._probe: AdapterProbe | None = None
 
-    def use(self, transport: str, **fields: Any) -> None:
+    def use(self, transport: str = "disk", **fields: Any) -> None:
         """Sets up the publisher; ``fields`` are settings."""
-        settings = TrainerSettings.load(
+        self._settings = settings = TrainerSettings.load(
             model_name=str(self.nodes.model),
             shared_dir=self.nodes.directory,
             run_id="test",
@@ -81,12 +91,25 @@ class Trainer:
         newest = self.nodes.store.newest()
         version = newest.version + 1 if newest else 1
         with torch.no_grad():
-            for parameter in self._policy.parameters():
+            for parameter in filter(lambda p: p.requires_grad, self._policy.parameters()):
                 whole = parameter.to_local()  # there is one rank
-                whole.add_(0.03 * torch.randn(whole.shape, generator=self._generator))
+                whole.add_(self.change * torch.randn(whole.shape, generator=self._generator))
         self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(torch.float32)}
         workers = self._publisher.publish(version)["workers"]
         return version, workers
+
+    def probe(self) -> dict[str, float]:
+        """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
+        assert self._policy is not None
+        zeros = [0.0] * len(PROBE[1:])
+        group = TrainingGroup(PROBE[:1], [TrainingSequence(PROBE[1:], zeros, zeros)])
+        learner = Learner(self._settings, self._policy, self._ranks, None, 1)
+        if self._probe is None:
+            ((alone,),) = learner.logprobs([group], 1.0, use_adapters=False)
+            self._probe = AdapterProbe(self._settings, PROBE, alone)
+        ((expected,),) = learner.logprobs([group], 1.0)
+        found: dict[str, float] = self._thread.call(self._probe.check(expected))
+        return found
 
     def close(self) -> None:
         if self._publisher is not None:
@@ -119,10 +142,11 @@ def trainer(two: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
 class Traffic(AbstractContextManager["Traffic"]):
     """Asks for groups through the router until its block ends."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, lora_path: str | None = None) -> None:
         self.answers: list[tuple[list[int], Completion]] = []
         self.errors: list[BaseException] = []
         self._nodes = nodes
+        self._lora_path = lora_path
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
@@ -147,7 +171,9 @@ class Traffic(AbstractContextManager["Traffic"]):
         )
 
     async def _run(self) -> None:
-        async with RolloutClient(self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as client:
+        async with RolloutClient(
+            self._nodes.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS, lora_path=self._lora_path
+        ) as client:
             await asyncio.gather(*(self._ask(client, prompt) for prompt in PROMPTS))
 
     async def _ask(self, client: RolloutClient, prompt: list[int]) -> None:
@@ -182,13 +208,16 @@ def scorer(trainer: Trainer) -> Scorer:
 
 @pytest.mark.parametrize("transport", ["disk", "broadcast"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["between", "in place"])
+@pytest.mark.parametrize("lora_rank", [0, RANK], ids=["whole", "adapters"])
 def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
-    two: Nodes, trainer: Trainer, transport: str, in_place: bool
+    two: Nodes, trainer: Trainer, transport: str, in_place: bool, lora_rank: int
 ) -> None:
-    trainer.use(transport, publish_in_place=in_place)
+    if lora_rank:
+        start_anew(two)
+    trainer.use(transport, publish_in_place=in_place, lora_rank=lora_rank)
     first, workers = trainer.publish()
     assert workers == 2
-    with Traffic(two) as traffic:
+    with Traffic(two, ADAPTER_NAME if lora_rank else None) as traffic:
         for _ in range(2):
             last, workers = trainer.publish()
             assert workers == 2
@@ -207,6 +236,102 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
                 wanted[span.start : span.end], abs=engine_tolerance()
             )
     assert seen == {first, first + 1, last}
+
+
+def start_anew(nodes: Nodes) -> None:
+    """Has both workers serve the model that they started with, beside which adapters are computed."""
+
+    async def reload() -> None:
+        for rank in (0, 1):
+            async with WorkerAdmin(nodes.worker(rank).url, TOKEN, timeout=IDLE_SECONDS) as worker:
+                newest = nodes.store.newest()
+                await worker.update_from_disk(nodes.model, newest.version if newest else 0)
+
+    asyncio.run(reload())
+
+
+def test_adapters_are_at_most_2_percent_of_the_model_and_bring_the_whole_change(two: Nodes, trainer: Trainer) -> None:
+    """In bfloat16, in which a merged model would keep little of so small a change."""
+    start_anew(two)
+    trainer.use(lora_rank=1, publish_type="bfloat16")
+    trainer.change = 1e-4
+    version, workers = trainer.publish()
+    assert workers == 2
+    files = {path.name: path.stat().st_size for path in two.store.path(version).iterdir()}
+    assert set(files) == {"adapter_config.json", "adapter_model.safetensors"}
+    assert files["adapter_model.safetensors"] < 0.05 * (two.model / "model.safetensors").stat().st_size
+    assert trainer.probe()["probe_delivered"] == pytest.approx(1, abs=0.03)
+
+
+def test_a_worker_that_restarts_computes_with_the_newest_adapter(two: Nodes, trainer: Trainer) -> None:
+    start_anew(two)
+    trainer.use(lora_rank=RANK)
+    version, _ = trainer.publish()
+    trainer.probe()
+    engine = two.nodes[1].engine
+    engine.kill()
+    wait_until(lambda: not engine.is_running(), "the end of the engine")
+    two.wait_registered([0])
+    two.wait_registered([0, 1])
+    assert two.version(1) == str(version)
+    assert trainer.probe()["probe_difference"] < engine_tolerance()
+
+
+def stale(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> Any:
+    """Loads the version before, and says that it is the new one."""
+    return load_adapter(worker, nodes.store.path(version - 1), version)
+
+
+async def none(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> None:
+    """Loads no adapter, and says that it serves the version."""
+    await worker._ask("POST", "/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
+    await worker._ask("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+
+def zero(worker: WorkerAdmin, path: Path, version: int, nodes: Nodes) -> Any:
+    """Loads an adapter that changes nothing under the path of the new one."""
+    tensors = load_file(path / WEIGHTS_FILE)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    config = json.loads((path / CONFIG_FILE).read_text())
+    return worker.load_adapter_from_tensors(config, pickle.dumps(zeros), version)
+
+
+load_adapter = WorkerAdmin.load_adapter
+
+
+@pytest.mark.parametrize("fault", [stale, none, zero])
+def test_a_worker_without_the_published_adapter_leaves_the_routing_and_returns_with_it(
+    two: Nodes, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fault: Any
+) -> None:
+    start_anew(two)
+    trainer.use(lora_rank=RANK)
+    trainer.publish()
+    trainer.publish()
+    assert trainer.probe()["probe_delivered"] == pytest.approx(1, abs=0.01)
+
+    async def load(worker: WorkerAdmin, path: Path, version: int) -> None:
+        broken = worker.url == two.worker(1).url
+        await (fault(worker, path, version, two) if broken else load_adapter(worker, path, version))
+
+    dropped: list[list[str]] = []
+    real = adapter_probe.drop_workers
+
+    async def drop(settings: TrainerSettings, urls: Any) -> None:
+        dropped.append(list(urls))
+        await real(settings, urls)
+
+    monkeypatch.setattr(adapter_probe, "drop_workers", drop)
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerAdmin, "load_adapter", load)
+        version, workers = trainer.publish()
+    assert workers == 2, "nobody has noticed yet"
+    trainer.probe()
+    assert dropped == [[two.worker(1).url]]
+    two.wait_registered([0, 1])
+    assert two.version(1) == str(version)
+    found = trainer.probe()
+    assert found["probe_difference"] < engine_tolerance()
+    assert len(dropped) == 1
 
 
 def test_publishing_waits_for_as_many_workers_as_there_must_be(two: Nodes, trainer: Trainer) -> None:

@@ -66,6 +66,17 @@ def test_a_resumed_run_ends_with_the_very_weights_of_the_undisturbed_one(
     assert greatest_difference(weights, undisturbed) == 0
 
 
+def test_a_resumed_run_with_adapters_ends_with_the_very_adapters_of_the_undisturbed_one(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    settings = {"lora_rank": 2}
+    undisturbed = train_and_save(alone, model, tmp_path, GROUPS, 1, 3, settings)
+    step, weights = resume_and_train(alone, model, tmp_path, GROUPS, 3, settings)
+    assert step == 1
+    assert greatest_difference(weights, undisturbed) == 0
+    assert any("lora_B" in name and weights[name].any() for name in weights)
+
+
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_number_of_ranks_may_change(
     model: Path, trained: tuple[Path, Arrays], tmp_path: Path, n_ranks: int

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from services.embedded_engine.compute.adapters import read_adapter
 from services.embedded_engine.compute.loading import load
+from services.embedded_engine.compute.model import Model
 from services.rollout_server.settings import RolloutSettings
+from services.weights.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from tests.adapters import adapted_logprobs
 from tests.tolerance import logprob_tolerance
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
@@ -49,21 +55,63 @@ def test_versions_are_saved_without_asking_for_the_model_again(alone: Ranks, mod
         assert AutoConfig.from_pretrained(saved).to_dict() == config.to_dict() | of_its_own
 
 
-def test_adapters_trained_on_two_ranks_are_published_merged_and_an_engine_computes_the_same(
+def test_adapters_trained_on_two_ranks_are_computed_alike_by_the_engine_by_peft_and_merged(
     model: Path, tmp_path: Path
 ) -> None:
-    groups, published = random_groups(1), tmp_path / "published"
-    first, second = run_on_ranks(2, rank_jobs.train_and_publish, model, published, groups, {"lora_rank": 4})
+    groups = random_groups(1)
+    settings = {"lora_rank": 4, "publish_type": "float32"}
+    first, second = run_on_ranks(2, rank_jobs.train_and_write_adapter, model, tmp_path, groups, settings, 1)
     assert first == second
-    engine = load(RolloutSettings.load(model_name=str(model), engine_dtype="float32"))
-    engine.model.weights = engine.read_weights(published)
+    engine = load(RolloutSettings.load(model_name=str(model), engine_dtype="float32")).model
+    engine.adapter = read_adapter(tmp_path / "adapter", engine.architecture, engine.device)
+    merged = load(RolloutSettings.load(model_name=str(tmp_path / "merged"), engine_dtype="float32")).model
     start = plain_model(model)
+    tolerance = logprob_tolerance("float32")
     for group, trained in zip(groups, first, strict=True):
         before = plain_logprobs(start, group)
         for sequence, wanted, untrained in zip(group.sequences, trained, before, strict=True):
             ids = group.prompt_ids + sequence.completion_ids
-            with torch.inference_mode():
-                logprobs = engine.model.logits(engine.model.prefill([ids], None)).log_softmax(-1)
-            given = [float(logprobs[row, ids[row + 1]]) for row in range(len(group.prompt_ids) - 1, len(ids) - 1)]
-            assert given == pytest.approx(wanted, abs=logprob_tolerance("float32"))
-            assert given != pytest.approx(untrained.tolist(), abs=10 * logprob_tolerance("float32"))
+            completion = slice(len(group.prompt_ids) - 1, None)
+            assert engine_logprobs(engine, ids)[completion] == pytest.approx(wanted, abs=tolerance)
+            assert engine_logprobs(merged, ids)[completion] == pytest.approx(wanted, abs=tolerance)
+            by_peft = adapted_logprobs(model, tmp_path / "adapter", ids)[completion]
+            assert engine_logprobs(engine, ids)[completion] == pytest.approx(by_peft, abs=tolerance)
+            assert wanted != pytest.approx(untrained.tolist(), abs=0.1)
+
+
+def engine_logprobs(engine: Model, ids: list[int]) -> list[float]:
+    """Return the embedded engine's log-probabilities of ``ids[1:]``."""
+    with torch.inference_mode():
+        logprobs = engine.logits(engine.prefill([ids], None, [True])).log_softmax(-1)
+    return [float(logprobs[row, ids[row + 1]]) for row in range(len(ids) - 1)]
+
+
+def test_adapters_in_bfloat16_keep_a_small_change_that_merged_weights_in_bfloat16_lose(
+    model: Path, tmp_path: Path
+) -> None:
+    """By weights, whose change is known exactly. The model's own are bfloat16, as those of most models are."""
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    settings = {"lora_rank": 1, "learning_rate": 1e-5}
+    with join_ranks() as ranks:
+        rank_jobs.train_and_write_adapter(ranks, model, tmp_path, random_groups(1), settings, 4)
+    base = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    adapter = load_file(tmp_path / "adapter" / WEIGHTS_FILE)
+    config = json.loads((tmp_path / "adapter" / CONFIG_FILE).read_text())
+    changed = [name for name in merged if not torch.equal(merged[name], base[name])]
+    assert len(changed) == 2 * 7
+    by_adapter = by_merging = whole = 0.0
+    for name in changed:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        a, b = (adapter[f"{stem}.lora_{side}.weight"] for side in "AB")
+        assert a.dtype == b.dtype == torch.bfloat16
+        change = merged[name] - base[name]
+        delivered = b.float() @ a.float() * config["lora_alpha"] / config["r"]
+        rounded = merged[name].bfloat16().float() - base[name]
+        by_adapter += float((delivered * change).sum())
+        by_merging += float((rounded * change).sum())
+        whole += float((change * change).sum())
+    assert by_adapter / whole == pytest.approx(1, abs=0.01)
+    assert by_merging / whole < 0.5
+    size = sum(file.stat().st_size for file in (tmp_path / "adapter").iterdir())
+    assert size < 2 * sum(tensor.nbytes for tensor in adapter.values()) + 4096, "no base weights, no tokenizer"
