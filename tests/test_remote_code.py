@@ -28,7 +28,7 @@ load(RolloutSettings(model_name=directory))
 """,
     "reward model": """
 from services.reward_server.reward_model import RewardModel
-RewardModel(directory, batch_size=1, max_tokens=16)
+RewardModel(directory, max_tokens=16)
 """,
     "trainer": """
 from trainer.config import TrainerSettings

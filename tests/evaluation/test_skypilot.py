@@ -92,7 +92,7 @@ def test_a_failed_launch_gives_its_reason(told):
 
 def test_discovery_finds_running_servers_by_name(told):
     assert told["found"] == ["http://10.0.0.1:30000", "http://10.0.0.2:30001"]
-    assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot's API server cannot be reached")
+    assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot tell its servers: ")
 
 
 def test_a_model_of_this_machine_is_refused(evaluate, tiny_model):

@@ -201,10 +201,10 @@ def test_a_trainer_is_not_restarted_for_ever_when_a_service_is_gone_for_good(tmp
         tmp_path,
         task(
             "ppo-trainer",
-            "until [ -e gone ]; do sleep 0.01; done; sleep 0.3; exit 33",
+            "until grep -rqs 'reward-server-0 .*exit code 1' volume/runs/*/logs/runner.log; do sleep 0.05; done; exit 33",
             resources=recovery(recover_on_exit_codes=[33]),
         ),
-        task("reward-server", "touch gone; exit 1"),
+        task("reward-server", "exit 1"),
     )
     assert ended.exit_code == 33
     assert ended.record["restarts"] == {}
