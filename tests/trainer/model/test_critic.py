@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 
+from tests.tolerance import both_types
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_of
@@ -92,16 +93,18 @@ def set_head(critic: CriticLearner) -> tuple[Tensor, Tensor]:
 
 
 @BOTH
+@both_types
 def test_values_start_at_zero_and_are_those_of_the_states_before_the_tokens(
-    alone: Ranks, model: Path, kind: str
+    alone: Ranks, model: Path, kind: str, compute_type: str
 ) -> None:
-    critic, groups = make_critic(alone, model, kind, micro_batch_tokens=60), rewarded()
+    critic = make_critic(alone, model, kind, micro_batch_tokens=60, compute_type=compute_type)
+    groups, tolerance = rewarded(), {"float32": 1e-4, "bfloat16": 0.3}[compute_type]
     assert {x for of_group in critic.values(groups) for row in of_group for x in row} == {0.0}
     head, states = set_head(critic), plain_model(model).base_model
     with torch.no_grad():
         for group, found in zip(groups, critic.values(groups), strict=True):
             for row, expected in zip(found, plain_values(states, head, group), strict=True):
-                assert row == pytest.approx(expected, abs=1e-4)
+                assert row == pytest.approx(expected, abs=tolerance)
 
 
 @BOTH
