@@ -83,12 +83,6 @@ class PolicyLoss:
     ) -> tuple[Tensor, Diagnostics]:
         """Return a micro-batch's share of the step's loss, a scalar with gradient, and diagnostics without.
 
-        The ratio's denominator is the behaviour policy. Then a correction's weight takes the place of the ratio within
-        the bounds of the clip: it multiplies the loss by weight / ratio, which is 1 up to the cap. With
-        ``proximal_logprobs`` the denominator is the proximal policy, and the weight that of the proximal against the
-        behaviour policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298,
-        eq. 5).
-
         Args:
             batch: the micro-batch, with N trained tokens.
             logprobs: [N] float32, log pi_theta.
@@ -100,21 +94,12 @@ class PolicyLoss:
             values: [N] float32, of a critic that shares the policy's model.
         """
         settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
-        weights = self._weights(batch, theta if proximal_logprobs is None else proximal_logprobs)
-        old = behaviour if proximal_logprobs is None else proximal_logprobs
-        tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
-        policy = self._policy_loss(tokens)
-        losses = policy.losses * weights
-        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
-            losses = losses / log_ratio(theta, behaviour).exp()
-        # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
-        metrics = {"entropy": entropies, "kl_behaviour": k3(behaviour, theta), "importance_weight": weights}
-        metrics |= policy.metrics
-        if settings.off_policy_max_kl is not None:
-            kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
-            losses, metrics["off_policy_fraction"] = losses * kept, ~kept
+        policy, ratio = self._corrected_loss(batch, logprobs, proximal_logprobs)
+        losses = policy.losses
         if settings.entropy_coef:
             losses = losses - settings.entropy_coef * entropies
+        # The behaviour policy sampled the tokens, so they estimate KL(behaviour || theta) without bias.
+        metrics = {"entropy": entropies, "kl_behaviour": k3(behaviour, theta), **policy.metrics}
         if reference_logprobs is not None:
             stale = log_ratio(theta, behaviour).exp().clamp(max=CAPS[ImportanceCorrection.TRUNCATED])
             losses = losses + settings.kl_coef * kl_penalty(logprobs, reference_logprobs, stale)
@@ -123,7 +108,31 @@ class PolicyLoss:
             value = value_losses(settings, batch, values)
             losses, metrics = losses + settings.value_coef * value.losses, {**metrics, **value.metrics}
         loss = self._aggregate(losses * batch.weights, batch, step)
-        return loss, _diagnose(batch, loss, metrics, tokens.ratio)
+        return loss, _diagnose(batch, loss, metrics, ratio)
+
+    def _corrected_loss(
+        self, batch: MicroBatch, logprobs: Tensor, proximal_logprobs: Tensor | None
+    ) -> tuple[TokenLosses, Tensor]:
+        """Return the policy loss of each token, corrected for the policy that sampled it, and the ratio.
+
+        The ratio's denominator is the behaviour policy. Then a correction's weight takes the place of the ratio within
+        the bounds of the clip: it multiplies the loss by weight / ratio, which is 1 up to the cap. With
+        ``proximal_logprobs`` the denominator is the proximal policy, and the weight that of the proximal against the
+        behaviour policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298,
+        eq. 5).
+        """
+        settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
+        weights = self._weights(batch, theta if proximal_logprobs is None else proximal_logprobs)
+        old = behaviour if proximal_logprobs is None else proximal_logprobs
+        tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
+        policy = self._policy_loss(tokens)
+        losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
+        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
+            losses = losses / log_ratio(theta, behaviour).exp()
+        if settings.off_policy_max_kl is not None:
+            kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
+            losses, metrics["off_policy_fraction"] = losses * kept, ~kept
+        return TokenLosses(losses, metrics), tokens.ratio
 
     def _weights(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
         return importance_weights(
