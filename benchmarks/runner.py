@@ -57,6 +57,7 @@ SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "step", TRL),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
+    Benchmark("learning", "Learning curves with and without replay", "learning"),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
