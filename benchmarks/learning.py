@@ -85,7 +85,7 @@ def settings_of(task: str, variant: str, seed: int, steps: int | None) -> Settin
 def with_error(values: Sequence[float]) -> str:
     """Return the mean and its standard error as text."""
     mean = f"{statistics.fmean(values):.3f}"
-    return f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else mean
+    return f"{mean}±{statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else mean
 
 
 def area(curve: Curve) -> float:
@@ -114,7 +114,6 @@ def show(task: str, curves: Sequence[Curve]) -> Table:
             (
                 variant,
                 len(own),
-                f"{statistics.fmean(curve.rewards[0] for curve in own):.2f}",
                 with_error([area(curve) for curve in own]),
                 difference(own, area),
                 with_error([final(curve) for curve in own]),
@@ -125,7 +124,7 @@ def show(task: str, curves: Sequence[Curve]) -> Table:
         )
     return harness.table(
         f"{task}, {len(curves[0].rewards)} steps: mean reward ± standard error over seeds; differences from {BASE}",
-        ("", "seeds", "first", "area", "difference", f"last {LAST_STEPS}", "difference", "left out", "CPU s"),
+        ("", "seeds", "area", "difference", f"last {LAST_STEPS}", "difference", "left out", "CPU s"),
         rows,
     )
 
@@ -149,25 +148,24 @@ def plot(task: str, curves: Sequence[Curve], file: Path) -> None:
     figure.savefig(file, metadata={"Date": None})
 
 
-def measure(tasks: Sequence[str], variants: Sequence[str], seeds: int, steps: int | None, runs: Path) -> list[Curve]:
-    """Return the curves of all runs; those that ``runs`` lacks are made and added to it."""
-    had = [Curve(**orjson.loads(line)) for line in runs.read_bytes().splitlines()] if runs.exists() else []
+def measure(
+    tasks: Sequence[str], variants: Sequence[str], seeds: int, steps: int | None, file: Path | None
+) -> list[Curve]:
+    """Return the curves of all runs; those that ``file`` lacks are made and added to it."""
+    had = [Curve(**orjson.loads(line)) for line in file.read_bytes().splitlines()] if file and file.exists() else []
     found = {(curve.task, curve.variant, curve.seed): curve for curve in had}
     wanted = [(task, variant, seed) for task in tasks for seed in range(seeds) for variant in variants]
     with join_ranks() as ranks, tempfile.TemporaryDirectory() as directory:
         tiny_model.build_model().save_pretrained(directory)
         tiny_model.build_tokenizer().save_pretrained(directory)
-        for task, variant, seed in wanted:
-            if (task, variant, seed) in found:
-                continue
-            settings = settings_of(task, variant, seed, steps)
-            if task == "tiny":
-                settings["MODEL_NAME"] = directory
+        for task, variant, seed in (key for key in wanted if key not in found):
+            settings = settings_of(task, variant, seed, steps) | ({"MODEL_NAME": directory} if task == "tiny" else {})
             curve = found[task, variant, seed] = Curve(task, variant, seed)
             LearningRun(settings, TASKS[task][1], ranks).train(curve)
             harness.say(f"{task}, {variant}, seed {seed}: area {area(curve):.3f}, final {final(curve):.3f}")
-            with runs.open("ab") as file:
-                file.write(orjson.dumps(curve) + b"\n")
+            if file:
+                with file.open("ab") as lines:
+                    lines.write(orjson.dumps(curve) + b"\n")
     return [found[key] for key in wanted]
 
 
@@ -185,9 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.task, given.steps = ["tiny"], given.steps or 3
     logs.configure("learning", "warning")
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        runs = given.runs or Path(directory) / "runs.jsonl"
-        curves = measure(given.task, given.variants, given.rounds, given.steps, runs)
+    curves = measure(given.task, given.variants, given.rounds, given.steps, given.runs)
     by_task = {task: [curve for curve in curves if curve.task == task] for task in given.task}
     if given.plots:
         for task, own in by_task.items():
