@@ -167,8 +167,9 @@ class AlgorithmSection(SectionSettings):
     """Subtract the KL from rewards, before advantages are computed, instead of adding it to the loss."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    replay_groups: int = Field(2, ge=0, le=4096)
-    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off."""
+    replay_groups: int = Field(0, ge=0, le=4096)
+    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off. docs/algorithm.md has learning
+    curves with and without."""
     replay_every: int = Field(1, ge=1)
     """Replay every so many steps."""
     replay_strategy: SampleStrategy = SampleStrategy.PRIORITY

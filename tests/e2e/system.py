@@ -34,6 +34,7 @@ SETTINGS = {
     "MAX_NEW_TOKENS": "4",
     "MAX_PROMPT_TOKENS": "64",
     "LEARNING_RATE": "1e-4",
+    "REPLAY_GROUPS": "2",
     "EVAL_PROMPTS": "20",
 }
 
