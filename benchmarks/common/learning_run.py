@@ -20,9 +20,11 @@ from services.embedded_engine.settings import EngineSettings
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
 from services.protocol.prompts import Cursor, Split
 from services.replay_buffer.priorities import PriorityIndex
+from trainer.algorithm.critic_targets import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
+from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import gather_state, load_policy
 from trainer.model.ranks import Ranks
@@ -62,6 +64,7 @@ class LearningRun:
         self.cursor = Cursor()
         self.policy = load_policy(self.settings, ranks)
         self.learner = Learner(self.settings, self.policy, ranks, None, self.settings.max_steps)
+        self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
         self.loaded = load(EngineSettings.load(**given))
         self.engine = Engine(self.loaded, on_failure=print)
         self.index = PriorityIndex()
@@ -87,11 +90,18 @@ class LearningRun:
         self._store(fresh)
         replayed = self._draw(step, fresh)
         kept = within_kl(replayed, self.learner.logprobs(replayed), self.settings.replay_max_kl) if replayed else []
-        groups = with_advantages([*(training_group(group, self.settings) for group in fresh), *kept], self.settings)
-        self.learner.update(groups, step, n_steps=self.settings.updates_per_batch)
+        groups = [*(training_group(group, self.settings) for group in fresh), *kept]
+        n_steps = self.settings.updates_per_batch
+        if self.critic is None:
+            groups = with_advantages(groups, self.settings)
+        else:
+            groups = with_critic_targets(groups, self.settings, self.critic.values(groups))
+        self.learner.update(groups, step, n_steps=n_steps)
+        if self.critic is not None and self.critic.trains_alone(step):
+            self.critic.update(groups, step, n_steps=n_steps)
         for group in groups:
             self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
-        state = gather_state(self.policy, self.ranks, published_dtype(self.settings), copy=True)
+        state = gather_state(self.policy.full_parameters(published_dtype(self.settings)), self.ranks, copy=True)
         self.engine.change_weights(self.loaded.pack(state), str(step + 1), keeps_caches=False).result()
         curve.rewards.append(float(np.mean([group.rewards for group in fresh])))
         curve.replayed.append(len(kept))
