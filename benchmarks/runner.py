@@ -54,17 +54,18 @@ SGLANG_ON_CPU = {
 }
 SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 
-REPLAY_SETTINGS = (
-    *("--task", "tiny", "--variants", "grpo", "replay", "replay:REPLAY_GROUPS=8"),
+LEARNING = (
+    *("--plots", "docs/benchmarks", "--task", "tiny", "--variants", "grpo", "replay"),
     *("replay:REPLAY_MAX_KL=0.02", "replay:REPLAY_MAX_KL=0.5"),
     *("replay:REPLAY_CORRECTION=0", "replay:REPLAY_CORRECTION=1"),
 )
+DEMO = ("--plots", "docs/benchmarks", "--task", "demo")
 
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "step", TRL),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
-    Benchmark("learning", "Learning with and without replay", "learning", ("--plots", "docs/benchmarks")),
-    Benchmark("learning-replay", "Learning by the settings of replay", "learning", REPLAY_SETTINGS),
+    Benchmark("learning", "Learning by the settings of replay", "learning", LEARNING),
+    Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
