@@ -56,6 +56,7 @@ VARIANTS: dict[str, Settings] = {
     "replay": {"REPLAY_GROUPS": "2", "REPLAY_EVERY": "1"},
     "rloo": OFF | {"ADVANTAGE": "rloo"},
     "dr_grpo": OFF | {"ADVANTAGE": "dr_grpo", "AGGREGATION": "constant_length"},
+    "gae": OFF | {"ADVANTAGE": "gae", "CRITIC_LEARNING_RATE": "1e-3"},
     "lora": OFF | {"LORA_RANK": "8"},
 }
 LORA_RATE_FACTOR = 10.0
