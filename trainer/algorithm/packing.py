@@ -33,6 +33,8 @@ class TrainingSequence:
     reward: float = 0.0
     has_own_advantages: bool = False
     """The advantages came with the completion, so none are computed from its reward."""
+    episode: int | None = None
+    """The episode within its group; None for a completion, which is an episode of its own."""
 
     def __post_init__(self) -> None:
         for name in ("behaviour_logprobs", "advantages", "loss_mask"):
