@@ -302,7 +302,9 @@ class TrainerSettings(
     def _rollout_fits(self) -> Self:
         if self.rollout is Rollout.COMPLETION:
             if self.agent:
-                raise ValueError(f"AGENT is {self.agent!r}, but ROLLOUT is completion; set ROLLOUT=agent, or unset AGENT")
+                raise ValueError(
+                    f"AGENT is {self.agent!r}, but ROLLOUT is completion; set ROLLOUT=agent, or unset AGENT"
+                )
             return self
         if not is_own_function(self.agent):
             raise ValueError(f"AGENT is {self.agent!r}, but ROLLOUT is agent; give the agent as module:function")
@@ -313,7 +315,8 @@ class TrainerSettings(
             )
         if self.group_size * self.agent_max_turns > MAX_SEQUENCES:
             raise ValueError(
-                f"GROUP_SIZE ({self.group_size}) times AGENT_MAX_TURNS ({self.agent_max_turns}) is above {MAX_SEQUENCES}"
+                f"GROUP_SIZE times AGENT_MAX_TURNS is {self.group_size * self.agent_max_turns}; allowed is at most "
+                f"{MAX_SEQUENCES}, the most sequences of a group"
             )
         if self.overlong_buffer:
             raise ValueError("OVERLONG_BUFFER is set, but ROLLOUT is agent; unset it, the agent gives the rewards")
