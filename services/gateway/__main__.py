@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from services.core import endpoints
 from services.gateway.app import create_app
@@ -10,4 +11,4 @@ from services.gateway.settings import GatewaySettings
 from services.http.server import run_service
 
 if __name__ == "__main__":
-    sys.exit(run_service(create_app, endpoints.Task.GATEWAY, GatewaySettings))
+    sys.exit(run_service(partial(create_app, own_process=True), endpoints.Task.GATEWAY, GatewaySettings))

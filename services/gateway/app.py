@@ -11,8 +11,10 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 
+from services.gateway.gateway import Gateway
+from services.gateway.replies import stream_of
 from services.gateway.requests import ChatRequest
-from services.gateway.sessions import Gateway, Session
+from services.gateway.sessions import Session
 from services.gateway.settings import GatewaySettings
 from services.http.app import JsonResponse, create_service_app, model_response
 from services.http.problems import ProblemError
@@ -22,9 +24,12 @@ AGENT_PATHS = re.compile(r"/v1/.*|/sessions/[^/]+/v1/.*")
 """The agents' paths, whose routes ask for the session's own key."""
 
 
-def create_app(settings: GatewaySettings) -> FastAPI:
-    """Return the gateway's application; it loads tokenizer and sessions once it runs."""
-    gateway = Gateway(settings)
+def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastAPI:
+    """Return the gateway's application; it loads tokenizer and sessions once it runs.
+
+    In a process of its ``own`` it loads transformers without torch.
+    """
+    gateway = Gateway(settings, own_process=own_process)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -81,7 +86,9 @@ def _add_agent_routes(app: FastAPI, gateway: Gateway, settings: GatewaySettings)
     async def session_of_path(session_id: str, http: Request) -> Session:
         """Return the session that the path names; its key is the session's id or JOBGROUP_TOKEN, where that is set."""
         key = _key(http)
-        if settings.token and not any(hmac.compare_digest(key, known.encode()) for known in (settings.token, session_id)):
+        if settings.token and not any(
+            hmac.compare_digest(key, known.encode()) for known in (settings.token, session_id)
+        ):
             raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
         return await gateway.find(session_id)
 
@@ -118,7 +125,8 @@ async def _answer(gateway: Gateway, session: Session, body: dict[str, Any]) -> R
     reply = await gateway.complete(session, request)
     if not request.stream:
         return JsonResponse(reply)
-    return Response(request.replay(reply), media_type="text/event-stream")
+    events = stream_of(reply, includes_usage=request.stream_options.include_usage)
+    return Response(b"".join(events), media_type="text/event-stream")
 
 
 def _key(http: Request) -> bytes:
