@@ -44,8 +44,9 @@ def create_app(settings: GatewaySettings, *, own_process: bool = False) -> FastA
         description=__doc__ or "",
         own_keys=AGENT_PATHS,
     )
+    app.state.gateway = gateway
     _add_session_routes(app, gateway)
-    _add_agent_routes(app, gateway, settings)
+    _add_agent_routes(app, gateway)
     return app
 
 
@@ -82,40 +83,46 @@ def _add_session_routes(app: FastAPI, gateway: Gateway) -> None:
         return Response(status_code=204)
 
 
-def _add_agent_routes(app: FastAPI, gateway: Gateway, settings: GatewaySettings) -> None:
-    async def session_of_path(session_id: str, http: Request) -> Session:
-        """Return the session that the path names; its key is the session's id or JOBGROUP_TOKEN, where that is set."""
-        key = _key(http)
-        if settings.token and not any(
-            hmac.compare_digest(key, known.encode()) for known in (settings.token, session_id)
-        ):
-            raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
-        return await gateway.find(session_id)
+async def _session_of_path(session_id: str, http: Request) -> Session:
+    """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
+    gateway: Gateway = http.app.state.gateway
+    token, key = gateway.settings.token, _key(http)
+    if token and not any(hmac.compare_digest(key, known.encode()) for known in (token, session_id)):
+        raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
+    return await gateway.find(session_id)
 
-    async def session_of_key(http: Request) -> Session:
-        """Return the session whose id is the API key."""
-        session = await gateway.get(_key(http).decode("utf-8", "replace"))
-        if session is None:
-            raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
-        return session
 
+async def _session_of_key(http: Request) -> Session:
+    """Return the session whose id is the API key."""
+    gateway: Gateway = http.app.state.gateway
+    session = await gateway.get(_key(http).decode("utf-8", "replace"))
+    if session is None:
+        raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
+    return session
+
+
+OfPath = Annotated[Session, Depends(_session_of_path)]
+OfKey = Annotated[Session, Depends(_session_of_key)]
+
+
+def _add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/sessions/{session_id}/v1/models", tags=["openai"])
-    async def models_of_path(_session: Annotated[Session, Depends(session_of_path)]) -> Response:
+    async def models_of_path(_session: OfPath) -> Response:
         """List the model in training."""
         return JsonResponse(gateway.models())
 
     @app.get("/v1/models", tags=["openai"])
-    async def models_of_key(_session: Annotated[Session, Depends(session_of_key)]) -> Response:
+    async def models_of_key(_session: OfKey) -> Response:
         """List the model in training."""
         return JsonResponse(gateway.models())
 
     @app.post("/sessions/{session_id}/v1/chat/completions", tags=["openai"])
-    async def chat_of_path(body: dict[str, Any], session: Annotated[Session, Depends(session_of_path)]) -> Response:
+    async def chat_of_path(body: dict[str, Any], session: OfPath) -> Response:
         """Answer a conversation within the session."""
         return await _answer(gateway, session, body)
 
     @app.post("/v1/chat/completions", tags=["openai"])
-    async def chat_of_key(body: dict[str, Any], session: Annotated[Session, Depends(session_of_key)]) -> Response:
+    async def chat_of_key(body: dict[str, Any], session: OfKey) -> Response:
         """Answer a conversation within the session whose id is the API key."""
         return await _answer(gateway, session, body)
 

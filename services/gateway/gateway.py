@@ -68,7 +68,7 @@ class Gateway:
     """Longest prompt and completion together, in tokens."""
 
     def __init__(self, settings: GatewaySettings, *, own_process: bool) -> None:
-        self._settings = settings
+        self.settings = settings
         self._own_process = own_process
         self._store = Store(settings.directory)
         self._engine = EngineClient(settings.token)
@@ -91,7 +91,7 @@ class Gateway:
             assert session is not None
             self._sessions[session_id] = session
         SESSIONS.set(len(self._sessions))
-        log.info("loaded", directory=str(self._settings.directory), open_sessions=len(self._sessions))
+        log.info("loaded", directory=str(self.settings.directory), open_sessions=len(self._sessions))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -105,7 +105,7 @@ class Gateway:
     def _load_model(self) -> None:
         if self._own_process:
             import_transformers_alone()
-        settings = self._settings
+        settings = self.settings
         self.prompts = PromptMaker(load_tokenizer(settings.model_name))
         self.vocabulary = vocabulary_size(settings.model_name, "MODEL_NAME")
         self.context = settings.engine_context_length or context_length(settings.model_name, "MODEL_NAME")
@@ -126,7 +126,7 @@ class Gateway:
     def models(self) -> dict[str, Any]:
         """Return the content of GET /v1/models."""
         model = {
-            "id": self._settings.model_name,
+            "id": self.settings.model_name,
             "object": "model",
             "created": self._created,
             "owned_by": "gateway",
@@ -270,7 +270,7 @@ class Gateway:
         call.sampling["max_new_tokens"] = min(limit, room)
         completions = await self._sample(session, request, call.sampling, prompt_ids)
         add_turns(call, completions, request, keys[-1], self.prompts)
-        call.reply = reply_of(call, request, self._settings.model_name, len(prompt_ids), self.prompts)
+        call.reply = reply_of(call, request, self.settings.model_name, len(prompt_ids), self.prompts)
         await self._record(session, call)
         return call.reply
 
