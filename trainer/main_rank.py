@@ -64,13 +64,14 @@ class MainRank:
             NeverReadyError: one of them did not become healthy within the deadline of the start.
         """
         clients = Clients.of(settings, vocab_size)
+        main = cls(settings, thread, clients)
         thread.call(clients.open())
         try:
             try:
                 thread.call(clients.wait_healthy(settings.start_deadline_seconds), interruptible=True)
             except DependencyLostError as error:
                 raise NeverReadyError(str(error)) from error
-            yield cls(settings, thread, clients)
+            yield main
         finally:
             thread.call(clients.close())
 

@@ -82,7 +82,7 @@ class EpisodeMaker(GroupMaker):
         requests = [
             CreateSessionRequest(
                 # Another attempt at the same prompt, after a restart, must not continue this session.
-                id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}-{index}-{uuid.uuid4().hex}",
+                id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}-{index}-{uuid.uuid4().hex[:12]}",
                 group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
                 index=index,
                 temperature=params.temperature,
@@ -100,13 +100,22 @@ class EpisodeMaker(GroupMaker):
         episodes = [episode for episode in played if episode is not None]
         prompt_ids, experiences = experiences_of(episodes)
         if not experiences or all(episode.failure for episode in episodes):
-            failures: list[Exception] = [episode.failure for episode in episodes if episode.failure]
-            if not episodes and self._gateway_error is not None:
-                failures.append(self._gateway_error)
-            self.leave_out(prompt, failures[-1] if failures else AgentFailedError("the agent never called the model"))
+            self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
         return self.group(prompt, prompt_ids, experiences)
+
+    def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
+        """Return the reason why no episode of a prompt is of use."""
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if not episodes and self._gateway_error is not None:
+            return self._gateway_error
+        if not failures:
+            return AgentFailedError("the agent never called the model")
+        if failures[-1].reason in OVER_LIMIT and not any(episode.trace.sampled_tokens for episode in episodes):
+            # The gateway asks the engines again until the episode's time is over.
+            return DependencyLostError(f"no engine answered within AGENT_SECONDS: {failures[-1]}")
+        return failures[-1]
 
     async def _episode(self, prompt: Prompt, request: CreateSessionRequest) -> Episode | None:
         """Play an episode; None, counted, if the gateway failed."""

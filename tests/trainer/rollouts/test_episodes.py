@@ -23,6 +23,8 @@ from services.protocol.prompts import Prompt
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import TrainerSettings
+from trainer.main_rank import MainRank
+from trainer.rollouts import episodes
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
 from trainer.rollouts.evaluate import Evaluator
@@ -291,6 +293,31 @@ def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> 
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
+def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
+    # The real gateway asks engines again until the deadline, and then refuses the call as over a limit.
+    stage.gateway.says = lambda _: 429
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    with pytest.raises(DependencyLostError, match="no engine answered within AGENT_SECONDS"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "EPISODES_AT_ONCE", 3)
+    now, most = 0, 0
+
+    async def counting(example: Any, **endpoint: Any) -> float | None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        reward = await two_turns(example, **endpoint)
+        now -= 1
+        return reward
+
+    monkeypatch.setitem(globals(), "counting", counting)
+    assert stage.group(counting, group_size=8) is not None
+    assert most == 3
+
+
 @pytest.mark.parametrize(("status", "error"), [(503, DependencyLostError), (422, ConfigurationError)])
 def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int, error: type[Exception]) -> None:
     stage.gateway["POST /sessions"] = lambda _: status
@@ -328,8 +355,9 @@ def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:
 )
 def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, agent: str, said: str) -> None:
     settings = stage.settings(one_turn, agent=agent)
-    with pytest.raises(ConfigurationError, match=said):
-        group_maker(settings, stage.clients)
+    # Before it waits for any service; none runs here.
+    with pytest.raises(ConfigurationError, match=said), MainRank.connected(settings, stage.thread, vocab_size=1000):
+        pytest.fail("connected")
 
 
 @pytest.mark.parametrize(
