@@ -157,7 +157,7 @@ class EpisodeMaker(GroupMaker):
                     example,
                     seconds,
                     base_url=self.gateway.agent_url(session_id),
-                    api_key=self.settings.token or session_id,
+                    api_key=session_id,
                     http_client=http_client,
                 )
         except DependencyLostError:
