@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ BOUNDED = settings(
         ("services.data_server", {"DATASET": "arithmetic"}),
         ("services.reward_server", {"REWARD_WORKERS": "1"}),
         ("services.replay_buffer", {"REPLAY_FSYNC": "false"}),
+        ("services.gateway", {"MODEL_NAME": "the tiny model"}),
     ],
 )
-def test_made_up_requests_get_documented_answers(start_service: Any, module: str, environment: dict[str, str]) -> None:
+def test_made_up_requests_get_documented_answers(
+    start_service: Any, tiny_model: Path, module: str, environment: dict[str, str]
+) -> None:
     # Not above: it takes seconds, which every process that collects tests would spend.
     import schemathesis
     from schemathesis import GenerationMode
@@ -35,6 +39,8 @@ def test_made_up_requests_get_documented_answers(start_service: Any, module: str
 
     # Our rules say more than a schema can (one logprob a token), and pydantic takes a true for a 1.
     not_promised = [positive_data_acceptance, negative_data_rejection]
+    if "MODEL_NAME" in environment:
+        environment = {"MODEL_NAME": str(tiny_model)}
     service = start_service(module, LOG_LEVEL="warning", **environment)
     schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
