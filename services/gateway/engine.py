@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,21 +22,29 @@ log = get_logger(__name__)
 RETRIED = Counter("gateway_turns_retried", "Turns asked for again, by reason.", ["reason"])
 IN_FLIGHT = Gauge("gateway_turns_in_flight", "Turns that the engines are sampling.")
 
+POOLS = 16
+"""Connection pools, which take turns: the time that httpx spends on a request grows with the requests of its pool."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 _TRY_LATER = frozenset({408, 429})
 
 
-class EngineClient(HttpClient):
-    """The engines behind the router. An async context manager, used within one event loop.
+class EngineClient:
+    """The engines behind the router, used within one event loop.
 
     Every attempt has a request id of its own, because an engine may still be busy with an attempt whose connection was
     lost, and refuses an id that it knows. All attempts have the same seed, so that they sample the same tokens.
     """
 
     def __init__(self, token: str | None) -> None:
-        url = endpoint(Task.ROLLOUT_SERVER).url
-        super().__init__(url, token=token, service=Task.ROLLOUT_SERVER.value, max_connections=None)
+        url, service = endpoint(Task.ROLLOUT_SERVER).url, Task.ROLLOUT_SERVER.value
+        clients = (HttpClient(url, token=token, service=service, max_connections=None) for _ in range(POOLS))
+        self._clients = itertools.cycle(clients)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in itertools.islice(self._clients, POOLS):
+            await client.__aexit__()
 
     async def sample(
         self,
@@ -84,11 +93,12 @@ class EngineClient(HttpClient):
         raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
 
     async def _ask(self, payload: dict[str, Any], seconds: float) -> Completion:
-        response = await self.send_once("POST", "/generate", payload, seconds=seconds)
+        client = next(self._clients)
+        response = await client.send_once("POST", "/generate", payload, seconds=seconds)
         status = response.status_code
         if status >= 500 or status in _TRY_LATER:
             raise DependencyLostError(f"{response.url} answered {status} {problem_detail(response)}")
         if status != 200:
-            raise RequestRefusedError(self.service, str(response.url), status, problem_detail(response))
+            raise RequestRefusedError(client.service, str(response.url), status, problem_detail(response))
         [completion] = read_completions(response)
         return completion

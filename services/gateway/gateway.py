@@ -85,7 +85,6 @@ class Gateway:
         """
         await in_background(self._load_model)
         await self._store.open()
-        await self._engine.__aenter__()
         for (session_id,) in await self._store.read(_OPEN):
             session = await self._load(session_id)
             assert session is not None
@@ -99,7 +98,7 @@ class Gateway:
         for task in calls:
             task.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await self._engine.__aexit__()
+        await self._engine.close()
         await self._store.close()
 
     def _load_model(self) -> None:
