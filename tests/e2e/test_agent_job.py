@@ -25,6 +25,8 @@ def finished(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory:
         *("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"),
         job_group="jobgroup-agent.yaml",
         AGENT="tests.e2e.agents:moody",
+        # The agent does not have it: its key is its session.
+        JOBGROUP_TOKEN="of-the-job-group",
         MODE=request.param,
         BATCH_SIZE=str(BATCH),
         GROUP_SIZE=str(GROUP),
