@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.servers import ServerPool
-from evaluation.workflows import AgentFailedError, Score, ScoringLostError, Workflow
+from evaluation.workflows import ScoringLostError, Workflow
+from services.agents import AgentFailedError, Score
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.http.client import RequestRefusedError

@@ -19,7 +19,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from evaluation.workflows import Example
+from services.agents import Example
 
 MAX_TURNS = 8
 INSTRUCTIONS = """You solve mathematical problems. Compute with the tools, one call at a time: add(a, b) is the sum and

@@ -10,7 +10,7 @@ from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
 from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
-from evaluation.workflows import load_agent
+from services.agents import load_agent
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 from services.reward_server.settings import RewardSettings
@@ -60,7 +60,7 @@ class Plan:
             )
         self.checkpoints = found
         is_agent = settings.workflow is WorkflowName.AGENT
-        self.agent = load_agent(settings.eval_agent) if is_agent and not is_on_cluster else None
+        self.agent = load_agent("--agent", settings.eval_agent) if is_agent and not is_on_cluster else None
         name = found[0].name if len(found) == 1 else (run_dir.resolve().name if run_dir else f"{len(found)}-models")
         parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
         self.output = (output or settings.eval_output / "-".join(parts)).resolve()

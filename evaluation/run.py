@@ -21,7 +21,8 @@ from evaluation.samples import open_store
 from evaluation.servers import ServerPool
 from evaluation.settings import SchedulerName
 from evaluation.view import View
-from evaluation.workflows import AgentWorkflow, Score, SingleTurn, Workflow
+from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
+from services.agents import Score
 from services.clients.reward import RewardClient
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends

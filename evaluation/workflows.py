@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import importlib
-import inspect
-import math
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
-from pydantic import ConfigDict, Field
 
 from evaluation import servers
 from evaluation.recording import Recording, RecordingTransport
 from evaluation.samples import Kind, Sample
 from evaluation.servers import Server
 from evaluation.settings import EvaluationSettings
+from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
-from services.core.errors import ConfigurationError, DependencyLostError
-from services.core.extras import install_command
+from services.core.errors import DependencyLostError
 from services.core.seeds import derive_seed
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
-from services.protocol.rewards import RewardItem
 
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
 
-Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
-
 
 class ScoringLostError(Exception):
     """The reward-server does not answer: neither an inference server nor an agent is at fault."""
-
-
-class AgentFailedError(Exception):
-    """An agent raised an error, which the message names."""
 
 
 def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
@@ -81,31 +67,6 @@ class SingleTurn:
             )
             for index, completion in zip(indices, completions, strict=False)
         ]
-
-
-class Example(Prompt):
-    """A prompt as an agent gets it.
-
-    ``prompt`` is the user's turn, with the instruction on how to give the answer. ``messages`` is the whole
-    conversation before the answer: the system turn and solved examples, where there are any.
-    """
-
-    model_config = ConfigDict(frozen=False)
-
-    model: str
-    """The model's name in requests."""
-    scorer: Score = Field(repr=False, exclude=True)
-    result: RewardResult | None = None
-    """The result of the last call of ``score``."""
-
-    async def score(self, response: str) -> float | None:
-        """Return the reward of ``response`` by the evaluation's reward functions; None if it cannot be scored."""
-        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
-        [self.result] = await self.scorer([item])
-        return self.result.reward
-
-
-Agent = Callable[..., Awaitable[float | None]]
 
 
 @dataclass(frozen=True)
@@ -153,7 +114,7 @@ class AgentWorkflow:
             messages=recording.messages,
             server=server.url,
             seconds=time.monotonic() - started,
-            result=_result(example, reward),
+            result=example.result_of(reward),
         )
 
     async def _reward(
@@ -166,54 +127,17 @@ class AgentWorkflow:
             AgentFailedError: the agent failed, or took too long.
         """
         try:
-            async with asyncio.timeout(servers.PROMPT_SECONDS):
-                key = self.settings.token or NO_KEY
-                reward = await self.agent(example, base_url=base_url, api_key=key, http_client=http_client)
-        except TimeoutError as error:
-            raise AgentFailedError(f"the agent took more than {servers.PROMPT_SECONDS:g} s") from error
-        except (DependencyLostError, ScoringLostError):
+            key = self.settings.token or NO_KEY
+            return await play(
+                self.agent, example, servers.PROMPT_SECONDS, base_url=base_url, api_key=key, http_client=http_client
+            )
+        except (AgentFailedError, DependencyLostError, ScoringLostError):
             raise
         # An agent's library may raise anything, and one failed episode must not end the others.
         except Exception as error:
             if recording.server_error is not None:
                 raise DependencyLostError(f"{base_url}: {recording.server_error}") from error
             raise AgentFailedError(f"{type(error).__name__}: {error}") from error
-        if reward is None:
-            return None
-        if isinstance(reward, bool | int | float) and math.isfinite(reward):
-            return float(reward)
-        raise AgentFailedError(f"the agent returned {reward!r}; allowed is a finite number, or None")
-
-
-def _result(example: Example, reward: float | None) -> RewardResult:
-    """Return the agent's reward, with the verifier's result if the agent asked for it and returned its reward."""
-    if example.result is not None and example.result.reward == reward:
-        return example.result
-    if reward is None:
-        return RewardResult(reward=None, status=RewardStatus.ERROR, reason="the agent gave no reward")
-    return RewardResult(reward=reward, extracted=example.result.extracted if example.result else None)
 
 
 Workflow = SingleTurn | AgentWorkflow
-
-
-def load_agent(name: str) -> Agent:
-    """Import the agent ``module:function``; the current directory is on the path, too.
-
-    Raises:
-        ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
-    """
-    module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        agent: Agent = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigurationError(
-            f"--agent {name!r} cannot be imported: {error}; give it as module:function, with the module in {here} or "
-            f"installed; if its library is missing, run: {install_command('evaluation')}"
-        ) from error
-    if not inspect.iscoroutinefunction(agent):
-        raise ConfigurationError(f"--agent {name!r} is no `async def`; it must be, since many episodes run at once")
-    return agent

@@ -31,6 +31,7 @@ READERS = (
     Reader("rollout-server", "services.rollout_server.settings", "RolloutSettings", (Task.ROLLOUT_SERVER,)),
     Reader("reward-server", "services.reward_server.settings", "RewardSettings", (Task.REWARD_SERVER,)),
     Reader("replay-buffer", "services.replay_buffer.settings", "ReplaySettings", (Task.REPLAY_BUFFER,)),
+    Reader("gateway", "services.gateway.settings", "GatewaySettings", (Task.GATEWAY,)),
     Reader(
         "environment-server", "services.environment_server.settings", "EnvironmentSettings", (Task.ENVIRONMENT_SERVER,)
     ),

@@ -26,6 +26,7 @@ ROLES = {
     "data": ("services.data_server.__main__", {"data"}),
     "reward": ("services.reward_server.__main__", {"reward"}),
     "replay": ("services.replay_buffer.__main__", {"replay"}),
+    "gateway": ("services.gateway.__main__", {"gateway"}),
     "rollout": ("services.rollout_server.__main__", {"rollout"}),
     "trainer": ("trainer.__main__", {"trainer"}),
     "collector": ("trainer.collector", {"collector"}),

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 # How each component loads what lies in ``directory``.
 LOADERS = {
-    "data-server": "from services.data_server.prompts import load_tokenizer; load_tokenizer(directory)",
+    "data-server": "from services.chat.tokenizers import load_tokenizer; load_tokenizer(directory)",
     "embedded engine": """
 from services.embedded_engine.compute.loading import load
 from services.rollout_server.settings import RolloutSettings

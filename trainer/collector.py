@@ -22,6 +22,7 @@ from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
+from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.groups import GroupMaker
 
 log = get_logger(__name__)
@@ -132,10 +133,10 @@ async def collect(settings: TrainerSettings) -> None:
     clients = Clients.of(settings, vocabulary_size(settings.model_name, "MODEL_NAME"))
     await clients.open()
     try:
+        maker = group_maker(settings, clients)
         await clients.wait_healthy(settings.service_deadline_seconds)
         # The trainer refuses other data, too; but groups of these would be in the queue by then.
         check_data(settings, await clients.data.stats())
-        maker = GroupMaker(settings, clients.rollouts, clients.rewards)
         await Collector(settings, clients, maker, endpoints.node_rank(), endpoints.num_nodes()).run()
     finally:
         await clients.close()

@@ -15,6 +15,7 @@ from pydantic_settings import SettingsConfigDict
 
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
+from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
 from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import (
     ADVANTAGES,
@@ -45,6 +46,13 @@ class CriticModel(StrEnum):
 
     OWN = "own"
     SHARED = "shared"
+
+
+class Rollout(StrEnum):
+    """The way in which a prompt is answered."""
+
+    COMPLETION = "completion"
+    AGENT = "agent"
 
 
 class Schedule(StrEnum):
@@ -126,6 +134,17 @@ class SamplingSection(SectionSettings):
     dynamic_sampling_tries: int = Field(0, ge=0, le=100)
     """Replace groups without reward variance by further prompts (`async`: by further groups of the queue), at most this
     many times a step (DAPO)."""
+    rollout: Rollout = Rollout.COMPLETION
+    """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
+    which the gateway records; MAX_NEW_TOKENS is then the longest turn."""
+    agent: str = ""
+    """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
+    agent_max_turns: int = Field(16, ge=1, le=MAX_SEQUENCES)
+    """Most calls of the model in an episode."""
+    agent_max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
+    """Most tokens that the model samples in an episode."""
+    agent_seconds: float = Field(600, gt=0)
+    """Longest time of an episode; then it has failed."""
 
 
 class AlgorithmSection(SectionSettings):
@@ -315,6 +334,32 @@ class TrainerSettings(
         return self
 
     @model_validator(mode="after")
+    def _rollout_fits(self) -> Self:
+        if self.rollout is Rollout.COMPLETION:
+            if self.agent:
+                raise ValueError(
+                    f"AGENT is {self.agent!r}, but ROLLOUT is completion; set ROLLOUT=agent, or unset AGENT"
+                )
+            return self
+        if not is_own_function(self.agent):
+            raise ValueError(f"AGENT is {self.agent!r}, but ROLLOUT is agent; give the agent as module:function")
+        if self.agent_max_tokens < self.max_new_tokens:
+            raise ValueError(
+                f"AGENT_MAX_TOKENS is {self.agent_max_tokens}; allowed is at least MAX_NEW_TOKENS "
+                f"({self.max_new_tokens}), the longest turn"
+            )
+        if self.group_size * self.agent_max_turns > MAX_SEQUENCES:
+            raise ValueError(
+                f"GROUP_SIZE times AGENT_MAX_TURNS is {self.group_size * self.agent_max_turns}; allowed is at most "
+                f"{MAX_SEQUENCES}, the most sequences of a group"
+            )
+        if self.overlong_buffer:
+            raise ValueError("OVERLONG_BUFFER is set, but ROLLOUT is agent; unset it, the agent gives the rewards")
+        if self.lora_rank:
+            raise ValueError("LORA_RANK is set, but ROLLOUT is agent; unset it, the gateway names no adapter")
+        return self
+
+    @model_validator(mode="after")
     def _methods_exist(self) -> Self:
         for variable, name, known in (("ADVANTAGE", self.advantage, ADVANTAGES), ("LOSS", self.loss, tuple(LOSSES))):
             if name not in known and not is_own_function(name):
@@ -343,6 +388,11 @@ class TrainerSettings(
         if self.aggregation is not None:
             return self.aggregation
         return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
+
+    @property
+    def longest_answer(self) -> int:
+        """Most tokens that the model samples for one answer to a prompt."""
+        return self.agent_max_tokens if self.rollout is Rollout.AGENT else self.max_new_tokens
 
     @property
     def generation_concurrency(self) -> int:

@@ -25,9 +25,9 @@ from trainer.config import Mode, TrainerSettings
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
+from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.fresh_queue import FreshQueue
-from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.replay import sample_groups
 from trainer.service_thread import ServiceThread
 
@@ -45,7 +45,7 @@ class MainRank:
         self.settings = settings
         self.thread = thread
         self.clients = clients
-        self.maker = GroupMaker(settings, clients.rollouts, clients.rewards)
+        self.maker = group_maker(settings, clients)
         self.evaluator = Evaluator(settings, clients)
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
         self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, None)
@@ -57,19 +57,21 @@ class MainRank:
     @classmethod
     @contextmanager
     def connected(cls, settings: TrainerSettings, thread: ServiceThread, vocab_size: int) -> Iterator[Self]:
-        """Connect to the services; within it data-server, reward-server and replay-buffer have been healthy.
+        """Connect to the services; within it all but the rollout workers have been healthy.
 
         Raises:
+            ConfigurationError: AGENT cannot be imported.
             NeverReadyError: one of them did not become healthy within the deadline of the start.
         """
         clients = Clients.of(settings, vocab_size)
+        main = cls(settings, thread, clients)
         thread.call(clients.open())
         try:
             try:
                 thread.call(clients.wait_healthy(settings.start_deadline_seconds), interruptible=True)
             except DependencyLostError as error:
                 raise NeverReadyError(str(error)) from error
-            yield cls(settings, thread, clients)
+            yield main
         finally:
             thread.call(clients.close())
 
@@ -79,8 +81,7 @@ class MainRank:
 
     def describe_components(self) -> dict[Task, ComponentRecord]:
         """Ask the services what they run with."""
-        services = (self.clients.data, self.clients.rewards, self.clients.replay)
-        return {client.task: self.thread.call(client.settings()) for client in services}
+        return {client.task: self.thread.call(client.settings()) for client in self.clients.services}
 
     def start_collector(self) -> None:
         """Start the asynchronous mode's collector beside the trainer, unless collectors run elsewhere."""

@@ -19,6 +19,7 @@ MODULES = (
     "services.embedded_engine.http.app",
     "services.reward_server.app",
     "services.replay_buffer.app",
+    "services.gateway.app",
     "services.environment_server.app",
     "services.evaluation_head.app",
     "services.evaluation_head.batcher",
@@ -36,6 +37,7 @@ TABLES = (
     ("rollout-server: engine", ("sglang:", "engine_")),
     ("reward-server", ("reward_",)),
     ("replay-buffer", ("replay_",)),
+    ("gateway", ("gateway_",)),
     ("environment-server", ("environment_",)),
     ("evaluation-head", ("head_",)),
 )

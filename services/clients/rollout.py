@@ -169,7 +169,7 @@ class RolloutClient(HttpClient):
                 reply = await self.request(
                     "POST", "/generate", {**request, "sampling_params": sampling}, deadline=deadline
                 )
-            completions = _read(reply)
+            completions = read_completions(reply)
         except DependencyLostError as error:
             LOST.inc()
             return [], error
@@ -194,8 +194,12 @@ class RolloutClient(HttpClient):
         }
 
 
-def _read(response: httpx.Response) -> list[Completion]:
-    """Return the completions of a reply to SGLang's /generate, which is one record or a list of records."""
+def read_completions(response: httpx.Response) -> list[Completion]:
+    """Return the completions of a reply to SGLang's /generate, which is one record or a list of records.
+
+    Raises:
+        DependencyLostError: the reply is something else.
+    """
     try:
         body = response.json()
         return [_completion(record) for record in (body if isinstance(body, list) else [body])]

@@ -18,6 +18,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "services.data_server": ("data",),
     "services.environment_server": ("environment",),
     "services.evaluation_head": ("head",),
+    "services.gateway": ("gateway",),
     "services.replay_buffer": ("replay",),
     "services.reward_server": ("reward",),
     "services.rollout_server": ("rollout",),

@@ -18,7 +18,7 @@ def load_function(variable: str, name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"{variable} is {name!r}, which cannot be imported: {error}; give module:function, with the module on "
             "PYTHONPATH or in the working directory"

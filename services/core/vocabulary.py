@@ -1,4 +1,4 @@
-"""A model's vocabulary size, for programs that do not load the model."""
+"""A model's vocabulary size and context length, for programs that do not load the model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,23 @@ def vocabulary_size(model: str, named_by: str) -> int:
     Raises:
         ConfigurationError: the file cannot be read, or has no vocabulary size.
     """
+    return _read(model, named_by, "vocab_size")
+
+
+def context_length(model: str, named_by: str) -> int:
+    """Return the longest prompt and completion together, in tokens; see ``vocabulary_size``."""
+    return _read(model, named_by, "max_position_embeddings")
+
+
+def _read(model: str, named_by: str, field: str) -> int:
     directory = Path(model).expanduser()
     try:
         path = directory if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
         config: dict[str, Any] = json.loads((path / "config.json").read_text())
         # Multimodal models have a configuration for each modality.
-        return int((config | (config.get("text_config") or {}))["vocab_size"])
+        return int((config | (config.get("text_config") or {}))[field])
     except KeyError:
-        reason = "its config.json has no vocab_size"
+        reason = f"its config.json has no {field}"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     raise ConfigurationError(

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import datasets
 import huggingface_hub
 
+from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.data_server import sources
 from services.data_server.catalogue import Catalogue
-from services.data_server.prompts import PromptMaker, import_transformers_alone, load_tokenizer
+from services.data_server.prompts import PromptMaker
 from services.data_server.settings import Curriculum, DataSettings, PromptStyle
 from services.protocol.prompts import Split
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from services.core.errors import ConfigurationError, first_line
+from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings, GroundTruthFormat, PromptStyle
 from services.data_server.sources import Row
 
@@ -24,41 +22,6 @@ INSTRUCTIONS = {
 _PROBE = "What is 12 + 345?\n#### 357"
 _WORTH_THREADS = 128
 """A fast tokenizer spreads a list over threads. For fewer texts, waiting for the threads costs more than it gains."""
-
-
-def import_transformers_alone() -> None:
-    """Import transformers as if torch were not installed, in a process of the data-server's own.
-
-    Otherwise transformers imports torch wherever that is installed, which takes seconds and hundreds of megabytes that
-    a tokenizer does not need.
-    """
-    # Read at import. Without it, transformers warns that torch is missing.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # A None makes a module look absent. It is removed again because other libraries would take it for the module.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from transformers import AutoTokenizer  # noqa: F401
-    finally:
-        del sys.modules["torch"]
-
-
-def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model on the hub, in its cache, or in a directory.
-
-    Raises:
-        ConfigurationError: the tokenizer cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        # Explicit, because the default asks at a terminal whether to run code that comes with the model.
-        return AutoTokenizer.from_pretrained(model_name, trust_remote_code=False)
-    # The error's type depends on the hub client, the network and the files: OSError, ValueError, KeyError, ...
-    except Exception as error:
-        raise ConfigurationError(
-            f"the tokenizer of MODEL_NAME {model_name!r} cannot be loaded from the Hugging Face hub, its cache or a "
-            f"directory of that name: {first_line(error)}; check the name and the network, or give a directory"
-        ) from error
 
 
 class PromptMaker:

@@ -8,7 +8,7 @@
     http/weight_routes.py    SGLang's routes that pause generation and change weights
     http/adapter_routes.py   SGLang's routes that load and unload LoRA adapters
     http/openai_routes.py    OpenAI's chat and text completions; openai_requests.py and openai_replies.py have their
-                             bodies, tool_calls.py finds tool calls in a text
+                             bodies, services/chat finds tool calls in a text
     compute/engine.py        the thread that runs the model: calls from outside, pauses, changes of weights
     compute/scheduler.py     running and queued sequences: admission and prefill, decode, preemption, ends
     compute/sequences.py     requests and sequences as the engine sees them

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from importlib import metadata
 from typing import Any
@@ -55,6 +56,7 @@ def create_service_app(
     stats: Callable[[], Stats | Awaitable[Stats]] | None = None,
     description: str = "",
     public: Collection[str] = (),
+    own_keys: re.Pattern[str] | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
     """Make an application with /health, /metrics, /stats, /settings, /openapi.json, /docs, and ServiceMiddleware.
@@ -68,6 +70,7 @@ def create_service_app(
         stats: returns the content of GET /stats, plain data; may be a coroutine function.
         description: shown on the OpenAPI page.
         public: paths of pages without data, which a browser may load before it has the token.
+        own_keys: matches whole paths whose routes check a key of their own instead of the token.
         max_body_bytes: larger bodies are refused with 413.
     """
     lifecycle = Lifecycle()
@@ -90,6 +93,7 @@ def create_service_app(
         token=settings.token,
         is_ready=lambda: lifecycle.is_serving,
         public=public,
+        own_keys=own_keys,
         max_body_bytes=max_body_bytes,
     )
     return app

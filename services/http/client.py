@@ -9,7 +9,9 @@ fails.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
+import ssl
 import time
 from typing import Any, Self, TypeVar
 
@@ -272,6 +274,7 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
         ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
     ]
     return httpx.AsyncHTTPTransport(
+        verify=_ssl_context(),
         limits=limits,
         trust_env=False,
         socket_options=[
@@ -279,6 +282,12 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
             *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)),
         ],
     )
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """Return the context of all clients, since reading the certificates takes tens of milliseconds."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _encode(payload: BaseModel | dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
 from collections.abc import Callable, Collection
 
@@ -43,12 +44,14 @@ class ServiceMiddleware:
         token: str | None,
         is_ready: Callable[[], bool],
         public: Collection[str] = (),
+        own_keys: re.Pattern[str] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self._app = app
         self._without_token = frozenset({"/health", *public})
         self._always_answered = _ALWAYS_ANSWERED | self._without_token
         self._service = service
+        self._own_keys = own_keys
         self._expected = f"Bearer {token}".encode() if token else None
         self._is_ready = is_ready
         self._max_body_bytes = max_body_bytes
@@ -94,7 +97,8 @@ class ServiceMiddleware:
 
     def _check(self, path: str, headers: dict[bytes, bytes]) -> None:
         """Raise ProblemError without the token, while the service is not ready, or for a body that is too large."""
-        if self._expected is not None and path not in self._without_token:
+        has_own_key = self._own_keys is not None and self._own_keys.fullmatch(path)
+        if self._expected is not None and path not in self._without_token and not has_own_key:
             given = headers.get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 detail = "JOBGROUP_TOKEN is set here: send the header 'Authorization: Bearer <token>' with its value"

@@ -39,8 +39,8 @@ def problem_response(
     status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Response:
     """Return a problem document as a response; ``members`` are extension members beside RFC 9457's own."""
-    if instance is not None and instance.startswith("/v1/"):
-        members["error"] = {"message": detail}  # OpenAI's clients read this member
+    if instance is not None and "/v1/" in instance:
+        members["error"] = {"message": detail, **members.get("error", {})}  # OpenAI's clients read this member
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,

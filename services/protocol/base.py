@@ -16,6 +16,8 @@ Priority = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 MAX_GROUP_SIZE = 1024
 MAX_TOKENS = 1_048_576
+MAX_SEQUENCES = 65_536
+"""Most sequences in one group: an agent's episode may have several."""
 
 
 class WireModel(BaseModel):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from services.protocol.base import MAX_GROUP_SIZE, MAX_TOKENS, Count, Finite, TokenId, WireModel
+from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Finite, TokenId, WireModel
 
 
 class FinishReason(StrEnum):
@@ -80,7 +81,10 @@ class Completion(WireModel):
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of this completion."""
-        return min(span.version for span in self.policy_versions)
+        spans = self.policy_versions
+        if self.loss_mask is not None:
+            spans = [span for span in spans if any(self.loss_mask[span.start : span.end])] or spans
+        return min(span.version for span in spans)
 
 
 class RewardStatus(StrEnum):
@@ -114,9 +118,15 @@ class RewardResult(WireModel):
 
 
 class Experience(Completion):
-    """A scored completion. ``advantages`` has one number a token, for an experience that brings its own."""
+    """A scored completion, or a sequence of an agent's episode.
+
+    ``advantages`` has one number a token, for an experience that brings its own. ``episode`` is the number within the
+    group of the episode that the sequence belongs to; all sequences of an episode have the same reward. An experience
+    without it is an episode of one sequence.
+    """
 
     result: RewardResult
+    episode: Count | None = None
     advantages: list[Finite] | None = Field(default=None, max_length=MAX_TOKENS)
 
     @model_validator(mode="after")
@@ -132,17 +142,50 @@ class Experience(Completion):
         return self.result.reward
 
 
+class HasEpisode(Protocol):
+    """A sequence of an episode."""
+
+    @property
+    def episode(self) -> int | None:
+        """The episode's number; None for a sequence that is an episode of its own."""
+
+
+S = TypeVar("S", bound=HasEpisode)
+
+
+def by_episode(sequences: Sequence[S]) -> list[list[S]]:
+    """Return the sequences of a group by episode, in the order of each episode's first sequence."""
+    episodes: dict[int, list[S]] = {}
+    for place, sequence in enumerate(sequences):
+        # Negative numbers are no episode's.
+        number = -1 - place if sequence.episode is None else sequence.episode
+        episodes.setdefault(number, []).append(sequence)
+    return list(episodes.values())
+
+
 class Group(WireModel):
-    """A prompt with its G scored completions."""
+    """A prompt with its G scored completions, or with the sequences of its G episodes."""
 
     group_id: str = Field(min_length=1, max_length=200)
     prompt_id: str = ""
     prompt: str
     ground_truth: str
     prompt_ids: list[TokenId] = Field(min_length=1, max_length=MAX_TOKENS)
-    experiences: list[Experience] = Field(min_length=1, max_length=MAX_GROUP_SIZE)
+    experiences: list[Experience] = Field(min_length=1, max_length=MAX_SEQUENCES)
     epoch: Count = 0
     position: Count = 0
+
+    @model_validator(mode="after")
+    def _one_reward_per_episode(self) -> Self:
+        for sequences in self.episodes:
+            if len({e.reward for e in sequences}) > 1:
+                raise ValueError(f"the sequences of episode {sequences[0].episode} have different rewards")
+        return self
+
+    @property
+    def episodes(self) -> list[list[Experience]]:
+        """The experiences by episode; a completion is an episode of one sequence."""
+        return by_episode(self.experiences)
 
     @property
     def policy_version(self) -> int:
@@ -151,5 +194,5 @@ class Group(WireModel):
 
     @property
     def rewards(self) -> list[float]:
-        """One reward a completion, NaN where it could not be scored."""
-        return [math.nan if e.reward is None else e.reward for e in self.experiences]
+        """One reward an episode, NaN where it could not be scored."""
+        return [math.nan if first.reward is None else first.reward for first, *_ in self.episodes]

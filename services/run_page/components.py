@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,13 +54,13 @@ class Component:
 class ComponentMonitor:
     """A monitor of this job group's components. Run ``run`` beside the service that shows them."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, services: Sequence[Task] = SERVICES) -> None:
         self._token = token
         self._awake_until = 0.0
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._services = [Component(task.value, endpoints.endpoint(task).url) for task in SERVICES]
+        self._services = [Component(task.value, endpoints.endpoint(task).url) for task in services]
         self._router = Component("router", endpoints.endpoint(Task.ROLLOUT_SERVER).url)
         self._workers: dict[str, Component] = {}
 

@@ -183,7 +183,7 @@ REFUSED = [
     (["--model", "nobody/has-this", "--dataset", "arithmetic"], 78, "tokenizer of MODEL_NAME 'nobody/has-this'"),
     (["--samples", "4", "--k", "2,8"], 78, "--k 8 needs as many samples"),
     (["--k", "two"], 78, "EVAL_K is 'two'"),
-    (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent 'nothing:here'"),
+    (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent is 'nothing:here'"),
     (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
     (["--scheduler", "endpoints"], 78, "needs --url or --discover"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),

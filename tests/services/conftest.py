@@ -100,7 +100,7 @@ def free_port() -> int:
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:
-    ours = ("DATASET", "MODEL_NAME", "REWARD_", "REPLAY_", "DATA_", "JOBGROUP_", "SKYPILOT_")
+    ours = ("DATASET", "MODEL_NAME", "REWARD_", "REPLAY_", "DATA_", "JOBGROUP_", "SKYPILOT_", "GATEWAY_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **given}
 

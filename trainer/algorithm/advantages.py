@@ -23,7 +23,10 @@ WHITENING_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Outcomes:
-    """The outcomes of a step: S scored completions, which belong to groups with a common prompt."""
+    """The outcomes of a step: S scored completions, which belong to groups with a common prompt.
+
+    An agent's episode counts as one completion, however many sequences it has.
+    """
 
     rewards: Tensor
     """[S] float64, overlong penalty and KL penalty included."""

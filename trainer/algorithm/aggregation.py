@@ -70,8 +70,9 @@ def aggregate(
     - ``constant_length``: sum over tokens / (step_sequences * constant_length) (Dr. GRPO, arXiv:2503.20783, appendix)
 
     The denominators count the whole step, over all ranks and micro-batches. So the shares of the micro-batches add up
-    to the same loss, however the step is cut. The constant length is MAX_NEW_TOKENS and not the longest completion of
-    the batch, so that a token's weight does not depend on the other completions.
+    to the same loss, however the step is cut. The constant length is MAX_NEW_TOKENS, or AGENT_MAX_TOKENS with
+    ROLLOUT=agent, and not the longest completion of the batch, so that a token's weight does not depend on the other
+    completions.
 
     Args:
         token_losses: [N].

@@ -156,7 +156,7 @@ class PolicyLoss:
             self.settings.loss_aggregation,
             step_tokens=step.tokens,
             step_sequences=step.sequences,
-            constant_length=self.settings.max_new_tokens,
+            constant_length=self.settings.longest_answer,
         )
 
 

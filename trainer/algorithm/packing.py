@@ -37,6 +37,8 @@ class TrainingSequence:
     """L values that the critic gave before the step; None without a critic."""
     returns: list[float] | None = None
     """L returns that the critic is fitted to; None without a critic."""
+    episode: int | None = None
+    """The episode within its group; None for a completion, which is an episode of its own."""
 
     def __post_init__(self) -> None:
         for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):

@@ -9,7 +9,7 @@ import torch
 
 from services.core.errors import ConfigurationError
 from services.core.functions import load_function
-from services.protocol.groups import Experience, FinishReason, Group
+from services.protocol.groups import Experience, FinishReason, Group, by_episode
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, overlong_penalty
 from trainer.algorithm.methods import is_own_function
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
@@ -42,6 +42,7 @@ def training_group(
             loss_mask=_loss_mask(e, settings),
             reward=_reward(e, settings),
             has_own_advantages=e.advantages is not None,
+            episode=e.episode,
         )
         for e in scored
     ]
@@ -63,7 +64,7 @@ def _loss_mask(experience: Experience, settings: TrainerSettings) -> list[bool] 
 
 
 def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """Return whether two completions of the group have different rewards, or one has advantages of its own."""
+    """Return whether two episodes of the group have different rewards, or one has advantages of its own."""
     sequences = training_group(group, settings).sequences
     own = any(any(s.advantages) for s in sequences if s.has_own_advantages)
     return own or len({s.reward for s in sequences}) > 1
@@ -74,32 +75,43 @@ def with_advantages(
 ) -> list[TrainingGroup]:
     """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
 
+    The formula sees each episode once, with the length of all its sequences together; its advantage is that of each of
+    their tokens. A completion is an episode of one sequence.
+
     Args:
         groups: all groups of the step, because some formulas take statistics over the batch.
         settings: ADVANTAGE, ADVANTAGE_EPS and KL_COEF.
-        reference: log-probabilities of the reference for each group, for KL in the reward. A completion's reward is
+        reference: log-probabilities of the reference for each group, for KL in the reward. An episode's reward is
             then less by KL_COEF times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1, whose
             gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3).
 
     Raises:
         ConfigurationError: ADVANTAGE names a function that cannot be had, or that returns something else.
     """
-    sequences = [(i, s) for i, group in enumerate(groups) for s in group.sequences]
-    if not sequences:
+    episodes = [(i, sequences) for i, group in enumerate(groups) for sequences in by_episode(group.sequences)]
+    if not episodes:
         return list(groups)
-    rewards = torch.tensor([s.reward for _, s in sequences], dtype=torch.float64)
+    rewards = torch.tensor([sequences[0].reward for _, sequences in episodes], dtype=torch.float64)
     if reference is not None:
-        flat = [logprobs for of_group in reference for logprobs in of_group]
-        distances = [sum(s.trained(s.behaviour_logprobs)) - sum(r) for (_, s), r in zip(sequences, flat, strict=True)]
+        logprobs = {
+            id(s): sum(r) for g, rs in zip(groups, reference, strict=True) for s, r in zip(g.sequences, rs, strict=True)
+        }
+        distances = [
+            sum(sum(s.trained(s.behaviour_logprobs)) - logprobs[id(s)] for s in sequences) for _, sequences in episodes
+        ]
         rewards -= settings.kl_coef * torch.tensor(distances, dtype=torch.float64)
     outcomes = Outcomes(
         rewards=rewards,
-        group_ids=torch.tensor([i for i, _ in sequences]),
-        lengths=torch.tensor([s.trained_tokens for _, s in sequences]),
+        group_ids=torch.tensor([i for i, _ in episodes]),
+        lengths=torch.tensor([sum(s.trained_tokens for s in sequences) for _, sequences in episodes]),
         eps=settings.advantage_eps,
     )
-    advantages = iter(advantage_function(settings)(outcomes).tolist())
-    return [replace(g, sequences=[_with_advantage(s, next(advantages)) for s in g.sequences]) for g in groups]
+    by_sequence = {
+        id(s): advantage
+        for (_, sequences), advantage in zip(episodes, advantage_function(settings)(outcomes).tolist(), strict=True)
+        for s in sequences
+    }
+    return [replace(g, sequences=[_with_advantage(s, by_sequence[id(s)]) for s in g.sequences]) for g in groups]
 
 
 def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
@@ -117,7 +129,7 @@ def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
         if not isinstance(result, torch.Tensor) or result.shape != outcomes.rewards.shape:
             raise ConfigurationError(
                 f"ADVANTAGE={settings.advantage} must return a tensor with one number for each of "
-                f"{len(outcomes.rewards)} completions"
+                f"{len(outcomes.rewards)} completions or episodes"
             )
         return result
 

@@ -16,11 +16,11 @@ from services.core.endpoints import STATUS_PORT, Task, bind_address
 from services.http.app import create_service_app
 from services.http.connections import server_config
 from services.http.server import listen
-from services.run_page.components import ComponentMonitor
+from services.run_page.components import SERVICES, ComponentMonitor
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
-from trainer.config import TrainerSettings
+from trainer.config import Rollout, TrainerSettings
 
 BEFORE = {"accuracy_before", "accuracy_before_stderr"}
 """The fields of the run's state that the page shows as step 0."""
@@ -55,7 +55,8 @@ class RunStatus:
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
-    watch = ComponentMonitor(settings.token)
+    services = (*SERVICES, Task.GATEWAY) if settings.rollout is Rollout.AGENT else SERVICES
+    watch = ComponentMonitor(settings.token, services)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import statistics
 import sys
@@ -63,23 +64,27 @@ def headline(metrics: Mapping[str, float]) -> dict[str, str]:
 def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
     """Return the metrics of a batch of groups; means are over completions unless named otherwise.
 
+    An agent's episode counts as one completion, as long as the tokens that the policy sampled in its sequences.
+
     Args:
         groups: the batch, not empty.
         policy_version: the version in training, from which staleness is counted.
     """
-    experiences = [e for g in groups for e in g.experiences]
-    rewards = [e.reward for e in experiences if e.reward is not None]
-    lengths = [len(e.completion_ids) for e in experiences]
+    episodes = [sequences for g in groups for sequences in g.episodes]
+    rewards = _rewards(groups)
+    lengths = [sum(e.trained_tokens for e in sequences) for sequences in episodes]
     staleness = [policy_version - g.policy_version for g in groups]
     metrics = {
         "groups": float(len(groups)),
-        "completions": float(len(experiences)),
-        "unscorable": float(len(experiences) - len(rewards)),
+        "completions": float(len(episodes)),
+        "unscorable": float(len(episodes) - len(rewards)),
         "completion_tokens": float(sum(lengths)),
         "prompt_tokens": float(sum(len(g.prompt_ids) for g in groups)),
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
-        "truncation_rate": statistics.fmean(e.finish_reason is FinishReason.LENGTH for e in experiences),
+        "truncation_rate": statistics.fmean(
+            any(e.finish_reason is FinishReason.LENGTH for e in sequences) for sequences in episodes
+        ),
         "zero_variance_groups": float(sum(len({e.reward for e in g.experiences} - {None}) < 2 for g in groups)),
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": float(max(staleness)),
@@ -87,7 +92,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
-    return metrics | _reward_parts(experiences)
+    return metrics | _reward_parts([sequences[0] for sequences in episodes])
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:
@@ -106,12 +111,16 @@ def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
     Rewards are rounded to REWARD_DIGITS digits, so that sums of the same parts are the same reward. More than
     HISTOGRAM_BARS different rewards are counted in that many intervals of equal width, each under its middle.
     """
-    rewards = [_rounded(e.reward) for g in groups for e in g.experiences if e.reward is not None]
+    rewards = [_rounded(reward) for reward in _rewards(groups)]
     if len(set(rewards)) > HISTOGRAM_BARS:
         low, width = min(rewards), (max(rewards) - min(rewards)) / HISTOGRAM_BARS
         places = (min(int((reward - low) / width), HISTOGRAM_BARS - 1) for reward in rewards)
         rewards = [_rounded(low + (place + 0.5) * width) for place in places]
     return sorted(Count(rewards).items())
+
+
+def _rewards(groups: Sequence[Group]) -> list[float]:
+    return [reward for group in groups for reward in group.rewards if not math.isnan(reward)]
 
 
 def _rounded(reward: float) -> float:

@@ -7,12 +7,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
+from services.clients.base import ServiceClient
 from services.clients.data import DataClient
+from services.clients.gateway import GatewayClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.weights.adapter_files import ADAPTER_NAME
-from trainer.config import TrainerSettings
+from trainer.config import Rollout, TrainerSettings
 
 
 @dataclass
@@ -23,6 +25,8 @@ class Clients:
     rewards: RewardClient
     replay: ReplayClient
     rollouts: RolloutClient
+    gateway: GatewayClient | None = None
+    """None unless ROLLOUT is ``agent``."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -41,22 +45,26 @@ class Clients:
                 seed_each_completion=settings.engine_deterministic,
                 lora_path=ADAPTER_NAME if settings.lora_rank else None,
             ),
+            GatewayClient(token=token, deadline=deadline) if settings.rollout is Rollout.AGENT else None,
         )
+
+    @property
+    def services(self) -> list[ServiceClient]:
+        """The clients of the services that are healthy before a run begins."""
+        return [self.data, self.rewards, self.replay, *([self.gateway] if self.gateway else [])]
 
     async def open(self) -> None:
         """Open the clients."""
-        for client in (self.data, self.rewards, self.replay, self.rollouts):
+        for client in (*self.services, self.rollouts):
             await self._stack.enter_async_context(client)
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until data-server, reward-server and replay-buffer are healthy.
+        """Wait until all services but the rollout workers are healthy.
 
         Raises:
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
-        await asyncio.gather(
-            *(service.wait_healthy(deadline_seconds) for service in (self.data, self.rewards, self.replay))
-        )
+        await asyncio.gather(*(service.wait_healthy(deadline_seconds) for service in self.services))
 
     async def close(self) -> None:
         """Close the clients."""

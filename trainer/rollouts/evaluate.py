@@ -11,14 +11,13 @@ from typing import Any
 from services.clients.rollout import SamplingParams
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
-from services.protocol.groups import Completion, FinishReason, RewardResult
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
-from services.protocol.rewards import RewardItem
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.episodes import group_maker
 
 log = get_logger(__name__)
 
@@ -33,7 +32,7 @@ class Evaluator:
     def __init__(self, settings: TrainerSettings, clients: Clients) -> None:
         self.settings = settings
         self.data = clients.data
-        self.maker = GroupMaker(settings, clients.rollouts, clients.rewards)
+        self.maker = group_maker(settings, clients)
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
@@ -80,37 +79,33 @@ class Evaluator:
         return prompts
 
     async def _judged(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[list[RewardResult]]:
-        """Generate ``n`` completions of each prompt; return the results of those that are right or wrong."""
+        """Answer each prompt ``n`` times; return the results of the answers that are right or wrong."""
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
-        completions = await asyncio.gather(
-            *(self.maker.generate(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
+        groups = await asyncio.gather(
+            *(self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
         )
-        if prompts and not any(completions):
+        if prompts and not any(groups):
             raise self.maker.all_failed()
-        owners = [(i, c) for i, of_prompt in enumerate(completions) for c in of_prompt if _is_whole(c)]
-        items = [RewardItem.of(prompts[i], completion) for i, completion in owners]
-        judged: list[list[RewardResult]] = [[] for _ in prompts]
-        results = await self.maker.rewards.score(items)
-        for (i, _), result in zip(owners, results, strict=True):
-            if is_correct(result) is not None:
-                judged[i].append(result)
+        answers = [_answers(group) for group in groups]
         if params.temperature == 0:
             self.samples = [
                 {
-                    "prompt": prompts[i].prompt,
-                    "ground_truth": prompts[i].ground_truth,
-                    "completion": completion.completion,
-                    "reward": result.reward,
-                    "finish_reason": completion.finish_reason.value,
+                    "prompt": prompt.prompt,
+                    "ground_truth": prompt.ground_truth,
+                    "completion": answer.completion,
+                    "reward": answer.reward,
+                    "finish_reason": answer.finish_reason.value,
                 }
-                for (i, completion), result in zip(owners, results, strict=True)
-                if i < KEPT_SAMPLES
+                for prompt, of_prompt in zip(prompts[:KEPT_SAMPLES], answers, strict=False)
+                for answer in of_prompt
             ]
-        return judged
+        return [[a.result for a in of_prompt if is_correct(a.result) is not None] for of_prompt in answers]
 
 
-def _is_whole(completion: Completion) -> bool:
-    return completion.finish_reason is not FinishReason.ABORT
+def _answers(group: Group | None) -> list[Experience]:
+    """Return the whole completions of a group, or the last sequence of each of its episodes."""
+    last = [sequences[-1] for sequences in group.episodes] if group else []
+    return [answer for answer in last if answer.finish_reason is not FinishReason.ABORT]
 
 
 def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:

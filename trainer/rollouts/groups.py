@@ -45,7 +45,7 @@ class GroupMaker:
         """The time of the newest completions (time.perf_counter): what a step waits after it, it waits for rewards."""
         self.failed_in_a_row = 0
         """Prompts without a completion since the last prompt with one."""
-        self._last_failure: DependencyLostError | RequestRefusedError | None = None
+        self.last_failure: Exception | None = None
 
     async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
@@ -60,33 +60,40 @@ class GroupMaker:
         return groups
 
     async def make_group(self, prompt: Prompt) -> Group | None:
-        """Generate G completions, score them and return them as a group; None when there is no completion.
+        """Answer a prompt G times, as ``sample_group`` does, with the parameters and the seed of training."""
+        settings = self.settings
+        params = SamplingParams(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+        seed = derive_seed(settings.seed, prompt.epoch, prompt.position)
+        return await self.sample_group(prompt, params, settings.group_size, seed)
+
+    async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
+        """Generate ``n`` completions, score them and return them as a group; None when there is no completion.
 
         A completion that cannot be scored stays in the group with reward None, so that the record is whole; the loss
         leaves it out.
         """
-        params = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature)
-        seed = derive_seed(self.settings.seed, prompt.epoch, prompt.position)
-        completions = await self.generate(prompt, params, self.settings.group_size, seed)
+        completions = await self._generate(prompt, params, n, seed)
         self.last_generated = time.perf_counter()
         if not completions:
             return None
-        results = await self.score(prompt, completions)
+        results = await self.score([RewardItem.of(prompt, completion) for completion in completions])
+        scored = zip(completions, results, strict=True)
+        return self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
+
+    def group(self, prompt: Prompt, prompt_ids: list[int], experiences: list[Experience]) -> Group:
+        """Return the experiences of a prompt as a group."""
         return Group(
             group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
             prompt_id=prompt.id,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,
-            prompt_ids=prompt.prompt_ids,
+            prompt_ids=prompt_ids,
             epoch=prompt.epoch,
             position=prompt.position,
-            experiences=[
-                Experience(**dict(completion), result=result)
-                for completion, result in zip(completions, results, strict=True)
-            ],
+            experiences=experiences,
         )
 
-    async def generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[Completion]:
+    async def _generate(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> list[Completion]:
         """Return at most ``n`` completions; none, counted, when the engine refuses the prompt or answers too late."""
         try:
             answers = await self.rollouts.generate(prompt.prompt_ids, params, n=n, seed=seed)
@@ -94,17 +101,20 @@ class GroupMaker:
             if not completions:
                 raise DependencyLostError("every completion came back aborted or empty")
         except (DependencyLostError, RequestRefusedError) as error:
-            self._last_failure = error
-            self.failed_in_a_row += 1
-            PROMPTS_FAILED.inc()
-            log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id, reason=str(error))
+            self.leave_out(prompt, error)
             return []
         self.failed_in_a_row = 0
         return completions
 
-    async def score(self, prompt: Prompt, completions: Sequence[Completion]) -> list[RewardResult]:
-        """Return a result for each completion, in order; ask again for those that could not be scored."""
-        items = [RewardItem.of(prompt, completion) for completion in completions]
+    def leave_out(self, prompt: Prompt, error: Exception) -> None:
+        """Count a prompt without a completion; ``error`` is the reason."""
+        self.last_failure = error
+        self.failed_in_a_row += 1
+        PROMPTS_FAILED.inc()
+        log.warning("prompt left out: no completion could be generated", prompt_id=prompt.id, reason=str(error))
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Return a result for each answer, in order; ask again for those that could not be scored."""
         results = await self.rewards.score(items)
         for _ in range(SCORING_TRIES - 1):
             unscored = [i for i, result in enumerate(results) if result.reward is None]
@@ -129,7 +139,7 @@ class GroupMaker:
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got a completion."""
-        failure = self._last_failure
+        failure = self.last_failure
         reason = f"none of {self.failed_in_a_row} prompts got a completion from the rollout workers: {failure}"
         if isinstance(failure, RequestRefusedError):
             # The engine would refuse them after a restart, too.

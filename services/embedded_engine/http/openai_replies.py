@@ -8,11 +8,11 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from services.chat import tool_calls
+from services.chat.tool_calls import ToolCall
 from services.embedded_engine.compute.loading import Loaded
 from services.embedded_engine.compute.sequences import Request, Sequence
-from services.embedded_engine.http import tool_calls
 from services.embedded_engine.http.sglang_routes import completion_text
-from services.embedded_engine.http.tool_calls import ToolCall
 
 
 class TextReplies:

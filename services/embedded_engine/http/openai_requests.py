@@ -6,14 +6,13 @@ change the answer and that the engine lacks are refused.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jinja2
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from transformers import PreTrainedTokenizerBase
 
+from services.chat.messages import for_template
 from services.embedded_engine.http.requests import SamplingParams
 from services.http.problems import ProblemError
 
@@ -83,7 +82,7 @@ class ChatRequest(OpenAIRequest):
         """
         if tokenizer.chat_template is None:
             raise ProblemError(400, "this model has no chat template; use /v1/completions")
-        messages = [_for_template(message) for message in self.messages]
+        messages = [for_template(message) for message in self.messages]
         try:
             ids: list[int] = tokenizer.apply_chat_template(
                 messages,
@@ -113,36 +112,3 @@ class CompletionRequest(OpenAIRequest):
             return [tokens]
         texts_or_ids = [one for one in given if not isinstance(one, int)]
         return [tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in texts_or_ids]
-
-
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates expect it: text content, arguments of calls as objects, no developer role."""
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise ProblemError(400, "every message needs a role")
-    fitted = {**message, "role": "system" if role == "developer" else role, "content": _text(message.get("content"))}
-    if message.get("tool_calls"):
-        fitted["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
-    return fitted
-
-
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    if len(texts) < len(parts):
-        raise ProblemError(400, "the content of a message must be text or a list of text parts")
-    return "".join(texts)
-
-
-def _call_for_template(call: Any) -> dict[str, Any]:
-    try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ProblemError(400, f"a tool call of a message is not readable: {error!r}") from error
-    return {**call, "function": function}

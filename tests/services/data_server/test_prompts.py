@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
-from services.data_server.prompts import PromptMaker, load_tokenizer
+from services.data_server.prompts import PromptMaker
 from services.data_server.settings import DataSettings, GroundTruthFormat
 from services.data_server.sources import Row
 

@@ -16,7 +16,7 @@ from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, fun
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from services.embedded_engine.http import tool_calls
+from services.chat import tool_calls
 from services.embedded_engine.http.app import create_app
 from tests.services.embedded_engine.conftest import settings_for
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import orjson
 import pytest
@@ -41,8 +43,15 @@ def experiences(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+def group_of(**fields: Any) -> Group:
+    """Return a group in which every other experience has the number of an episode."""
+    for place, experience in enumerate(fields["experiences"]):
+        experience["episode"] = place if place % 2 else None
+    return Group.model_validate(fields)
+
+
 groups = st.builds(
-    lambda **fields: Group.model_validate(fields),
+    group_of,
     group_id=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
     prompt_id=text,
     prompt=text,

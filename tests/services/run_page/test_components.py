@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from services.core.endpoints import Task
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.run_page import components
@@ -104,6 +105,13 @@ async def test_each_component_shows_as_it_is(job_group):
     gone = (await seen(watch, **{"reward-server": "silent"}))["reward-server"]
     assert gone["seconds_since_answer"] > 0
     watching.cancel()
+
+
+def test_a_run_of_an_agent_shows_its_gateway():
+    watch = ComponentMonitor(None, (*components.SERVICES, Task.GATEWAY))
+    shown = {component["name"]: component["url"] for component in watch.last_seen()}
+    assert shown["gateway"].endswith(":8005")
+    assert "gateway" not in {component["name"] for component in ComponentMonitor(None).last_seen()}
 
 
 async def test_a_page_that_nobody_looks_at_asks_nobody(job_group, monkeypatch):

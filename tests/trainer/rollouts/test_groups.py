@@ -118,6 +118,52 @@ def test_a_priority_is_the_mean_absolute_advantage_of_the_objective_in_force() -
     assert trained.mean_absolute_advantage == pytest.approx(one)
 
 
+def test_an_episode_counts_once_in_its_group_however_many_sequences_it_has() -> None:
+    branched = group(experience(1.0, episode=0), experience(1.0, episode=0), experience(0.0, episode=1))
+    assert branched.rewards == [1.0, 0.0]
+    one, none = advantages(group(experience(1.0), experience(0.0)))
+    assert advantages(branched) == [one, one, none]
+    assert not has_signal(group(experience(1.0, episode=0), experience(1.0, episode=0)), SETTINGS)
+
+
+def test_an_episode_is_as_long_as_its_sequences_together() -> None:
+    settings = TrainerSettings.load(max_new_tokens=10, advantage=f"{__name__}:lengths_of")
+    masked = experience(1.0, length=4, episode=0, loss_mask=[False, True, True, True])
+    made = group(experience(1.0, episode=0), masked, experience(0.0, length=7, episode=1), experience(0.0))
+    assert advantages(made, settings) == [5.0, 5.0, 7.0, 2.0]
+
+
+def lengths_of(outcomes: Outcomes) -> torch.Tensor:
+    return outcomes.lengths.double()
+
+
+def test_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
+    settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
+    made = training_group(
+        group(experience(1.0, episode=0), experience(0.0, episode=1), experience(1.0, episode=0)), settings
+    )
+    (trained,) = with_advantages([made], settings, reference=[[[-1.0, -2.0], [-3.0, -0.5], [-0.5, -4.5]]])
+    first, second = 1.0 - 0.1 * (0.5 + 1.5 + 0.0 + 4.0), 0.0 - 0.1 * 2.5
+    half = (first - second) / 2
+    assert [s.advantages[0] for s in trained.sequences] == pytest.approx([half, -half, half])
+
+
+def test_a_failed_episode_moves_nobody() -> None:
+    made = group(experience(None, episode=0), experience(1.0, episode=1), experience(0.0, episode=2))
+    assert advantages(made) == advantages(group(experience(1.0), experience(0.0)))
+
+
+def test_the_sequences_of_an_episode_have_one_reward() -> None:
+    with pytest.raises(ValidationError, match="the sequences of episode 3 have different rewards"):
+        group(experience(1.0, episode=3), experience(0.0, episode=3))
+
+
+def test_the_age_of_a_sequence_is_that_of_its_sampled_tokens() -> None:
+    spans = [VersionSpan(version=v, start=i, end=i + 1) for i, v in enumerate([1, 7, 5])]
+    assert experience(1.0, length=3, policy_versions=spans).oldest_version == 1
+    assert experience(1.0, length=3, policy_versions=spans, loss_mask=[False, True, True]).oldest_version == 5
+
+
 def test_kl_in_the_reward_is_subtracted_before_advantages_are_computed() -> None:
     settings = TrainerSettings.load(max_new_tokens=10, kl_coef=0.1, kl_in_reward=True, advantage="dr_grpo")
     made = training_group(group(experience(1.0), experience(0.0, loss_mask=[True, False])), settings)
@@ -183,6 +229,16 @@ def test_a_batch_tells_of_its_completions() -> None:
     assert metrics["reward_mean"] == pytest.approx(2 / 3)
     assert (metrics["completions"], metrics["unscorable"], metrics["zero_variance_groups"]) == (4, 1, 1)
     assert (metrics["truncation_rate"], metrics["length_max"], metrics["staleness_max"]) == (0.25, 6, 2)
+
+
+def test_a_batch_counts_an_episode_as_one_completion() -> None:
+    cut = experience(1.0, length=6, episode=0, finish_reason=FinishReason.LENGTH, loss_mask=[False] * 3 + [True] * 3)
+    made = [group(experience(1.0, episode=0), cut, experience(0.0, episode=1), experience(None, episode=2))]
+    metrics = group_metrics(made, policy_version=5)
+    assert (metrics["completions"], metrics["unscorable"], metrics["reward_mean"]) == (3, 1, 0.5)
+    assert (metrics["completion_tokens"], metrics["length_max"]) == (9, 5)
+    assert metrics["truncation_rate"] == pytest.approx(1 / 3)
+    assert reward_counts(made) == [(0.0, 1), (1.0, 1)]
 
 
 def test_a_batch_tells_the_means_of_the_parts_of_its_rewards() -> None:

@@ -66,11 +66,19 @@ def overlap(text: str, marker: str) -> int:
 def _read(body: str) -> ToolCall | None:
     try:
         content = json.loads(body)
-    except json.JSONDecodeError:
+    except ValueError:
         return None
     if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return None
     arguments = content.get("arguments", content.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", content["name"], json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False)
+    if _has_surrogates(content["name"] + text):
+        return None
+    return ToolCall(f"call_{uuid.uuid4().hex[:24]}", content["name"], text)
+
+
+def _has_surrogates(text: str) -> bool:
+    """Return whether a text cannot be written as UTF-8, because an escape such as \\ud800 was half a character."""
+    return any("\ud800" <= character <= "\udfff" for character in text)

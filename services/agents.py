@@ -1,0 +1,109 @@
+"""Agents: functions of the user's own that answer an example by talking to a model over several turns.
+
+The same function is evaluated (``scripts.evaluate --agent``) and trained (``ROLLOUT=agent``). It is an ``async def``
+that gets the example and the keyword arguments ``base_url``, ``api_key`` and ``http_client`` of an endpoint that speaks
+OpenAI's API, and returns a reward, or None for an answer that cannot be scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import httpx
+from pydantic import ConfigDict, Field
+
+from services.core.errors import ConfigurationError
+from services.core.extras import install_command
+from services.core.functions import load_function
+from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
+
+Agent = Callable[..., Awaitable[float | None]]
+Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
+
+
+class AgentFailedError(Exception):
+    """An agent raised an error, took too long, or returned no reward; ``reason`` is one word for metrics."""
+
+    def __init__(self, message: str, reason: str = "exception") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Example(Prompt):
+    """A prompt as an agent gets it.
+
+    ``prompt`` is the user's turn, with the instruction on how to give the answer. ``messages`` is the whole
+    conversation before the answer: the system turn and solved examples, where there are any.
+    """
+
+    model_config = ConfigDict(frozen=False)
+
+    model: str
+    """The model's name in requests."""
+    scorer: Score = Field(repr=False, exclude=True)
+    result: RewardResult | None = None
+    """The result of the last call of ``score``."""
+
+    async def score(self, response: str) -> float | None:
+        """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
+        item = RewardItem(prompt=self.prompt, response=response, ground_truth=self.ground_truth)
+        [self.result] = await self.scorer([item])
+        return self.result.reward
+
+    def result_of(self, reward: float | None) -> RewardResult:
+        """Return the agent's reward, with the verifier's result if the agent asked for it and returned its reward."""
+        if self.result is not None and self.result.reward == reward:
+            return self.result
+        if reward is None:
+            return RewardResult(reward=None, status=RewardStatus.ERROR, reason="the agent gave no reward")
+        return RewardResult(reward=reward, extracted=self.result.extracted if self.result else None)
+
+
+async def play(
+    agent: Agent, example: Example, seconds: float, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+) -> float | None:
+    """Let ``agent`` answer ``example`` and return its reward.
+
+    Raises:
+        AgentFailedError: it took more than ``seconds``, or returned something else than a finite number or None.
+        Exception: the error that the agent raised.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            reward = await agent(example, base_url=base_url, api_key=api_key, http_client=http_client)
+    except TimeoutError as error:
+        raise AgentFailedError(f"the agent took more than {seconds:g} s", "timeout") from error
+    if reward is None:
+        return None
+    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+        return float(reward)
+    raise AgentFailedError(f"the agent returned {reward!r}; allowed is a finite number, or None", "reward")
+
+
+def load_agent(variable: str, name: str) -> Agent:
+    """Import the agent ``module:function``; the current directory is on the path, too.
+
+    Args:
+        variable: the setting or option that names the agent, for messages.
+        name: ``module:function``.
+
+    Raises:
+        ConfigurationError: the module or its function does not exist, or the function is no ``async def``.
+    """
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        agent: Agent = load_function(variable, name)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{error}; if its library is missing, run: {install_command('evaluation')}") from error
+    if not inspect.iscoroutinefunction(agent):
+        raise ConfigurationError(f"{variable} {name!r} is no `async def`; it must be, since many episodes run at once")
+    return agent

@@ -1,0 +1,55 @@
+"""Messages of OpenAI's chat completions in the form that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from services.http.problems import ProblemError
+
+
+def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates expect it: text content, arguments of calls as objects, no developer role.
+
+    Raises:
+        ProblemError: 400, the message is not readable.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ProblemError(400, "every message needs a role")
+    fitted = {
+        **message,
+        "role": "system" if role == "developer" else role,
+        "content": content_text(message.get("content")),
+    }
+    if message.get("tool_calls"):
+        fitted["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+    return fitted
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content.
+
+    Raises:
+        ProblemError: 400, the content is neither text nor a list of text parts.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if len(texts) < len(parts):
+        raise ProblemError(400, "the content of a message must be text or a list of text parts")
+    return "".join(texts)
+
+
+def _call_for_template(call: Any) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProblemError(400, f"a tool call of a message is not readable: {error!r}") from error
+    return {**call, "function": function}

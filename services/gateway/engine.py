@@ -1,0 +1,104 @@
+"""The gateway's client of the engines: one turn a request, token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import Counter, Gauge
+
+from services.clients.rollout import read_completions
+from services.core.endpoints import Task, endpoint
+from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+from services.http.client import HttpClient, RequestRefusedError, problem_detail
+from services.protocol.groups import Completion, FinishReason
+
+log = get_logger(__name__)
+
+RETRIED = Counter("gateway_turns_retried", "Turns asked for again, by reason.", ["reason"])
+IN_FLIGHT = Gauge("gateway_turns_in_flight", "Turns that the engines are sampling.")
+
+POOLS = 16
+"""Connection pools, which take turns: the time that httpx spends on a request grows with the requests of its pool."""
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+_TRY_LATER = frozenset({408, 429})
+
+
+class EngineClient:
+    """The engines behind the router, used within one event loop.
+
+    Every attempt has a request id of its own, because an engine may still be busy with an attempt whose connection was
+    lost, and refuses an id that it knows. All attempts have the same seed, so that they sample the same tokens.
+    """
+
+    def __init__(self, token: str | None) -> None:
+        url, service = endpoint(Task.ROLLOUT_SERVER).url, Task.ROLLOUT_SERVER.value
+        clients = (HttpClient(url, token=token, service=service, max_connections=None) for _ in range(POOLS))
+        self._clients = itertools.cycle(clients)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in itertools.islice(self._clients, POOLS):
+            await client.__aexit__()
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: dict[str, Any],
+        rid: str,
+        seconds: float,
+        on_aborted: Callable[[int], None],
+    ) -> Completion:
+        """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
+
+        Args:
+            prompt_ids: token ids of the whole prompt.
+            sampling: ``sampling_params`` of SGLang's /generate.
+            rid: the request's id; the number of the attempt is appended.
+            seconds: for all attempts.
+            on_aborted: called with the number of tokens of each aborted completion.
+
+        Raises:
+            RequestRefusedError: the engine refuses the request.
+            DependencyLostError: there is no completion within the deadline.
+        """
+        payload = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_text_in_logprobs": False,
+        }
+        end = time.monotonic() + seconds
+        attempt, pause, failure = 0, FIRST_PAUSE_SECONDS, "the deadline had passed before the first attempt"
+        with IN_FLIGHT.track_inprogress():
+            while (left := end - time.monotonic()) > 0:
+                try:
+                    completion = await self._ask({**payload, "rid": f"{rid}-{attempt}"}, left)
+                    if completion.finish_reason is not FinishReason.ABORT and completion.completion_ids:
+                        return completion
+                    on_aborted(len(completion.completion_ids))
+                    reason, failure = "aborted", "the engine aborted the request"
+                except DependencyLostError as error:
+                    reason, failure = "lost", str(error)
+                RETRIED.labels(reason).inc()
+                log.warning("a turn is asked for again", rid=rid, attempt=attempt, reason=failure)
+                await asyncio.sleep(min(pause, max(end - time.monotonic(), 0)))
+                attempt, pause = attempt + 1, min(2 * pause, LONGEST_PAUSE_SECONDS)
+        raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
+
+    async def _ask(self, payload: dict[str, Any], seconds: float) -> Completion:
+        client = next(self._clients)
+        response = await client.send_once("POST", "/generate", payload, seconds=seconds)
+        status = response.status_code
+        if status >= 500 or status in _TRY_LATER:
+            raise DependencyLostError(f"{response.url} answered {status} {problem_detail(response)}")
+        if status != 200:
+            raise RequestRefusedError(client.service, str(response.url), status, problem_detail(response))
+        [completion] = read_completions(response)
+        return completion

@@ -1,0 +1,143 @@
+"""Prompts as token ids: a whole conversation, or what continues a turn whose tokens are held.
+
+A sampled token is never tokenised again. The prompt of the next turn is the tokens held so far and a suffix: the close
+of the sampled turn as far as the model did not write it itself, the new messages, and the beginning of the next turn.
+The suffix is found for any chat template by rendering a short conversation with and without the new messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import orjson
+
+from services.http.problems import ProblemError
+from services.protocol.groups import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+
+_USER = {"role": "user", "content": "question"}
+_DUMMIES = ("first answer", "another one")
+"""Two different texts: the suffix must depend on neither."""
+_END_OF_THOUGHT = "</think>"
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+
+
+class PromptMaker:
+    """A maker of prompts by a tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
+        self._close = functools.lru_cache(maxsize=64)(self._render_close)
+
+    def whole(self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]) -> list[int]:
+        """Return the token ids of a conversation up to the beginning of the assistant's answer.
+
+        Raises:
+            ProblemError: 400, the model has no chat template, or the template refuses the conversation.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ProblemError(400, "this model has no chat template")
+        try:
+            return self._encode(self._render(messages, tools, options, adds_generation_prompt=True))
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
+            raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
+
+    def suffix(
+        self,
+        turn: Mapping[str, Any],
+        completion: Completion,
+        new: Messages,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> list[int] | None:
+        """Return the token ids to append to a held turn for its close, ``new`` messages, and the next turn's beginning.
+
+        Returns None if the template does not render ``turn`` in the same way once the conversation goes on; an empty
+        thought that is left out later does not count, because the held tokens keep it.
+
+        Args:
+            turn: the held turn as for_template makes it.
+            completion: its tokens.
+            new: the messages after it, as for_template makes them.
+            tools: the tools that the model is offered.
+            options: further variables of the template.
+        """
+        found = set()
+        try:
+            for text in _DUMMIES:
+                thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _END_OF_THOUGHT in turn["content"] else ""
+                opening = [_USER, {**turn, "content": thought + text}]
+                before = self._render(opening, tools, options, adds_generation_prompt=False)
+                after = self._render([*opening, *new], tools, options, adds_generation_prompt=True)
+                found.add((self._close(text, orjson.dumps(options)), _continuation(before, after)))
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError):
+            return None
+        [(close, continuation), *others] = found
+        if others or close is None or continuation is None:
+            return None
+        suffix = self._encode(close + continuation)
+        has_end = completion.finish_reason is FinishReason.STOP and completion.completion_ids[-1] in self._special
+        # The end token that the model sampled stands for the first token of the close.
+        closed = has_end and bool(close and suffix) and suffix[0] in self._special
+        return suffix[1:] if closed else suffix
+
+    def _render_close(self, text: str, options: bytes) -> str | None:
+        """Return what the template writes after an assistant's ``text``; None if it does not write the text."""
+        opening = [_USER, {"role": "assistant", "content": text}]
+        rendered = self._render(opening, None, orjson.loads(options), adds_generation_prompt=False)
+        _, found, close = rendered.rpartition(text)
+        return close if found else None
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        adds_generation_prompt: bool,
+    ) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=adds_generation_prompt,
+            tokenize=False,
+            **options,
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def text(self, completion: Completion, stop: Sequence[str]) -> str:
+        """Return a completion's text without special tokens, up to the first stop string."""
+        text = self._tokenizer.decode(
+            completion.completion_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token."""
+        text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def _continuation(before: str, after: str) -> str | None:
+    """Return what ``after`` has behind ``before``; None if it does not begin with ``before``."""
+    for beginning in (before, _EMPTY_THOUGHT.sub("", before)):
+        if after.startswith(beginning):
+            return after[len(beginning) :]
+    return None

@@ -1,0 +1,101 @@
+"""Replies to chat completions: whole, or replayed as a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from services.chat import tool_calls
+from services.chat.messages import for_template
+from services.gateway.prompts import PromptMaker
+from services.gateway.requests import ChatRequest, next_key
+from services.gateway.tree import Call, Turn
+from services.protocol.groups import Completion
+
+
+def add_turns(
+    call: Call, completions: Sequence[Completion], request: ChatRequest, key: bytes, prompts: PromptMaker
+) -> None:
+    """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
+    for completion in completions:
+        message, unparsed = _message(completion, request, len(call.turns), prompts)
+        call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), unparsed))
+
+
+def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, prompts: PromptMaker) -> dict[str, Any]:
+    """Return the chat completion of a call's turns."""
+    choices = [
+        {
+            "index": index,
+            "message": turn.message,
+            "logprobs": _logprobs(turn.completion, prompts) if request.logprobs else None,
+            "finish_reason": "tool_calls" if turn.message.get("tool_calls") else turn.completion.finish_reason.value,
+        }
+        for index, turn in enumerate(call.turns)
+    ]
+    sampled = call.sampled_tokens
+    return {
+        "id": f"chatcmpl-{call.digest}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": request.model or model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": prompt_tokens + sampled,
+        },
+    }
+
+
+def stream_of(reply: Mapping[str, Any], *, includes_usage: bool) -> Iterator[bytes]:
+    """Yield a whole reply as server-sent events: role, text, tool calls and end of each choice."""
+    head = {"id": reply["id"], "object": "chat.completion.chunk", "created": reply["created"], "model": reply["model"]}
+
+    def event(choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        return b"data: " + orjson.dumps({**head, "choices": choices, **fields}) + b"\n\n"
+
+    for choice in reply["choices"]:
+        message = choice["message"]
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if message["content"]:
+            deltas.append({"content": message["content"]})
+        if calls := message.get("tool_calls"):
+            deltas.append({"tool_calls": [{"index": number, **call} for number, call in enumerate(calls)]})
+        for delta in deltas:
+            yield event([{"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None}])
+        yield event([{name: value for name, value in choice.items() if name != "message"} | {"delta": {}}])
+    if includes_usage:
+        yield event([], usage=reply["usage"])
+    yield b"data: [DONE]\n\n"
+
+
+def _message(
+    completion: Completion, request: ChatRequest, index: int, prompts: PromptMaker
+) -> tuple[dict[str, Any], int]:
+    """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
+    text = prompts.text(completion, request.stop)
+    if request.offered_tools is None:
+        return {"role": "assistant", "content": text}, 0
+    text, calls = tool_calls.parse(text)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    if calls:
+        # The ids follow from the request, so that a call that is sampled again after a crash has the same.
+        named = (
+            dataclasses.replace(call, id=f"call_{request.digest[:20]}_{index}_{number}")
+            for number, call in enumerate(calls)
+        )
+        message["tool_calls"] = [call.as_openai() for call in named]
+    return message, text.count(tool_calls.OPENING)
+
+
+def _logprobs(completion: Completion, prompts: PromptMaker) -> dict[str, Any]:
+    entries = []
+    for token, logprob in zip(completion.completion_ids, completion.logprobs, strict=True):
+        text = prompts.token_text(token)
+        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+    return {"content": entries}

@@ -1,0 +1,28 @@
+"""The gateway's settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from services.core.settings import Settings
+
+
+class GatewaySettings(Settings):
+    """The gateway's environment variables."""
+
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    model_name: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
+    """Model whose tokenizer and chat template make the prompts, by hub name or directory."""
+    gateway_dir: Path | None = None
+    """Where the sessions are kept, on a disk of this machine; default `gateway` in the run directory."""
+    engine_context_length: int | None = Field(None, ge=16)
+    """Longest prompt and completion together, in tokens; default the model's."""
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the sessions."""
+        return self.run_dir / "gateway" if self.gateway_dir is None else self.gateway_dir

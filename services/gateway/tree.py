@@ -1,0 +1,182 @@
+"""The calls of an episode as a tree of turns, and the sequences of tokens that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.protocol.groups import Completion, VersionSpan
+from services.protocol.sessions import TraceSequence
+
+
+@dataclass(eq=False)
+class Turn:
+    """A turn that an engine sampled: a node of the tree."""
+
+    call: Call
+    completion: Completion
+    message: dict[str, Any]
+    """The turn as the agent got it."""
+    key: bytes
+    """The key of the conversation up to and with this turn."""
+    unparsed_calls: int
+    calls: list[Call] = field(default_factory=list)
+    """The calls that continue this turn."""
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the first one to this one."""
+        path = [self]
+        while (parent := path[-1].call.parent) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    @property
+    def held_ids(self) -> list[int]:
+        """The tokens of the conversation up to and with this turn."""
+        return [token for turn in self.path for token in (*turn.call.added_ids, *turn.completion.completion_ids)]
+
+
+@dataclass(eq=False)
+class Call:
+    """A request of the agent that was answered; its ``turns`` are the choices of the reply."""
+
+    digest: str
+    parent: Turn | None
+    """The held turn that the request continues; None where it begins a conversation."""
+    added_ids: list[int]
+    """The prompt's tokens after those of ``parent``."""
+    messages: list[dict[str, Any]]
+    """The request's messages after those of ``parent``."""
+    sampling: dict[str, Any]
+    reply: dict[str, Any]
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """The number of tokens that the engine sampled for all choices."""
+        return sum(len(turn.completion.completion_ids) for turn in self.turns)
+
+    def record(self) -> dict[str, Any]:
+        """Return the call as plain data, from which ``restored`` makes it again."""
+        parent = None if self.parent is None else [self.parent.call.digest, self.parent.call.turns.index(self.parent)]
+        turns = [
+            {
+                "completion": turn.completion.model_dump(mode="json"),
+                "message": turn.message,
+                "key": turn.key.hex(),
+                "unparsed_calls": turn.unparsed_calls,
+            }
+            for turn in self.turns
+        ]
+        fields = ("digest", "added_ids", "messages", "sampling", "reply")
+        return {name: getattr(self, name) for name in fields} | {"parent": parent, "turns": turns}
+
+
+@dataclass
+class Tree:
+    """All calls of an episode."""
+
+    calls: dict[str, Call] = field(default_factory=dict)
+    """By digest, in the order in which they were answered."""
+    beginnings: list[Call] = field(default_factory=list)
+    _turns: dict[bytes, Turn] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> Iterator[Turn]:
+        """All turns, in the order in which they were sampled."""
+        return (turn for call in self.calls.values() for turn in call.turns)
+
+    @property
+    def branches(self) -> int:
+        """The number of calls at a place where another call was before."""
+        places = [self.beginnings, *(turn.calls for turn in self.turns)]
+        return sum(max(len(calls) - 1, 0) for calls in places)
+
+    def add(self, call: Call) -> None:
+        """Add a call that was answered."""
+        self.calls[call.digest] = call
+        (self.beginnings if call.parent is None else call.parent.calls).append(call)
+        for turn in call.turns:
+            self._turns.setdefault(turn.key, turn)
+
+    def restore(self, record: dict[str, Any]) -> None:
+        """Add a call from its record, in the order in which the calls were answered."""
+        parent = None if record["parent"] is None else self.calls[record["parent"][0]].turns[record["parent"][1]]
+        fields = ("digest", "added_ids", "messages", "sampling", "reply")
+        call = Call(parent=parent, **{name: record[name] for name in fields})
+        call.turns = [
+            Turn(
+                call,
+                Completion.model_validate(turn["completion"]),
+                turn["message"],
+                bytes.fromhex(turn["key"]),
+                turn["unparsed_calls"],
+            )
+            for turn in record["turns"]
+        ]
+        self.add(call)
+
+    def deepest(self, keys: Sequence[bytes]) -> tuple[Turn | None, int]:
+        """Return the deepest turn that a conversation continues, and the number of its messages up to that turn.
+
+        ``keys`` are those of the conversation by number of messages (ChatRequest.keys).
+        """
+        for count in range(len(keys) - 1, 0, -1):
+            if (turn := self._turns.get(keys[count])) is not None:
+                return turn, count
+        return None, 0
+
+    def paths(self) -> Iterator[list[Turn]]:
+        """Yield the turns from a first one to a leaf, depth first, for each leaf."""
+        stack = [[turn] for turn in _choices(self.beginnings)]
+        while stack:
+            path = stack.pop()
+            continued = [[*path, turn] for turn in _choices(path[-1].calls)]
+            if continued:
+                stack.extend(continued)
+            else:
+                yield path
+
+    def sequences(self) -> list[TraceSequence]:
+        """Return one sequence for each leaf; the first one with a turn is trained on it, the others have it as context.
+
+        Tokens that nobody sampled have the policy version of the turn after them.
+        """
+        trained: set[Turn] = set()
+        return [_sequence(path, trained) for path in self.paths()]
+
+
+def _choices(calls: Iterable[Call]) -> list[Turn]:
+    """Return the turns of ``calls``, the last one first, as a stack wants them."""
+    return [turn for call in calls for turn in call.turns][::-1]
+
+
+def _sequence(path: list[Turn], trained: set[Turn]) -> TraceSequence:
+    ids: list[int] = []
+    logprobs: list[float] = []
+    mask: list[bool] = []
+    spans: list[VersionSpan] = []
+    for number, turn in enumerate(path):
+        completion = turn.completion
+        added = turn.call.added_ids if number else []
+        start = len(ids)
+        first = start + len(added)
+        ids += [*added, *completion.completion_ids]
+        logprobs += [*(0.0 for _ in added), *completion.logprobs]
+        mask += [*(False for _ in added), *(turn not in trained for _ in completion.completion_ids)]
+        for span in completion.policy_versions:
+            spans.append(VersionSpan(version=span.version, start=start, end=first + span.end))
+            start = first + span.end
+        trained.add(turn)
+    last = path[-1]
+    return TraceSequence(
+        prompt_ids=path[0].call.added_ids,
+        completion_ids=ids,
+        logprobs=logprobs,
+        loss_mask=mask,
+        policy_versions=spans,
+        finish_reason=last.completion.finish_reason,
+        text=last.message["content"] or "",
+    )

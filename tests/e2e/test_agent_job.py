@@ -1,0 +1,81 @@
+"""A job group that trains an agent, whole: jobgroup-agent.yaml's tasks as real processes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+
+from tests.e2e.system import ROOT, System
+
+# The limit is for a hang; a run takes about a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+STEPS, BATCH, GROUP = 3, 4, 4
+
+
+@pytest.fixture(scope="module", params=["sync", pytest.param("async", marks=pytest.mark.slow)], ids=["sync", "async"])
+def finished(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> System:
+    system = System(
+        tmp_path_factory.mktemp("volume"),
+        tiny_model,
+        *("--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"),
+        job_group="jobgroup-agent.yaml",
+        AGENT="tests.e2e.agents:moody",
+        # The agent does not have it: its key is its session.
+        JOBGROUP_TOKEN="of-the-job-group",
+        MODE=request.param,
+        BATCH_SIZE=str(BATCH),
+        GROUP_SIZE=str(GROUP),
+        MAX_STEPS=str(STEPS),
+        EVAL_PROMPTS="8",
+        REPLAY_GROUPS="1",
+        PUBLISH_TYPE="float32",
+        # Groups of equal rewards, which teach nothing, are computed for their entropy, so that the ratios have them.
+        ENTROPY_COEF="1e-12",
+    )
+    assert system.wait() == 0, system.text
+    return system
+
+
+def test_an_agent_is_trained_to_the_end(finished: System) -> None:
+    assert finished.summary()["status"] == "succeeded"
+    records = finished.metrics()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert all(record["completions"] <= BATCH * GROUP for record in records)
+    assert all(record["grad_norm"] > 0 for record in records)
+    assert finished.summary()["accuracy_after"] is not None
+    assert finished.processes() == []
+
+
+def test_the_trainer_agrees_with_the_engine_on_every_token_of_the_newest_policy(finished: System) -> None:
+    fresh = [record for record in finished.metrics() if record["staleness_max"] == 0]
+    assert fresh
+    for record in fresh:
+        assert abs(math.log(record["ratio_max"])) < 1e-4
+        assert abs(math.log(record["ratio_min"])) < 1e-4
+
+
+def test_the_run_records_the_gateway_and_the_masks(finished: System) -> None:
+    components = orjson.loads((finished.run_dir / "config.json").read_bytes())["components"]
+    assert "gateway" in components
+    samples = [orjson.loads(line) for line in (finished.run_dir / "samples.jsonl").read_bytes().splitlines()]
+    assert any(sample["trained_tokens"] < sample["tokens"] for sample in samples)
+    failed = [sample for sample in samples if sample["reward"] is None]
+    assert all("ValueError: not one digit" in sample["result"]["reason"] for sample in failed)
+
+
+def test_the_other_tasks_are_those_of_the_plain_job_group() -> None:
+    plain, agent = (
+        {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}
+        for name in ("jobgroup.yaml", "jobgroup-agent.yaml")
+    )
+    gateway = agent.pop("gateway")
+    assert gateway["run"].endswith("exec python -m services.gateway\n")
+    trainer = plain["ppo-trainer"]
+    trainer["envs"] |= {"ROLLOUT": "agent", "AGENT": "evaluation.math_agent:solve"}
+    trainer["setup"] = trainer["setup"].replace("[trainer]", "[trainer,evaluation]")
+    assert agent == plain

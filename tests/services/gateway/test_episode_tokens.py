@@ -1,0 +1,136 @@
+"""The tokens of episodes: those that the real engine sampled, the real gateway recorded and the trainer is given."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import httpx
+import orjson
+import pytest
+
+from services.clients.gateway import GatewayClient
+from services.core.endpoints import Endpoint
+from services.protocol.groups import Group, RewardResult
+from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
+from tests.e2e import agents
+from tests.services.conftest import RunningService, StartService
+from tests.trainer.tiny import plain_logprobs, plain_model
+from tests.waiting import wait_until
+from trainer.algorithm.training_groups import training_group
+from trainer.config import TrainerSettings
+from trainer.rollouts.episodes import EpisodeMaker
+
+PROMPTS = [
+    Prompt(id=f"p/{i}", prompt=question, ground_truth="7", position=i)
+    for i, question in enumerate(["3+4=", "9-2=", "1+6=", "8-4=", "2+3=", "5+5="])
+]
+
+
+@pytest.fixture(scope="module")
+def engine(start_service_once: StartService, tiny_model: Path) -> RunningService:
+    return start_service_once("services.embedded_engine", MODEL_NAME=str(tiny_model), ENGINE_DTYPE="float32")
+
+
+@pytest.fixture(scope="module")
+def gateway(start_service_once: StartService, engine: RunningService, tiny_model: Path) -> RunningService:
+    endpoints = {"rollout-server-0:30000": f"127.0.0.1:{engine.port}", "gateway-0:8005": "127.0.0.1:1"}
+    return start_service_once(
+        "services.gateway", MODEL_NAME=str(tiny_model), JOBGROUP_ENDPOINTS=orjson.dumps(endpoints).decode()
+    )
+
+
+class OneDigit:
+    """A reward-server in this process: an answer of one digit is right."""
+
+    async def score(self, items: list[RewardItem]) -> list[RewardResult]:
+        return [RewardResult(reward=float(len(item.response) == 1)) for item in items]
+
+
+def play(agent: Callable[..., Any], gateway: RunningService, model: Path, **fields: Any) -> list[Group]:
+    """Return the groups of PROMPTS that the agent plays."""
+    settings = settings_for(agent, model, **fields)
+
+    async def groups() -> list[Group]:
+        async with GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client:
+            maker = EpisodeMaker(settings, client, MagicMock(), OneDigit())  # type: ignore[arg-type]
+            return await maker.make_groups(PROMPTS)
+
+    return asyncio.run(groups())
+
+
+def settings_for(agent: Callable[..., Any], model: Path, **fields: Any) -> TrainerSettings:
+    name = f"{agents.__name__}:{agent.__name__}"
+    wanted = {"rollout": "agent", "agent": name, "group_size": 4, "max_new_tokens": 6, "model_name": str(model)}
+    return TrainerSettings.load(**(wanted | fields))
+
+
+def engine_tokens(engine: RunningService) -> int:
+    return int(httpx.get(f"{engine.url}/stats", trust_env=False).json()["generated_tokens"])
+
+
+def recorded_tokens(gateway: RunningService) -> tuple[int, int]:
+    """Return the tokens that the gateway recorded, and those that it counted as lost."""
+    text = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+    sampled = re.findall(r"^gateway_sampled_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+    lost = re.findall(r"^gateway_lost_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+    return int(sum(map(float, sampled))), int(sum(map(float, lost)))
+
+
+@pytest.mark.parametrize("agent", [agents.twice, agents.moody, agents.hasty], ids=lambda agent: agent.__name__)
+def test_every_token_that_the_engine_sampled_is_in_one_sequence_or_counted_as_lost(
+    engine: RunningService, gateway: RunningService, tiny_model: Path, agent: Callable[..., Any]
+) -> None:
+    sampled_before, lost_before = recorded_tokens(gateway)
+    engine_before = engine_tokens(engine)
+    groups = play(agent, gateway, tiny_model)
+    assert len(groups) == len(PROMPTS)
+
+    def adds_up() -> bool:
+        sampled, lost = recorded_tokens(gateway)
+        return engine_tokens(engine) - engine_before == sampled - sampled_before + lost - lost_before
+
+    # A call that its agent left may still be sampled.
+    wait_until(adds_up, "the engine's tokens in the gateway's records")
+    sampled, lost = recorded_tokens(gateway)
+    trained = sum(e.trained_tokens for group in groups for e in group.experiences)
+    assert trained == sampled - sampled_before
+    assert lost == lost_before or agent is agents.hasty
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_model_gives_every_trained_token_the_recorded_log_probability(
+    gateway: RunningService, tiny_model: Path, temperature: float
+) -> None:
+    settings = settings_for(agents.moody, tiny_model, temperature=temperature)
+    groups = play(agents.moody, gateway, tiny_model, temperature=temperature)
+    model = plain_model(tiny_model)
+    checked = 0
+    for group in groups:
+        scored = training_group(group, settings)
+        for sequence, logprobs in zip(scored.sequences, plain_logprobs(model, scored, temperature), strict=True):
+            recorded = sequence.trained(sequence.behaviour_logprobs)
+            assert sequence.trained(logprobs.tolist()) == pytest.approx(recorded, abs=1e-4)
+            checked += len(recorded)
+    assert checked > 100
+
+
+def test_episodes_that_fork_are_several_sequences_and_others_are_one(gateway: RunningService, tiny_model: Path) -> None:
+    assert {len(e) for group in play(agents.twice, gateway, tiny_model) for e in group.episodes} == {1}
+    forked = play(agents.hasty, gateway, tiny_model)
+    assert {len(e) for group in forked for e in group.episodes} == {2}
+    for sequences in (sequences for group in forked for sequences in group.episodes):
+        assert sequences[0].reward == sequences[1].reward
+        first_turns = [(e.loss_mask or [])[0] for e in sequences]
+        assert sorted(first_turns) == [False, True], "the first turn is trained on in one of them"
+
+
+def test_a_seed_gives_the_same_episodes_again(gateway: RunningService, tiny_model: Path) -> None:
+    first, again = (play(agents.twice, gateway, tiny_model, seed=3) for _ in range(2))
+    ids = [[e.completion_ids for group in groups for e in group.experiences] for groups in (first, again)]
+    assert ids[0] == ids[1]

@@ -1,0 +1,228 @@
+"""The gateway's routes: sessions and their limits, repeated requests, lost engines, replies."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from typing import Any
+
+import pytest
+
+from services.protocol.sessions import Trace
+from tests.services.gateway.conftest import ADD, StartGateway
+from tests.waiting import eventually
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def error_of(reply: Any) -> tuple[int, str]:
+    """Return status and OpenAI's error code of a refusal."""
+    error = reply.json()["error"]
+    assert error["message"]
+    return reply.status_code, error.get("code", "")
+
+
+async def test_a_session_goes_from_open_to_finished(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        created = {"id": "g-1", "group_id": "g", "index": 1, "seed": 5, "temperature": 0.7}
+        replies = [await running.client.post("/sessions", json=created) for _ in range(2)]
+        assert [reply.json()["status"] for reply in replies] == ["open", "open"]
+        assert (await running.client.post("/sessions", json={**created, "seed": 6})).status_code == 409
+        await running.chat("/sessions/g-1/v1/chat/completions", HELLO, temperature=0.0, top_p=0.1, seed=1)
+        sampling = running.engine.requests[0]["sampling_params"]
+        assert (sampling["temperature"], sampling["top_p"], sampling["max_new_tokens"]) == (0.7, 1.0, 512)
+        rewarded = await running.client.post("/sessions/g-1/reward", json={"reward": 0.5})
+        assert rewarded.json() == (await running.client.get("/sessions/g-1")).json()
+        assert (rewarded.json()["turns"], rewarded.json()["reward"]) == (1, 0.5)
+        before = (await running.client.get("/sessions/g-1/trace")).json()
+        trace = await running.finish("g-1")
+        assert trace == before == await running.finish("g-1")
+        assert Trace.model_validate(trace).sequences[0].text == "Hi."
+        assert (trace["group_id"], trace["index"], trace["reward"]) == ("g", 1, 0.5)
+        again = await running.client.post("/sessions/g-1/reward", json={"reward": 0.5})
+        other = await running.client.post("/sessions/g-1/reward", json={"reward": None, "reason": "late"})
+        assert (again.status_code, other.status_code) == (200, 409)
+        asked = await running.client.post("/sessions/g-1/v1/chat/completions", json={"messages": HELLO})
+        assert error_of(asked) == (409, "session_finished")
+        for _ in range(2):
+            assert (await running.client.delete("/sessions/g-1")).status_code == 204
+        for path in ("/sessions/g-1", "/sessions/g-1/trace"):
+            assert (await running.client.get(path)).status_code == 404
+
+
+async def test_what_is_unknown_malformed_or_forced_is_refused(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        post = running.client.post
+        missing = await post("/sessions/nobody/v1/chat/completions", json={"messages": HELLO})
+        assert error_of(missing) == (404, "unknown_session")
+        bad: list[dict[str, Any]] = [
+            {"messages": []},
+            {"messages": [{"content": "no role"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": HELLO, "tools": [ADD], "tool_choice": "required"},
+            {"messages": HELLO, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}},
+            {"messages": HELLO, "response_format": {"type": "json_object"}},
+            {"messages": HELLO, "n": 0},
+            {"messages": HELLO, "top_logprobs": 3},
+        ]
+        for body in bad:
+            assert error_of(await post(path, json=body))[0] == 400, body
+        long = await post(path, json={"messages": [{"role": "user", "content": "x y " * 5000}]})
+        assert error_of(long) == (400, "context_length_exceeded")
+        assert running.engine.requests == []
+        assert (await running.finish())["turns"] == 0
+
+
+async def test_limits_of_turns_tokens_and_seconds(gateway: StartGateway) -> None:
+    async with gateway(answers=["a b c d e f"]) as running:
+
+        async def codes(session: str, **limits: Any) -> list[Any]:
+            path = await running.open(session, **limits)
+            seen = []
+            for number in range(3):
+                body = {"messages": [{"role": "user", "content": f"{session} {number}"}]}
+                reply = await running.client.post(path, json=body)
+                seen.append(200 if reply.status_code == 200 else error_of(reply))
+                assert reply.status_code == 200 or reply.headers["x-should-retry"] == "false"
+            return seen
+
+        assert await codes("turns", max_turns=2) == [200, 200, (429, "max_turns")]
+        assert await codes("tokens", max_tokens=9, max_turn_tokens=5) == [200, 200, (429, "max_tokens")]
+        assert (await running.finish("tokens"))["sampled_tokens"] == 9
+        assert await codes("seconds", deadline_seconds=1e-6) == [(429, "deadline_seconds")] * 3
+
+
+async def test_a_shorter_turn_and_stop_strings_are_the_agents_choice(gateway: StartGateway) -> None:
+    async with gateway(answers=["one Observation: two"]) as running:
+        path = await running.open(max_turn_tokens=300)
+        await running.chat(path, HELLO, max_tokens=2)
+        said = await running.chat(path, HELLO, max_completion_tokens=900, stop="Observation:")
+        limits = [request["sampling_params"]["max_new_tokens"] for request in running.engine.requests]
+        assert limits == [2, 300]
+        assert running.engine.requests[1]["sampling_params"]["stop"] == ["Observation:"]
+        assert said["content"] == "one "
+
+
+async def test_keys(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."], token="secret") as running:
+        path = await running.open("mine")
+        for url, key, status in [
+            (path, "secret", 200),
+            (path, "mine", 200),
+            (path, "other", 401),
+            ("/v1/chat/completions", "mine", 200),
+            ("/v1/chat/completions", "secret", 401),
+            ("/sessions/mine/finish", "mine", 401),
+        ]:
+            headers = {"Authorization": f"Bearer {key}"}
+            reply = await running.client.post(url, json={"messages": HELLO}, headers=headers)
+            assert reply.status_code == status, (url, key, reply.text)
+        listed = await running.client.get("/v1/models", headers={"x-api-key": "mine", "Authorization": ""})
+        assert listed.json()["data"][0]["max_model_len"] == 4096
+        assert len(running.engine.requests) == 1
+
+
+async def test_a_repeated_request_gets_the_same_bytes_also_after_a_restart(gateway: StartGateway) -> None:
+    body = {"messages": HELLO, "n": 2, "tools": [ADD]}
+    seen, prompts, traces = set(), [], []
+    for _ in range(2):
+        async with gateway(answers=['<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "B"]) as running:
+            path = await running.open(seed=1)
+            replies = await asyncio.gather(*(running.client.post(path, json=body) for _ in range(3)))
+            seen |= {reply.content for reply in replies}
+            streamed = await running.client.post(path, json={**body, "stream": True})
+            assert streamed.text.endswith("data: [DONE]\n\n")
+            prompts += running.engine.prompts()
+            traces.append((await running.client.get("/sessions/s/trace")).json())
+    assert len(seen) == 1
+    assert len(prompts) == 2  # one for each choice, all in the gateway's first life
+    assert traces[0] == traces[1]
+    assert [len(trace["sequences"]) for trace in traces] == [2, 2]
+
+
+async def test_lost_and_aborted_answers_are_asked_for_again_and_counted(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hello to you"]) as running:
+        running.engine.troubles = [503, 4, 500, 2]
+        path = await running.open(seed=3)
+        await running.chat(path, HELLO)
+        trace = await running.finish()
+        assert trace["lost_tokens"] == {"aborted": 6}
+        assert trace["sampled_tokens"] == running.engine.completion_tokens - 6
+        assert len({request["sampling_params"]["sampling_seed"] for request in running.engine.requests}) == 1
+        assert len({request["rid"] for request in running.engine.requests}) == 5
+
+
+async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        running.engine.troubles = [422]
+        assert error_of(await running.client.post(path, json={"messages": HELLO}))[0] == 400
+        path = await running.open("late", deadline_seconds=0.5)
+        running.engine.troubles = [503] * 100
+        refused = await running.client.post(path, json={"messages": HELLO})
+        assert error_of(refused) == (429, "deadline_seconds")
+        assert "503" in refused.json()["error"]["message"]
+
+
+async def test_tokens_that_arrive_after_the_end_are_lost(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        running.engine.seconds = 0.3
+        call = asyncio.create_task(running.client.post(path, json={"messages": HELLO}))
+        await eventually(lambda: running.engine.requests)
+        trace = await running.finish()
+        assert (trace["turns"], trace["sequences"]) == (0, [])
+        assert error_of(await call) == (409, "session_finished")
+        metrics = (await running.client.get("/metrics")).text
+        assert 'gateway_lost_tokens_total{reason="finished"}' in metrics
+
+
+async def test_a_client_that_leaves_finds_its_answer_when_it_asks_again(gateway: StartGateway) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        running.engine.seconds = 0.3
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(running.chat(path, HELLO), 0.1)
+        assert (await running.chat(path, HELLO))["content"] == "Hi."
+        assert len(running.engine.requests) == 1
+
+
+async def test_calls_that_cannot_be_parsed_stay_text(gateway: StartGateway) -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call> <tool_call>{"name": </tool_call>'
+    async with gateway(answers=[text]) as running:
+        path = await running.open()
+        body = {"messages": HELLO, "tools": [ADD], "logprobs": True}
+        reply = (await running.client.post(path, json=body)).json()
+        choice = reply["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == '<tool_call>{"name": </tool_call>'
+        assert len(choice["logprobs"]["content"]) == reply["usage"]["completion_tokens"]
+        huge = '<tool_call>{"name": "add", "arguments": {"a": 123456789012345678901234567890}}</tool_call>'
+        running.answers[:] = [huge, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>']
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "again"}]
+        messages.append(await running.chat(path, messages, tools=[ADD]))
+        messages.append({"role": "tool", "content": "?"})
+        await running.chat(path, messages, tools=[ADD])
+        trace = await running.finish()
+        assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (2, 2)
+        assert len(trace["sequences"]) == 2
+
+
+async def test_a_full_disk_refuses_the_call_and_loses_nothing_that_was_answered(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.gateway.store import Store
+
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        await running.chat(path, HELLO)
+
+        def fail(*_: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_commit", fail)
+            reply = await running.client.post(path, json={"messages": [*HELLO, *HELLO]})
+            assert error_of(reply)[0] == 507
+        assert (await running.finish())["turns"] == 1

@@ -1,0 +1,102 @@
+"""A gateway whose model says what a test wants: one token a character, and a trace as the real gateway keeps it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.fake_service import Route
+
+Message = dict[str, Any]
+
+END = "\n"
+"""The end of a turn, whose token follows each message."""
+
+
+def ids(text: str) -> list[int]:
+    return [ord(character) for character in text]
+
+
+@dataclass
+class Session:
+    """A session's requests and its sequences so far."""
+
+    request: dict[str, Any]
+    version: int
+    sequences: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    """The conversation of each sequence, rendered."""
+    reward: dict[str, Any] | None = None
+    turns: int = 0
+
+
+class FakeGateway(dict[str, Route]):
+    """The routes of a gateway for ``fake_service``; ``says`` is the model: messages in, its text or a status out."""
+
+    def __init__(self, says: Callable[[list[Message]], str | int]) -> None:
+        super().__init__()
+        self.says = says
+        self.sessions: dict[str, Session] = {}
+        self.version = 1
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the route of a request."""
+        if name in self:
+            return self[name]
+        if name == "POST /sessions":
+            return self.create
+        found = re.fullmatch(r"POST /sessions/([\w.-]+)/(reward|finish|v1/chat/completions)", name)
+        if found is None or found[1] not in self.sessions:
+            return default
+        session = self.sessions[found[1]]
+        route = {"reward": self.set_reward, "finish": self.finish}.get(found[2], self.complete)
+        return lambda request: route(session, request)
+
+    def create(self, request: dict[str, Any]) -> dict[str, Any]:
+        session = self.sessions.setdefault(request["id"], Session(request, self.version))
+        return {"id": session.request["id"], "status": "open"}
+
+    def set_reward(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
+        session.reward = request
+        return {"id": session.request["id"], "status": "open"}
+
+    def complete(self, session: Session, request: dict[str, Any]) -> dict[str, Any] | int:
+        messages = request["messages"]
+        said = 429 if session.turns == session.request["max_turns"] else self.says(messages)
+        if isinstance(said, int):
+            return said
+        session.turns += 1
+        rendered = "".join(f"{message['content']}{END}" for message in messages)
+        place = next((i for i, text in enumerate(session.texts) if rendered.startswith(text)), None)
+        if place is None:
+            place = len(session.sequences)
+            empty = {"completion_ids": [], "logprobs": [], "loss_mask": [], "policy_versions": []}
+            session.sequences.append({"prompt_ids": ids(rendered), "finish_reason": "stop", **empty})
+        else:
+            self._extend(session.sequences[place], rendered[len(session.texts[place]) :], is_sampled=False)
+        self._extend(session.sequences[place], said + END, is_sampled=True)
+        session.sequences[place]["text"] = said
+        session.texts[place:] = [rendered + said + END, *session.texts[place + 1 :]]
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        return {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+
+    def _extend(self, sequence: dict[str, Any], text: str, *, is_sampled: bool) -> None:
+        start = len(sequence["completion_ids"])
+        sequence["completion_ids"] += ids(text)
+        # The log-probability of a token that was not sampled means nothing.
+        sequence["logprobs"] += [-0.5 if is_sampled else 7.0] * len(text)
+        sequence["loss_mask"] += [is_sampled] * len(text)
+        # Nor does its version.
+        span = {"version": self.version if is_sampled else 0, "start": start, "end": start + len(text)}
+        sequence["policy_versions"] += [span] if text else []
+
+    def finish(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
+        sampled = sum(sum(sequence["loss_mask"]) for sequence in session.sequences)
+        named = {name: session.request[name] for name in ("id", "group_id", "index")}
+        counts = {"turns": session.turns, "sampled_tokens": sampled, "tool_calls": 0, "unparsed_tool_calls": 0}
+        trace = named | (session.reward or {"reward": None, "reason": None}) | counts
+        trace |= {"sequences": session.sequences, "messages": [], "branches": max(len(session.sequences) - 1, 0)}
+        return json.loads(json.dumps(trace))

@@ -1,0 +1,377 @@
+"""Groups of episodes: an agent plays through a gateway that says what each test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import REGISTRY
+
+from services.clients.data import DataClient
+from services.clients.gateway import GatewayClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.groups import Group, RewardStatus
+from services.protocol.prompts import Prompt
+from tests.fake_service import FakeService, fake_service
+from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
+from trainer.config import TrainerSettings
+from trainer.main_rank import MainRank
+from trainer.rollouts import episodes
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.episodes import EpisodeMaker, group_maker
+from trainer.rollouts.evaluate import Evaluator
+from trainer.rollouts.groups import LEAST_FAILURES
+from trainer.service_thread import ServiceThread
+
+PROMPT = Prompt(id="p/0", prompt="6*7=", ground_truth="42", prompt_ids=[1], epoch=0, position=3)
+
+
+class Talk:
+    """A conversation with the model by plain HTTP, as any client has it."""
+
+    def __init__(self, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> None:
+        self.post = http_client.post
+        self.url = f"{base_url}/chat/completions"
+        self.headers = {"Authorization": f"Bearer {api_key}"}
+
+    async def say(self, messages: list[dict[str, str]]) -> str:
+        reply = await self.post(self.url, json={"model": "m", "messages": messages}, headers=self.headers)
+        text: str = reply.raise_for_status().json()["choices"][0]["message"]["content"]
+        return text
+
+
+async def two_turns(example: Any, **endpoint: Any) -> float | None:
+    """Ask, give a tool's result, ask again, and score the last answer."""
+    talk = Talk(**endpoint)
+    messages = [{"role": "user", "content": example.prompt}]
+    messages.append({"role": "assistant", "content": await talk.say(messages)})
+    messages.append({"role": "tool", "content": "tool says 42"})
+    return await example.score(await talk.say(messages))
+
+
+async def compacting(example: Any, **endpoint: Any) -> float | None:
+    """Forget the first turn before the second."""
+    talk = Talk(**endpoint)
+    notes = await talk.say([{"role": "user", "content": example.prompt}])
+    return await example.score(await talk.say([{"role": "user", "content": f"{example.prompt} {notes}"}]))
+
+
+async def endless(example: Any, **endpoint: Any) -> float | None:
+    talk = Talk(**endpoint)
+    while True:
+        await talk.say([{"role": "user", "content": example.prompt}])
+
+
+async def one_turn(example: Any, **endpoint: Any) -> float | None:
+    return await example.score(await Talk(**endpoint).say([{"role": "user", "content": example.prompt}]))
+
+
+async def broken(example: Any, **endpoint: Any) -> float | None:
+    await one_turn(example, **endpoint)
+    raise KeyError("a bug")
+
+
+async def sleepy(example: Any, **endpoint: Any) -> float | None:
+    await one_turn(example, **endpoint)
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def wordy(example: Any, **endpoint: Any) -> Any:
+    await one_turn(example, **endpoint)
+    return "1.0"
+
+
+async def unsure(example: Any, **endpoint: Any) -> None:
+    await one_turn(example, **endpoint)
+
+
+async def silent(example: Any, **endpoint: Any) -> float:
+    return 1.0
+
+
+@dataclass
+class Stage:
+    """The fakes and the clients that speak to them."""
+
+    gateway: FakeGateway
+    rewards: FakeService
+    data: FakeService
+    clients: Clients
+    thread: ServiceThread
+
+    def settings(self, agent: Any, /, **fields: Any) -> TrainerSettings:
+        wanted = {"rollout": "agent", "agent": f"{__name__}:{agent.__name__}", "group_size": 2, "max_new_tokens": 9}
+        return TrainerSettings.load(**(wanted | fields))
+
+    def maker(self, agent: Any, /, **fields: Any) -> EpisodeMaker:
+        maker = group_maker(self.settings(agent, **fields), self.clients)
+        assert isinstance(maker, EpisodeMaker)
+        return maker
+
+    def group(self, agent: Any, **fields: Any) -> Group | None:
+        return self.thread.call(self.maker(agent, **fields).make_group(PROMPT))
+
+
+def score(request: dict[str, Any]) -> dict[str, Any]:
+    """POST /batch_reward: the answer must be the ground truth."""
+    return {"rewards": [{"reward": float(item["response"] == item["ground_truth"])} for item in request["items"]]}
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    gateway = FakeGateway(lambda messages: "42" if len(messages) > 1 else "call")
+    with ExitStack() as stack:
+        routes = ({}, {"POST /batch_reward": score}, {}, {}, gateway)
+        data, rewards, replay, rollouts, served = (stack.enter_context(fake_service(own)) for own in routes)
+        clients = Clients(
+            DataClient(data.endpoint),
+            RewardClient(rewards.endpoint, deadline=30),
+            ReplayClient(replay.endpoint),
+            RolloutClient(rollouts.endpoint, vocab_size=1000),
+            GatewayClient(served.endpoint, deadline=30),
+        )
+        thread = stack.enter_context(ServiceThread())
+        thread.call(clients.open())
+        yield Stage(gateway, rewards, data, clients, thread)
+        thread.call(clients.close())
+
+
+def failed(reason: str) -> float:
+    return REGISTRY.get_sample_value("trainer_episodes_failed_total", {"reason": reason}) or 0.0
+
+
+def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
+    group = stage.group(two_turns)
+    assert group is not None
+    assert group.prompt_ids == ids(f"6*7={END}")
+    assert [e.episode for e in group.experiences] == [0, 1]
+    assert group.rewards == [1.0, 1.0]
+    parts = [("call\n", True), ("tool says 42\n", False), ("42\n", True)]
+    for e in group.experiences:
+        assert e.completion_ids == ids("".join(text for text, _ in parts))
+        assert e.loss_mask == [is_sampled for text, is_sampled in parts for _ in text]
+        assert {x for x, is_sampled in zip(e.logprobs, e.loss_mask, strict=True) if is_sampled} == {-0.5}
+        assert e.completion == "42"
+        assert e.oldest_version == 1
+
+
+def test_sessions_have_the_settings_of_training_and_seeds_of_their_own(stage: Stage) -> None:
+    settings = {"temperature": 0.5, "agent_max_turns": 3, "agent_max_tokens": 50, "agent_seconds": 70.0, "seed": 5}
+    stage.group(two_turns, **settings)
+    stage.group(two_turns, **settings)
+    requests = [session.request for session in stage.gateway.sessions.values()]
+    assert len(requests) == 4, "another attempt at a prompt has sessions of its own"
+    for request in requests:
+        sampling = [request[name] for name in ("temperature", "max_turn_tokens", "max_turns", "max_tokens")]
+        assert sampling == [0.5, 9, 3, 50]
+        assert request["deadline_seconds"] == 70
+        assert request["group_id"].endswith("-0-3")
+    seeds = [(request["index"], request["seed"]) for request in requests]
+    assert len(set(seeds)) == 2, "equal seeds make equal groups"
+    assert len({seed for _, seed in seeds}) == 2
+    assert [session.reward for session in stage.gateway.sessions.values()] == [{"reward": 1.0, "reason": None}] * 4
+
+
+def test_a_branch_is_another_sequence_of_its_episode_with_the_same_reward(stage: Stage) -> None:
+    stage.gateway.says = lambda messages: "42" if "note" in messages[0]["content"] else "note"
+    group = stage.group(compacting)
+    assert group is not None
+    assert group.prompt_ids == ids("6*7="), "the longest common prefix of all prompts"
+    assert [e.episode for e in group.experiences] == [0, 0, 1, 1]
+    assert group.rewards == [1.0, 1.0]
+    first, second = group.episodes[0]
+    assert (first.completion_ids, first.loss_mask) == (ids("\nnote\n"), [False] + [True] * 5)
+    assert (second.completion_ids, second.loss_mask) == (ids(" note\n42\n"), [False] * 6 + [True] * 3)
+
+
+def test_tokens_of_a_branch_without_a_common_prompt_are_counted_as_lost(stage: Stage) -> None:
+    async def lost() -> float:
+        return REGISTRY.get_sample_value("trainer_episode_tokens_lost_total", {"reason": "no_common_prompt"}) or 0.0
+
+    before = stage.thread.call(lost())
+    stage.gateway.says = lambda messages: "x"
+    group = stage.group(restarting)
+    assert group is not None
+    assert [e.episode for e in group.experiences] == [0, 1]
+    assert stage.thread.call(lost()) == before + 2 * len("x\n")
+
+
+async def restarting(example: Any, **endpoint: Any) -> float | None:
+    talk = Talk(**endpoint)
+    await talk.say([{"role": "user", "content": example.prompt}])
+    await talk.say([{"role": "user", "content": "from the start"}])
+    return 1.0
+
+
+def test_weights_that_change_in_mid_episode_are_the_spans_of_its_tokens(stage: Stage) -> None:
+    def says(messages: list[dict[str, Any]]) -> str:
+        if len(messages) > 1:
+            stage.gateway.version = 6
+            return "42"
+        stage.gateway.version = 5
+        return "call"
+
+    stage.gateway.says = says
+    group = stage.group(two_turns, group_size=1)
+    assert group is not None
+    [e] = group.experiences
+    assert e.loss_mask is not None
+    versions = [span.version for span in e.policy_versions for _ in range(span.start, span.end)]
+    sampled = [version for version, is_sampled in zip(versions, e.loss_mask, strict=True) if is_sampled]
+    assert sampled == [5] * 5 + [6] * 3
+    assert group.policy_version == 5, "what no policy sampled has no age"
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason", "status"),
+    [
+        (broken, "exception", RewardStatus.ERROR),
+        (endless, "limit", RewardStatus.TIMEOUT),
+        (sleepy, "timeout", RewardStatus.TIMEOUT),
+        (wordy, "reward", RewardStatus.ERROR),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_failed_episode_has_no_reward_and_says_why(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, agent: Any, reason: str, status: RewardStatus
+) -> None:
+    calls = 0
+
+    async def fails_once(example: Any, **endpoint: Any) -> float | None:
+        nonlocal calls
+        calls += 1
+        return await (agent if calls == 2 else one_turn)(example, **endpoint)
+
+    monkeypatch.setitem(globals(), "failing", fails_once)
+    fails_once.__name__ = "failing"
+    before = failed(reason)
+    group = stage.group(fails_once, group_size=4, agent_seconds=0.5, agent_max_turns=2)
+    assert group is not None
+    outcomes = [first.result for first, *_ in group.episodes]
+    assert [result.reward for result in outcomes].count(0.0) == 3
+    [result] = [result for result in outcomes if result.reward is None]
+    assert result.status is status
+    assert failed(reason) == before + 1
+    told = [session.reward for session in stage.gateway.sessions.values() if session.reward]
+    assert [reward["reason"] for reward in told if reward["reward"] is None] == [result.reason]
+
+
+def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage) -> None:
+    before = failed("no_reward")
+    group = stage.group(unsure)
+    assert group is not None
+    assert [e.reward for e in group.experiences] == [None, None]
+    assert failed("no_reward") == before + 2
+
+
+@pytest.mark.parametrize("agent", [broken, silent], ids=lambda agent: agent.__name__)
+def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent: Any) -> None:
+    maker = stage.maker(agent, batch_size=4)
+    for _ in range(LEAST_FAILURES - 1):
+        assert stage.thread.call(maker.make_group(PROMPT)) is None
+    maker.check()
+    said = {"broken": "KeyError: 'a bug'", "silent": "never called the model"}[agent.__name__]
+    with pytest.raises(
+        ConfigurationError, match=f"every episode of {LEAST_FAILURES} prompts in a row failed: .*{said}"
+    ):
+        stage.thread.call(maker.make_groups([PROMPT]))
+
+
+def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
+    stage.gateway.says = lambda _: 503
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: Stage) -> None:
+    # The real gateway asks engines again until the deadline, and then refuses the call as over a limit.
+    stage.gateway.says = lambda _: 429
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    with pytest.raises(DependencyLostError, match="no engine answered within AGENT_SECONDS"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "EPISODES_AT_ONCE", 3)
+    now, most = 0, 0
+
+    async def counting(example: Any, **endpoint: Any) -> float | None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        reward = await two_turns(example, **endpoint)
+        now -= 1
+        return reward
+
+    monkeypatch.setitem(globals(), "counting", counting)
+    assert stage.group(counting, group_size=8) is not None
+    assert most == 3
+
+
+@pytest.mark.parametrize(("status", "error"), [(503, DependencyLostError), (422, ConfigurationError)])
+def test_a_gateway_that_makes_no_sessions_ends_the_run(stage: Stage, status: int, error: type[Exception]) -> None:
+    stage.gateway["POST /sessions"] = lambda _: status
+    assert stage.clients.gateway is not None
+    stage.clients.gateway.deadline = 2 if status == 503 else 30
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    with pytest.raises(error, match="gateway"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_a_reward_server_that_is_lost_ends_the_run(stage: Stage) -> None:
+    stage.rewards.routes["POST /batch_reward"] = lambda _: 503
+    stage.clients.rewards.deadline = 1
+    with pytest.raises(DependencyLostError, match="reward-server"):
+        stage.group(one_turn)
+
+
+def test_an_evaluation_plays_the_agent_greedily(stage: Stage) -> None:
+    prompts = [PROMPT.model_copy(update={"id": f"p/{i}", "ground_truth": str(41 + i % 2)}) for i in range(6)]
+    stage.data.routes["POST /prompts"] = lambda _: {
+        "prompts": [prompt.model_dump() for prompt in prompts],
+        "cursor": {},
+        "total_available": 6,
+    }
+    evaluator = Evaluator(stage.settings(two_turns, eval_prompts=6), stage.clients)
+    metrics = stage.thread.call(evaluator.evaluate())
+    assert (metrics["accuracy"], metrics["eval_prompts"], metrics["eval_left_out"]) == (0.5, 6, 0)
+    assert {session.request["temperature"] for session in stage.gateway.sessions.values()} == {0.0}
+    assert [sample["completion"] for sample in evaluator.samples] == ["42"] * 6
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [("nowhere:solve", "AGENT is 'nowhere:solve', which cannot be imported"), ("json:loads", "is no `async def`")],
+)
+def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, agent: str, said: str) -> None:
+    settings = stage.settings(one_turn, agent=agent)
+    # Before it waits for any service; none runs here.
+    with pytest.raises(ConfigurationError, match=said), MainRank.connected(settings, stage.thread, vocab_size=1000):
+        pytest.fail("connected")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"agent": ""}, "AGENT is '', but ROLLOUT is agent"),
+        ({"rollout": "completion"}, "but ROLLOUT is completion; set ROLLOUT=agent"),
+        ({"agent_max_tokens": 8}, "AGENT_MAX_TOKENS is 8; allowed is at least MAX_NEW_TOKENS"),
+        ({"overlong_buffer": 2}, "OVERLONG_BUFFER is set, but ROLLOUT is agent"),
+        ({"lora_rank": 8}, "LORA_RANK is set, but ROLLOUT is agent"),
+        ({"group_size": 1024, "agent_max_turns": 65}, "GROUP_SIZE times AGENT_MAX_TURNS is 66560"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_are_refused(stage: Stage, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        stage.settings(one_turn, **changes)

@@ -1,0 +1,251 @@
+"""From a prompt to a group of episodes: an agent answers it through the gateway, which records the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TypeVar
+
+import httpx
+from prometheus_client import Counter
+
+from services.agents import AgentFailedError, Example, load_agent, play
+from services.clients.gateway import GatewayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.logs import get_logger
+from services.core.seeds import derive_seed
+from services.http.client import RequestRefusedError
+from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.prompts import Prompt
+from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
+from trainer.config import TrainerSettings
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.groups import GroupMaker
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
+EPISODES_FAILED = Counter("trainer_episodes_failed", "Episodes without a reward, by reason.", ["reason"])
+TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
+LOST_TOKENS = Counter(
+    "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
+)
+
+EPISODES_AT_ONCE = 256
+"""Further episodes wait. An agent may hold connections, files or processes of its own."""
+
+OVER_LIMIT = ("timeout", "limit")
+"""Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward."""
+
+    trace: Trace
+    result: RewardResult
+    failure: AgentFailedError | None
+
+
+class EpisodeMaker(GroupMaker):
+    """The maker of groups whose answers are the episodes of an agent. A failed episode has no reward.
+
+    It leaves out and counts a prompt of which every episode failed.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, gateway: GatewayClient, rollouts: RolloutClient, rewards: RewardClient
+    ) -> None:
+        """Import the agent.
+
+        Raises:
+            ConfigurationError: it cannot be imported, or is no ``async def``.
+        """
+        super().__init__(settings, rollouts, rewards)
+        self.gateway = gateway
+        self.agent = load_agent("AGENT", settings.agent)
+        self._gateway_error: DependencyLostError | RequestRefusedError | None = None
+        self._places = asyncio.Semaphore(EPISODES_AT_ONCE)
+        # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
+        self._certificates = httpx.create_ssl_context()
+
+    async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
+        """Play ``n`` episodes and return their sequences as a group; None when every episode failed."""
+        requests = [
+            CreateSessionRequest(
+                # Another attempt at the same prompt, after a restart, must not continue this session.
+                id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}-{index}-{uuid.uuid4().hex[:12]}",
+                group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
+                index=index,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                seed=derive_seed(seed, index),
+                max_turn_tokens=params.max_new_tokens,
+                max_turns=self.settings.agent_max_turns,
+                max_tokens=self.settings.agent_max_tokens,
+                deadline_seconds=self.settings.agent_seconds,
+            )
+            for index in range(n)
+        ]
+        played = await asyncio.gather(*(self._episode(prompt, request) for request in requests))
+        self.last_generated = time.perf_counter()
+        episodes = [episode for episode in played if episode is not None]
+        prompt_ids, experiences = experiences_of(episodes)
+        if not experiences or all(episode.failure for episode in episodes):
+            self.leave_out(prompt, self._why_failed(episodes))
+            return None
+        self.failed_in_a_row = 0
+        return self.group(prompt, prompt_ids, experiences)
+
+    def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
+        """Return the reason why no episode of a prompt is of use."""
+        failures = [episode.failure for episode in episodes if episode.failure]
+        if not episodes and self._gateway_error is not None:
+            return self._gateway_error
+        if not failures:
+            return AgentFailedError("the agent never called the model")
+        if failures[-1].reason in OVER_LIMIT and not any(episode.trace.sampled_tokens for episode in episodes):
+            # The gateway asks the engines again until the episode's time is over.
+            return DependencyLostError(f"no engine answered within AGENT_SECONDS: {failures[-1]}")
+        return failures[-1]
+
+    async def _episode(self, prompt: Prompt, request: CreateSessionRequest) -> Episode | None:
+        """Play an episode; None, counted, if the gateway failed."""
+        async with self._places:
+            if await self._asked(self.gateway.create(request)) is None:
+                return None
+            result, failure = await self._play(prompt, request.id)
+            if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
+                return None
+            trace = await self._asked(self.gateway.finish(request.id))
+        if trace is None:
+            return None
+        EPISODES.inc()
+        TOKENS.inc(trace.sampled_tokens)
+        for reason, count in trace.lost_tokens.items():
+            LOST_TOKENS.labels(reason).inc(count)
+        return Episode(trace, result, failure)
+
+    async def _asked(self, reply: Awaitable[T]) -> T | None:
+        try:
+            return await reply
+        except (DependencyLostError, RequestRefusedError) as error:
+            self._gateway_error = error
+            EPISODES_FAILED.labels("gateway").inc()
+            return None
+
+    async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
+        """Let the agent play, and return the result of the episode, with the agent's error if it failed.
+
+        Raises:
+            DependencyLostError: the reward-server was lost.
+        """
+        seconds = self.settings.agent_seconds
+        example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
+        try:
+            async with httpx.AsyncClient(verify=self._certificates, timeout=seconds, trust_env=False) as http_client:
+                reward = await play(
+                    self.agent,
+                    example,
+                    seconds,
+                    base_url=self.gateway.agent_url(session_id),
+                    api_key=session_id,
+                    http_client=http_client,
+                )
+        except DependencyLostError:
+            raise
+        # An agent may raise anything, and one failed episode must not end the others.
+        except Exception as error:  # noqa: BLE001
+            failure = as_failure(error)
+            EPISODES_FAILED.labels(failure.reason).inc()
+            log.info("episode failed", session=session_id, reason=str(failure))
+            status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
+            return RewardResult(reward=None, status=status, reason=str(failure)), failure
+        result = example.result_of(reward)
+        if result.reward is None:
+            EPISODES_FAILED.labels("no_reward").inc()
+        return result, None
+
+    def all_failed(self) -> ConfigurationError | DependencyLostError:
+        """Return the error to raise when no prompt got an episode."""
+        failure = self.last_failure
+        reason = f"every episode of {self.failed_in_a_row} prompts in a row failed: {failure}"
+        if isinstance(failure, DependencyLostError) or (
+            isinstance(failure, AgentFailedError) and failure.reason == "server"
+        ):
+            return DependencyLostError(reason)
+        return ConfigurationError(f"{reason}; can `scripts.evaluate --agent {self.settings.agent}` measure the agent?")
+
+
+def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
+    """Return the maker of groups that ROLLOUT names.
+
+    Raises:
+        ConfigurationError: AGENT cannot be imported.
+    """
+    if clients.gateway is None:
+        return GroupMaker(settings, clients.rollouts, clients.rewards)
+    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards)
+
+
+def as_failure(error: Exception) -> AgentFailedError:
+    """Return an agent's error with its reason: ``limit`` (of turns or tokens), ``server``, or what the agent says.
+
+    The errors of httpx and of OpenAI's and Anthropic's clients have the reply as ``response``.
+    """
+    if isinstance(error, AgentFailedError):
+        return error
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status == httpx.codes.TOO_MANY_REQUESTS:
+        reason = "limit"
+    elif (isinstance(status, int) and status >= 500) or isinstance(error.__cause__ or error, httpx.TransportError):
+        reason = "server"
+    else:
+        reason = "exception"
+    return AgentFailedError(f"{type(error).__name__}: {error}", reason)
+
+
+def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:
+    """Return the prompt that all sequences of the episodes share, and the sequences as experiences that continue it.
+
+    The prompt is the longest common prefix of the sequences' prompts; the rest of a sequence's prompt is among its
+    completion tokens, outside the loss mask. Sequences without a sampled token are left out. So are sequences that
+    begin with another token than the first one; their sampled tokens are counted as lost.
+    """
+    found = [(e, s) for e in episodes for s in e.trace.sequences if any(s.loss_mask)]
+    kept = [(e, s) for e, s in found if s.prompt_ids[0] == found[0][1].prompt_ids[0]]
+    if lost := sum(sum(s.loss_mask) for _, s in found) - sum(sum(s.loss_mask) for _, s in kept):
+        LOST_TOKENS.labels("no_common_prompt").inc(lost)
+    columns = zip(*(s.prompt_ids for _, s in kept), strict=False)
+    prompt_ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+    return prompt_ids, [_experience(e, s, len(prompt_ids)) for e, s in kept]
+
+
+def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Experience:
+    """Return a sequence as an experience that continues the first ``shared`` tokens of its prompt."""
+    context = sequence.prompt_ids[shared:]
+    spans = [
+        VersionSpan(version=span.version, start=span.start + len(context), end=span.end + len(context))
+        for span in sequence.policy_versions
+    ]
+    # No policy sampled the context; its span must not make the experience older.
+    unsampled = [VersionSpan(version=spans[0].version, start=0, end=len(context))] if context else []
+    logprobs = [x if is_sampled else 0.0 for x, is_sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)]
+    return Experience(
+        completion=sequence.text,
+        completion_ids=[*context, *sequence.completion_ids],
+        logprobs=[0.0] * len(context) + logprobs,
+        loss_mask=[False] * len(context) + sequence.loss_mask,
+        policy_versions=[*unsampled, *spans],
+        finish_reason=sequence.finish_reason,
+        result=episode.result,
+        episode=episode.trace.index,
+    )
