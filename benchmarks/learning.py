@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, dest="rounds", help="another name of --rounds")
     parser.add_argument("--steps", type=int, help="steps of a run; default: the task's MAX_STEPS")
     parser.add_argument("--runs", type=Path, help="a file of runs to go on with")
-    parser.add_argument("--plots", type=Path, help="a directory for a plot of each task, learning-TASK.svg")
+    parser.add_argument("--plots", help="the beginning of the paths of plots, which -TASK.svg ends")
     given = parser.parse(arguments)
     if given.quick:
         given.task, given.steps = ["tiny"], given.steps or 3
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     by_task = {task: [curve for curve in curves if curve.task == task] for task in given.task}
     if given.plots:
         for task, own in by_task.items():
-            plot(task, own, given.plots / f"learning-{task}.svg")
+            plot(task, own, Path(f"{given.plots}-{task}.svg"))
     harness.finish(given, [show(task, own) for task, own in by_task.items()], curves)
 
 

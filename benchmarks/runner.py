@@ -55,16 +55,21 @@ SGLANG_ON_CPU = {
 SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 
 LEARNING = (
-    *("--plots", "docs/benchmarks", "--task", "tiny", "--variants", "grpo", "replay"),
+    *("--plots", "docs/benchmarks/learning", "--task", "tiny", "--variants", "grpo", "replay"),
     *("replay:REPLAY_MAX_KL=0.02", "replay:REPLAY_MAX_KL=0.5"),
     *("replay:REPLAY_CORRECTION=0", "replay:REPLAY_CORRECTION=1"),
 )
-DEMO = ("--plots", "docs/benchmarks", "--task", "demo")
+DEMO = ("--plots", "docs/benchmarks/learning", "--task", "demo")
+METHODS = (
+    *("--plots", "docs/benchmarks/methods", "--task", "tiny"),
+    *("--variants", "grpo", "rloo", "dr_grpo", "gae", "lora"),
+)
 
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "step", TRL),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
     Benchmark("learning", "Learning by the settings of replay", "learning", LEARNING),
+    Benchmark("learning-methods", "PPO, GRPO, RLOO and LoRA on the tiny task", "learning", METHODS),
     Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(

@@ -39,7 +39,7 @@ def test_differences_are_taken_seed_by_seed() -> None:
 
 def test_a_run_replays_and_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = tmp_path / "runs.jsonl"
-    command = ["--quick", "--variants", "grpo", "replay", "--runs", str(runs), "--plots", str(tmp_path)]
+    command = ["--quick", "--variants", "grpo", "replay", "--runs", str(runs), "--plots", str(tmp_path / "learning")]
     learning.main(command)
     first = runs.read_bytes()
     grpo, replay = (Curve(**orjson.loads(line)) for line in first.splitlines())
