@@ -37,7 +37,11 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert rows[1][2:7] == ("0.600±0.231", "0.100±0.000", "0.600±0.231", "0.100±0.000", "20%")
 
 
-def test_a_run_replays_and_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_replays_and_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The level of the log would stay for the tests that come after.
+    monkeypatch.setattr("benchmarks.learning.logs.configure", lambda *_: None)
     runs = tmp_path / "runs.jsonl"
     command = ["--quick", "--variants", "grpo", "replay", "--runs", str(runs), "--plots", str(tmp_path / "learning")]
     learning.main(command)

@@ -117,7 +117,7 @@ def test_the_model_gives_every_trained_token_the_recorded_log_probability(
             recorded = sequence.trained(sequence.behaviour_logprobs)
             assert sequence.trained(logprobs.tolist()) == pytest.approx(recorded, abs=1e-4)
             checked += len(recorded)
-    assert checked > 100
+    assert checked > 50
 
 
 def test_episodes_that_fork_are_several_sequences_and_others_are_one(gateway: RunningService, tiny_model: Path) -> None:
