@@ -43,7 +43,7 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, weights: Tensor) ->
     Args:
         logprobs: [N] log pi_theta; the gradient flows through these only.
         reference_logprobs: [N] log pi_reference.
-        weights: [N] importance weights w, without gradient; truncated, because a token counts once at most twice.
+        weights: [N] importance weights w, without gradient. Truncate them, so that no stale token outweighs the others.
 
     Returns:
         [N] in nats.

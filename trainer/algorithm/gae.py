@@ -5,7 +5,7 @@ holds the critic's estimate of the discounted sum of rewards from that state on.
 so the state behind it has the value 0. Tokens that an environment wrote between two turns are observations: no policy
 chose them, so they take no step, and the state after a turn's last token is that of the next sampled token.
 
-Shapes are those of trainer/algorithm/grpo.py: S completions with N tokens in all are packed one after the other, and
+Shapes are those of policy_losses.py: S completions with N tokens in all are packed one after the other, and
 ``sequence_ids`` [N] gives each token's completion. ``loss_mask`` [N] is True at sampled tokens, False at observations.
 
 Sources: GAE (Schulman et al. 2016, arXiv:1506.02438), PPO (Schulman et al. 2017, arXiv:1707.06347), the clipped value

@@ -24,7 +24,7 @@ class Worker:
 
     def __init__(self, worker: FakeService, router: FakeService) -> None:
         self.change = 0.0
-        """What its adapter adds to the log-probabilities; NaN: it has none."""
+        """The change of the log-probabilities by its adapter; NaN if it has none."""
         self.is_registered = True
         self.url = worker.endpoint.url
         worker.routes["POST /generate"] = self.generate
