@@ -25,7 +25,8 @@ from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 Serving = Callable[..., Any]
 GROUP = "weights"
 
-# Leaves as the trainer does.
+# Leaves as the trainer does. A member that leaves before the others have joined would break their connections, so it
+# waits until its standard input is closed.
 TRAINER = """
 import sys
 import torch
@@ -37,6 +38,7 @@ from trainer.__main__ import leave
 
 model, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = join_weights_group("127.0.0.1", port, 0, 2, "weights", "gloo", 60)
+sys.stdin.read()
 for tensor in list(load_file(model + "/model.safetensors").values())[:count]:
     broadcast_weights((tensor * 1.5).to(torch.bfloat16), group, 60)
 leave_weights_group(group)
@@ -46,7 +48,8 @@ leave(0)
 
 def start_trainer(model: Path, port: int, count: int = 10_000) -> subprocess.Popen[bytes]:
     """Rank 0: broadcasts the first ``count`` of the model's tensors, times 1.5, and leaves."""
-    return subprocess.Popen([sys.executable, "-c", TRAINER, str(model), str(port), str(count)])
+    command = [sys.executable, "-c", TRAINER, str(model), str(port), str(count)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def description(model: Path) -> dict[str, Any]:
@@ -61,11 +64,14 @@ def description(model: Path) -> dict[str, Any]:
     }
 
 
-async def join(client: httpx.AsyncClient, port: int) -> httpx.Response:
+async def join(client: httpx.AsyncClient, port: int, trainer: subprocess.Popen[bytes] | None = None) -> httpx.Response:
+    """Have the engine join; ``trainer`` goes on afterwards."""
     group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
     reply: httpx.Response = await client.post(
         "/init_weights_update_group", json={**group, "group_name": GROUP, "backend": "gloo"}, timeout=IDLE_SECONDS
     )
+    if trainer is not None and trainer.stdin is not None:
+        trainer.stdin.close()
     return reply
 
 
@@ -84,7 +90,7 @@ async def test_broadcast_weights_serve_after_the_update_ends(serving: Serving, t
         before = await logprobs(client)
         port = free_port()
         trainer = start_trainer(tiny_model, port)
-        assert (await join(client, port)).json()["success"] is True
+        assert (await join(client, port, trainer)).json()["success"] is True
         assert (await client.post("/begin_weight_update", json={"selector": "all"})).json()["success"] is True
         sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
         assert sent.json()["success"] is True
@@ -116,7 +122,7 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         before = await logprobs(client)
         port = free_port()
         trainer = start_trainer(tiny_model, port, count=20)
-        assert (await join(client, port)).status_code == 200
+        assert (await join(client, port, trainer)).status_code == 200
         await client.post("/begin_weight_update", json={})
         broken = await client.post(
             "/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS
@@ -129,7 +135,7 @@ async def test_a_broadcast_that_breaks_off_leaves_weights_and_version(serving: S
         # It can join the next group and catch up.
         port = free_port()
         trainer = start_trainer(tiny_model, port)
-        assert (await join(client, port)).status_code == 200
+        assert (await join(client, port, trainer)).status_code == 200
         await client.post("/begin_weight_update", json={})
         sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
         assert sent.status_code == 200
@@ -182,7 +188,7 @@ async def test_what_is_out_of_order_or_does_not_fit_is_refused_before_anything_i
 
         port = free_port()
         trainer = start_trainer(tiny_model, port, count=0)
-        assert (await join(client, port)).status_code == 200
+        assert (await join(client, port, trainer)).status_code == 200
         first = whole["names"][0]
         assert "is not part of the model" in await refused({**whole, "names": ["extra", *whole["names"][1:]]})
         assert f"{first} is [3]" in await refused({**whole, "shapes": [[3], *whole["shapes"][1:]]})
