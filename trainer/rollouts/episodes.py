@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,11 +22,13 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
+from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
+from trainer.rollouts.conversations import readable
 from trainer.rollouts.groups import GroupMaker
 
 T = TypeVar("T")
@@ -33,7 +36,6 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
-EPISODES_FAILED = Counter("trainer_episodes_failed", "Episodes without a reward, by reason.", ["reason"])
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
 LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
@@ -72,6 +74,8 @@ class EpisodeMaker(GroupMaker):
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
         self.agent = load_agent("AGENT", settings.agent)
+        self._failed: Tally[str] = Tally()
+        """Failed episodes, by reason, that no group has told of yet."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
         self._places = asyncio.Semaphore(EPISODES_AT_ONCE)
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
@@ -103,7 +107,11 @@ class EpisodeMaker(GroupMaker):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
-        return self.group(prompt, prompt_ids, experiences)
+        failed, self._failed = self._failed, Tally()
+        names = set(EpisodeFigures.model_fields)
+        figures = {e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names)) for e in episodes}
+        group = self.group(prompt, prompt_ids, experiences)
+        return group.model_copy(update={"episode_figures": figures, "episodes_failed": dict(failed)})
 
     def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
         """Return the reason why no episode of a prompt is of use."""
@@ -139,7 +147,7 @@ class EpisodeMaker(GroupMaker):
             return await reply
         except (DependencyLostError, RequestRefusedError) as error:
             self._gateway_error = error
-            EPISODES_FAILED.labels("gateway").inc()
+            self._failed["gateway"] += 1
             return None
 
     async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
@@ -165,13 +173,13 @@ class EpisodeMaker(GroupMaker):
         # An agent may raise anything, and one failed episode must not end the others.
         except Exception as error:  # noqa: BLE001
             failure = as_failure(error)
-            EPISODES_FAILED.labels(failure.reason).inc()
+            self._failed[failure.reason] += 1
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
         result = example.result_of(reward)
         if result.reward is None:
-            EPISODES_FAILED.labels("no_reward").inc()
+            self._failed["no_reward"] += 1
         return result, None
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
@@ -248,4 +256,5 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         finish_reason=sequence.finish_reason,
         result=episode.result,
         episode=episode.trace.index,
+        messages=readable(sequence.messages),
     )

@@ -18,6 +18,7 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
 from tests.fake_service import FakeService, fake_service
@@ -145,10 +146,6 @@ def stage() -> Iterator[Stage]:
         thread.call(clients.close())
 
 
-def failed(reason: str) -> float:
-    return REGISTRY.get_sample_value("trainer_episodes_failed_total", {"reason": reason}) or 0.0
-
-
 def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
     group = stage.group(two_turns)
     assert group is not None
@@ -253,24 +250,47 @@ def test_a_failed_episode_has_no_reward_and_says_why(
 
     monkeypatch.setitem(globals(), "failing", fails_once)
     fails_once.__name__ = "failing"
-    before = failed(reason)
     group = stage.group(fails_once, group_size=4, agent_seconds=0.5, agent_max_turns=2)
     assert group is not None
     outcomes = [first.result for first, *_ in group.episodes]
     assert [result.reward for result in outcomes].count(0.0) == 3
     [result] = [result for result in outcomes if result.reward is None]
     assert result.status is status
-    assert failed(reason) == before + 1
+    assert group.episodes_failed == {reason: 1}
     told = [session.reward for session in stage.gateway.sessions.values() if session.reward]
     assert [reward["reason"] for reward in told if reward["reward"] is None] == [result.reason]
 
 
 def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage) -> None:
-    before = failed("no_reward")
     group = stage.group(unsure)
     assert group is not None
     assert [e.reward for e in group.experiences] == [None, None]
-    assert failed("no_reward") == before + 2
+    assert group.episodes_failed == {"no_reward": 2}
+
+
+def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(stage: Stage) -> None:
+    maker = stage.maker(broken)
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    maker.agent = one_turn
+    group, after = (stage.thread.call(maker.make_group(PROMPT)) for _ in range(2))
+    assert group is not None
+    assert group.episodes_failed == {"exception": 2}
+    assert after is not None
+    assert after.episodes_failed == {}, "each is told once"
+
+
+def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: Stage) -> None:
+    stage.gateway.says = lambda messages: "42" if "note" in messages[0]["content"] else "note"
+    group = stage.group(compacting)
+    assert group is not None
+    assert group.episode_figures == {number: EpisodeFigures(turns=2, branches=1) for number in (0, 1)}
+    for first, second in group.episodes:
+        assert first.messages == [
+            Message(role="user", content="6*7="),
+            Message(role="assistant", content="note", sampled=True),
+        ]
+        assert second.messages is not None
+        assert [message.content for message in second.messages] == ["6*7= note", "42"]
 
 
 @pytest.mark.parametrize("agent", [broken, silent], ids=lambda agent: agent.__name__)
