@@ -168,8 +168,8 @@ def by_episode(sequences: Sequence[S]) -> list[list[S]]:
 class Group(WireModel):
     """A prompt with its G scored completions, or with the sequences of its G episodes.
 
-    ``episode_figures`` has the figures of the episodes whose trace was received, by number. ``episodes_failed`` counts, by
-    reason, the episodes without a reward that their maker has played since the group before; an agent's group has both.
+    ``episode_figures`` has the figures of the episodes whose trace was received, by number. ``episodes_failed`` counts,
+    by reason, the episodes without a reward that their maker has played since its last group. An agent's group has both.
     """
 
     group_id: str = Field(min_length=1, max_length=200)

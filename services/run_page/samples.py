@@ -1,7 +1,7 @@
 """Search for groups in samples.jsonl and evaluations.jsonl, by an index of each group's place in the file.
 
-These files grow without bound. They have a line a completion, or a line a branch of an agent's episode, and the lines of
-a group are adjacent. A search reads only the groups that may match.
+These files grow without bound. They have a line a completion, or a line a branch of an agent's episode; the lines of a
+group are adjacent. A search reads only the groups that may match.
 """
 
 from __future__ import annotations

@@ -106,13 +106,9 @@ def _record(step: int, group: Group, e: Experience) -> dict[str, Any]:
     }
     if e.episode is not None:
         figures = (group.episode_figures or {}).get(e.episode)
-        record |= {"episode": e.episode} | (figures.model_dump() if figures else {})
-    return record | messages_of(e)
-
-
-def messages_of(e: Experience) -> dict[str, Any]:
-    """Return the field ``messages`` of an experience's record; no field without a conversation."""
-    return {"messages": [m.model_dump(exclude_defaults=True) for m in e.messages]} if e.messages else {}
+        messages = [message.model_dump(exclude_defaults=True) for message in e.messages or ()]
+        record |= {"episode": e.episode, **(figures.model_dump() if figures else {}), "messages": messages}
+    return record
 
 
 def _advantages(trained: TrainingSequence | None, span: slice) -> float | list[float] | None:

@@ -108,6 +108,7 @@ export class Plots {
     for (const [source, label, around] of (compares && spec.compared) || spec.series) {
       for (const { name, ys } of columns(run, source)) {
         if (!ys.some((y) => y !== null)) continue;
+        const values = spec.sparse ? ys.map((y) => y ?? 0) : ys;
         const own = label ?? spec.name?.(name) ?? name;
         const place = lines.length;
         const look = compares
@@ -116,7 +117,7 @@ export class Plots {
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
         const spread = around ? run.column(around(name)) : null;
         const full = compares ? `${run.name}${place ? `, ${own}` : ""}` : own;
-        lines.push({ label: full, run: run.name, xs, ys, spread, entry, ...look });
+        lines.push({ label: full, run: run.name, xs, ys: values, spread, entry, ...look });
       }
     }
     return lines;
