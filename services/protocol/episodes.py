@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from services.protocol.base import Count, WireModel
 
 
@@ -21,7 +23,7 @@ class Message(WireModel):
 
     role: str
     content: str = ""
-    tool_calls: list[CalledTool] = []
+    tool_calls: list[CalledTool] = Field(default_factory=list)
     name: str | None = None
     sampled: bool = False
 

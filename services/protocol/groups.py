@@ -169,7 +169,7 @@ class Group(WireModel):
     """A prompt with its G scored completions, or with the sequences of its G episodes.
 
     ``episode_figures`` has the figures of the episodes whose trace was received, by number. ``episodes_failed`` counts,
-    by reason, the episodes without a reward that their maker has played since its last group. An agent's group has both.
+    by reason, the episodes without a reward that their maker has played since its last group. Agents' groups have both.
     """
 
     group_id: str = Field(min_length=1, max_length=200)

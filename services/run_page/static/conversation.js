@@ -15,7 +15,8 @@ export function conversation(messages, earlier) {
   const most = Math.max(0, ...lengths);
   const list = (within) => h("ol", { class: "conversation" }, within);
   if (!most) return list(items);
-  const summary = `${count(most)} ${most === 1 ? "message" : "messages"} as in branch ${lengths.indexOf(most) + 1}`;
+  const branch = lengths.indexOf(most);
+  const summary = `${count(most)} ${most === 1 ? "message" : "messages"} as in ${branch ? `branch ${branch}` : "the main line"}`;
   return h("div", null, h("details", null, h("summary", null, summary), list(items.slice(0, most))), list(items.slice(most)));
 }
 

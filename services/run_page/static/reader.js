@@ -56,11 +56,12 @@ export class Reader {
     const button = (text, isChosen, change) => h("button", { type: "button", "aria-pressed": String(isChosen), onclick: choose(change) }, text);
     const choice = (label, buttons) => h("div", { class: "choices", role: "group", "aria-label": label }, buttons);
     const focused = document.activeElement?.textContent;
+    const where = `${group.group_id ? ` of group ${group.group_id}` : ""}, step ${count(group.step)}`;
     const isEpisode = record.episode !== undefined || record.messages?.length;
     this.head.replaceChildren(
-      h("h2", { id: "reader-title" }, `${isEpisode ? "Episode" : "Completion"} ${count((record.episode ?? place) + 1)} of step ${count(group.step)}`),
-      h("p", null, "reward ", h("b", null, number(record.reward)), h("span", { class: "muted" }, ` ${[group.group_id, ...facts(records)].filter(Boolean).join(" · ")}`)),
-      records.length > 1 ? choice("branches", records.map((_, n) => button(`Branch ${n + 1}`, n === branch, { branch: n }))) : "",
+      h("h2", { id: "reader-title" }, `${isEpisode ? "Episode" : "Completion"} ${count((record.episode ?? place) + 1)}${where}`),
+      h("p", null, "reward ", h("b", null, number(record.reward)), h("span", { class: "muted" }, ` · ${facts(records).join(" · ")}`)),
+      records.length > 1 ? choice("branches", records.map((_, n) => button(n ? `Branch ${n}` : "Main line", n === branch, { branch: n }))) : "",
       record.messages?.length && record.spans
         ? choice("form", [button("Conversation", !showsTokens, { showsTokens: false }), button("Tokens", showsTokens, { showsTokens: true })])
         : "",
@@ -79,6 +80,5 @@ export class Reader {
 
 function facts(records) {
   const [first] = records;
-  const { reason } = first.result ?? {};
-  return [...figures(records).map(([name, value]) => `${name} ${value}`), reason];
+  return [...figures(records).map(([name, value]) => `${name} ${value}`), first.result?.reason].filter(Boolean);
 }

@@ -53,11 +53,11 @@ def test_a_conversation_has_speakers_tool_calls_and_results(open_page, run):
 
 def test_a_branch_folds_away_what_it_shares(open_page, run):
     reader = opened(open_page(view(run), "/#samples"))
-    branch = reader.get_by_role("button", name="Branch 2")
+    branch = reader.get_by_role("button", name="Branch 1")
     branch.press("Enter")
     expect(branch).to_have_attribute("aria-pressed", "true")
     expect(branch).to_be_focused()
-    expect(reader.locator("summary")).to_have_text("2 messages as in branch 1")
+    expect(reader.locator("summary")).to_have_text("2 messages as in the main line")
     visible = reader.locator(".message:visible")
     expect(visible.locator("pre")).to_have_text(["You found 372. Answer with just the number.", "372"])
     reader.locator("summary").click()
@@ -83,7 +83,7 @@ def test_tokens_are_coloured_by_mask_and_advantage_and_tell_their_numbers(open_p
     expect(told).to_have_text(
         '4 of 5 sampled tokens: "It is", probability 0.779 (log -0.25), advantage 0.75, policy version 4'
     )
-    reader.get_by_role("button", name="Branch 2").click()
+    reader.get_by_role("button", name="Branch 1").click()
     expect(tokens).to_have_text(["372"])
     page.keyboard.press("Escape")
     expect(reader).to_be_hidden()
@@ -109,7 +109,7 @@ def test_a_completion_has_its_tokens_and_one_without_them_no_button(open_page, r
     cards.nth(1).get_by_role("button", name="Its tokens").click()
     reader = page.locator("#reader")
     expect(reader.locator(".tokens .minus")).to_have_text(["99", "!"])
-    expect(reader.locator("h2")).to_have_text("Completion 1 of step 5")
+    expect(reader.locator("h2")).to_have_text("Completion 1 of group run-0-8, step 5")
 
 
 def test_an_answer_beyond_the_tokens_that_a_step_writes_says_so(open_page, run):
@@ -118,7 +118,7 @@ def test_an_answer_beyond_the_tokens_that_a_step_writes_says_so(open_page, run):
     reader = opened(open_page(view(run), "/#samples"))
     reader.get_by_role("button", name="Tokens").click()
     expect(reader.locator(".tokens")).to_be_visible()
-    reader.get_by_role("button", name="Branch 2").click()
+    reader.get_by_role("button", name="Branch 1").click()
     expect(reader).to_contain_text("are not in the file")
 
 
