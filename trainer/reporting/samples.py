@@ -27,6 +27,8 @@ class SampleRecords:
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._texts: dict[int, str] = {}
+        self._before: list[int] = []
+        """A token to decode others after, because some tokenizers leave out a space at the beginning of a text."""
 
     def of_step(
         self, step: int, groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()
@@ -44,6 +46,7 @@ class SampleRecords:
             sequences = by_id[group.group_id].sequences if group.group_id in by_id else []
             seen = {id(e): s for e, s in zip(scored(group), sequences, strict=False)}
             rendered = self._decode(group.prompt_ids)
+            self._before = self._before or group.prompt_ids[:1]
             for e in group.experiences:
                 record = _record(step, group, e) | {"rendered_prompt": rendered}
                 if len(e.completion_ids) <= room:
@@ -79,15 +82,18 @@ class SampleRecords:
         for token in ids:
             text = self._texts.get(token)
             if text is None:
-                text = self._texts[token] = self._decode([token])
+                text = self._texts[token] = self._text([token])
             if partial:
-                text = self._decode([*partial, token])
+                text = self._text([*partial, token])
             is_whole = "\N{REPLACEMENT CHARACTER}" not in text or len(partial) + 1 == TOKENS_A_CHARACTER
             partial = [] if is_whole else [*partial, token]
             texts.append(text if is_whole else "")
         if partial:
-            texts[-1] = self._decode(partial)
+            texts[-1] = self._text(partial)
         return texts
+
+    def _text(self, ids: list[int]) -> str:
+        return self._decode([*self._before, *ids]).removeprefix(self._decode(self._before))
 
 
 def _record(step: int, group: Group, e: Experience) -> dict[str, Any]:

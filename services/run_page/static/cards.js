@@ -70,7 +70,7 @@ function answer(records, mean, needle, open) {
   const components = Object.entries(result.components ?? {});
   const facts = [
     ["answer read", result.extracted],
-    ["verifier", result.reason],
+    [record.episode === undefined ? "verifier" : "reason", result.reason],
     ["status", result.status === "scored" ? null : result.status],
     ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
     ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],

@@ -108,7 +108,8 @@ export class Plots {
     for (const [source, label, around] of (compares && spec.compared) || spec.series) {
       for (const { name, ys } of columns(run, source)) {
         if (!ys.some((y) => y !== null)) continue;
-        const values = spec.sparse ? ys.map((y) => y ?? 0) : ys;
+        const steps = spec.sparse && run.column(spec.sparse);
+        const values = steps ? ys.map((y, i) => y ?? (steps[i] === null ? null : 0)) : ys;
         const own = label ?? spec.name?.(name) ?? name;
         const place = lines.length;
         const look = compares

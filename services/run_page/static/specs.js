@@ -10,7 +10,7 @@ const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
 // the name of the metric drawn as a band around it. Several runs show `compared` instead; `name` labels metrics found by
-// a pattern. A `sparse` metric is 0 in steps that do not have it.
+// a pattern. Where a step lacks a metric but has `sparse`, the metric is 0.
 export const PLOTS = [
   {
     id: "reward",
@@ -128,7 +128,7 @@ export const PLOTS = [
     title: "Failed episodes",
     unit: "number without a reward, by reason",
     whole: true,
-    sparse: true,
+    sparse: "episodes_failed",
     series: [["episodes_failed", "all"], [/^episodes_failed_/]],
     compared: [["episodes_failed", "all"]],
     name: without("episodes_failed_"),

@@ -179,3 +179,5 @@ def test_turns_tool_calls_and_failures_are_plots(open_page, run):
     }
     for plot, text in said.items():
         expect(page.locator(f"#plot-{plot} canvas.top")).to_have_attribute("aria-label", re.compile(re.escape(text)))
+    page.locator("#plot-failed canvas.top").press("Home")
+    expect(page.locator("#plot-failed .spoken")).to_have_text("step 4: all 2, timeout 2.")

@@ -88,6 +88,14 @@ def test_a_character_of_several_tokens_is_the_text_of_its_last_token() -> None:
     assert "".join(SampleRecords(decode).token_texts([255] * 4 + [98])).endswith("b")
 
 
+def test_words_keep_their_space_where_a_tokenizer_drops_that_of_a_texts_first_word() -> None:
+    words = {1: "<s>", 2: " no", 3: " more"}
+    ids = {"completion_ids": [2, 3], "logprobs": [-1, -1]}
+    made = group(experience("..", 0.0, **ids), prompt_ids=[1, 2])
+    [record] = SampleRecords(lambda ids: "".join(words[i] for i in ids).removeprefix(" ")).of_step(1, [made])
+    assert record["spans"][0]["tokens"] == [" no", " more"]
+
+
 def test_only_so_many_tokens_a_step_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "LOGGED_TOKENS", 5)
     made = group(experience("abcd", 1.0), experience("ef", 0.0), experience("g", 0.0))
