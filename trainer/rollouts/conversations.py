@@ -10,7 +10,7 @@ import orjson
 from services.protocol.episodes import CalledTool, Message
 
 MOST_CHARACTERS = 50_000
-"""Longer conversations are cut. The tokens of such a conversation take ten times its space on the wire."""
+"""Longer conversations are cut. The tokens of such a conversation take eight times its space on the wire."""
 
 
 def readable(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
