@@ -168,8 +168,8 @@ def by_episode(sequences: Sequence[S]) -> list[list[S]]:
 class Group(WireModel):
     """A prompt with its G scored completions, or with the sequences of its G episodes.
 
-    ``episode_figures`` has the figures of the episodes whose trace was received, by number. ``episodes_failed`` counts,
-    by reason, the episodes without a reward that their maker has played since its last group. Agents' groups have both.
+    A group of episodes has their figures by number, where a trace was received, and ``episodes_failed``: by reason, how
+    many of them have no reward, and also those of prompts that got no group since the maker's last group.
     """
 
     group_id: str = Field(min_length=1, max_length=200)

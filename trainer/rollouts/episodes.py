@@ -57,6 +57,15 @@ class Episode:
     failure: AgentFailedError | None
 
 
+def why_failed(episode: Episode | None) -> str | None:
+    """Return the reason, as a metric's label, why an episode has no reward; None if it has one."""
+    if episode is None:
+        return "gateway"
+    if episode.failure is not None:
+        return episode.failure.reason
+    return "no_reward" if episode.result.reward is None else None
+
+
 class EpisodeMaker(GroupMaker):
     """The maker of groups whose answers are the episodes of an agent. A failed episode has no reward.
 
@@ -75,7 +84,7 @@ class EpisodeMaker(GroupMaker):
         self.gateway = gateway
         self.agent = load_agent("AGENT", settings.agent)
         self._failed: Tally[str] = Tally()
-        """Failed episodes, by reason, that no group has told of yet."""
+        """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
         self._places = asyncio.Semaphore(EPISODES_AT_ONCE)
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
@@ -102,6 +111,7 @@ class EpisodeMaker(GroupMaker):
         played = await asyncio.gather(*(self._episode(prompt, request) for request in requests))
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
+        self._failed.update(filter(None, map(why_failed, played)))
         prompt_ids, experiences = experiences_of(episodes)
         if not experiences or all(episode.failure for episode in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
@@ -147,7 +157,6 @@ class EpisodeMaker(GroupMaker):
             return await reply
         except (DependencyLostError, RequestRefusedError) as error:
             self._gateway_error = error
-            self._failed["gateway"] += 1
             return None
 
     async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
@@ -173,14 +182,10 @@ class EpisodeMaker(GroupMaker):
         # An agent may raise anything, and one failed episode must not end the others.
         except Exception as error:  # noqa: BLE001
             failure = as_failure(error)
-            self._failed[failure.reason] += 1
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
-        result = example.result_of(reward)
-        if result.reward is None:
-            self._failed["no_reward"] += 1
-        return result, None
+        return example.result_of(reward), None
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got an episode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,6 +94,10 @@ async def wordy(example: Any, **endpoint: Any) -> Any:
 
 async def unsure(example: Any, **endpoint: Any) -> None:
     await one_turn(example, **endpoint)
+
+
+async def fails_unless_right(example: Any, **endpoint: Any) -> float | None:
+    return await two_turns(example, **endpoint) or None
 
 
 async def silent(example: Any, **endpoint: Any) -> float:
@@ -277,6 +282,14 @@ def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(st
     assert group.episodes_failed == {"exception": 2}
     assert after is not None
     assert after.episodes_failed == {}, "each is told once"
+
+
+def test_groups_that_are_played_at_once_tell_of_their_own_failed_episodes(stage: Stage) -> None:
+    maker = stage.maker(fails_unless_right)
+    prompts = [PROMPT.model_copy(update={"position": n, "ground_truth": str(42 + n % 2)}) for n in range(6)]
+    for group in stage.thread.call(maker.make_groups(prompts)):
+        unscored = [reward for reward in group.rewards if math.isnan(reward)]
+        assert group.episodes_failed == ({"no_reward": 2} if unscored else {})
 
 
 def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: Stage) -> None:
