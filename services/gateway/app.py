@@ -129,7 +129,7 @@ def _add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
 
 async def _answer(gateway: Gateway, session: Session, body: dict[str, Any]) -> Response:
     request = ChatRequest.of(body)
-    reply = await gateway.complete(session, request)
+    reply = await gateway.calls.complete(session, request)
     if not request.stream:
         return JsonResponse(reply)
     events = stream_of(reply, includes_usage=request.stream_options.include_usage)
