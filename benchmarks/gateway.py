@@ -56,9 +56,7 @@ TOOL = {
     },
 }
 SYSTEM = "You answer questions by the encyclopedia. Look up what you do not know, and say where you found it. " * 5
-PARAGRAPH = (
-    "The river rises in the hills above the old town, turns south at the mill, and reaches the sea by three arms. "
-)
+PARAGRAPH = "The river rises in the hills above the old town, turns south at the mill, and flows into the sea. "
 ANSWERS = (
     '<tool_call>\n{"name": "look_up", "arguments": {"subject": "rivers of the north %d", "paragraphs": 3}}\n'
     "</tool_call>",
@@ -130,6 +128,7 @@ def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[ser
     """Run the gateway and an engine that answers after ``engine_seconds``."""
     port = harness.free_port()
     endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
+    mapped = orjson.dumps(endpoints).decode()
     command = [sys.executable, "-m", "benchmarks.common.quick_engine", str(port), str(engine_seconds)]
     with ExitStack() as stack:
         engine = subprocess.Popen([*command, str(model / "replies.json")])
@@ -140,7 +139,7 @@ def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[ser
             "GATEWAY_DIR": kept,
             ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode(),
         }
-        yield stack.enter_context(service.running("gateway", **environment))
+        yield stack.enter_context(service.running("gateway", **environment, **{ENDPOINTS_VARIABLE: mapped}))
 
 
 def write_model(source: Path, model: Path) -> None:
