@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ class Relay:
     async def __aexit__(self, *_: object) -> None:
         self._server.close()
         self.cut()
+
+    def has_passed(self, calls: int, player: subprocess.Popen[bytes]) -> bool:
+        """Whether so many calls were sent, or there will be no more."""
+        return self.calls >= calls or _ended(player)
 
     def cut(self) -> None:
         for writer in self._open:
@@ -109,7 +114,7 @@ class World:
             player = self._player(work)
             try:
                 for calls, kind in faults:
-                    await eventually(lambda calls=calls: relay.calls >= calls or _ended(player), every=0.005)
+                    await eventually(partial(relay.has_passed, calls, player), every=0.005)
                     await asyncio.sleep(draw.uniform(0, 0.05))
                     assert not _ended(player), f"the run is over before {kind} is killed"
                     if kind == "collector":
