@@ -14,6 +14,7 @@ from services.chat.tokenizers import load_tokenizer
 from services.core.errors import DependencyLostError
 from services.core.seeds import derive_seed
 from services.core.vocabulary import context_length, vocabulary_size
+from services.gateway.api import Api
 from services.gateway.engine import EngineClient
 from services.gateway.prompts import PromptMaker
 from services.gateway.replies import add_turns, reply_of
@@ -66,8 +67,8 @@ class Calls:
         """Close the connections to the engines."""
         await self._engine.close()
 
-    async def complete(self, session: Session, request: ChatRequest) -> dict[str, Any]:
-        """Return the chat completion that answers a request.
+    async def complete(self, session: Session, request: ChatRequest, api: Api) -> dict[str, Any]:
+        """Return the reply to a request, as ``api`` has it.
 
         A request that was answered before gets the same reply again, and a request that is being answered waits for
         that reply. The call goes on if its client leaves, so that the client can ask again.
@@ -87,7 +88,7 @@ class Calls:
             except ProblemError as error:
                 REFUSED.labels(error.members["error"]["code"]).inc()
                 raise
-            task = asyncio.create_task(self._call(session, request, limit))
+            task = asyncio.create_task(self._call(session, request, limit, api))
             session.in_flight[request.digest] = task
             session.reserved_tokens += limit * request.n
 
@@ -100,7 +101,17 @@ class Calls:
             task.add_done_callback(done)
         return await asyncio.shield(task)
 
-    async def _call(self, session: Session, request: ChatRequest, limit: int) -> dict[str, Any]:
+    def count(self, session: Session, request: ChatRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have.
+
+        Raises:
+            ProblemError: 400, the conversation is not readable.
+        """
+        messages = request.fitted()
+        call = self._place(session, request, messages, request.keys(messages))
+        return len(call.added_ids) + len(call.parent.held_ids if call.parent else ())
+
+    async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api) -> dict[str, Any]:
         """Sample, record and return the reply to a new request; each choice has ``limit`` tokens at most."""
         messages = request.fitted()
         keys = request.keys(messages)
@@ -117,7 +128,8 @@ class Calls:
         call.sampling["max_new_tokens"] = min(limit, room)
         completions = await self._sample(session, request, call.sampling, prompt_ids)
         add_turns(call, completions, request, keys[-1], self.prompts)
-        call.reply = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
+        completion = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
+        call.reply = api.reply(completion, request)
         await self._record(session, call)
         return call.reply
 
