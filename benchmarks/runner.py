@@ -79,6 +79,7 @@ BENCHMARKS = (
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
+    Benchmark("gateway", "The gateway with an engine that costs nothing", "gateway", ("--no-fail",)),
     Benchmark("recovery", "What a death costs", "recovery"),
     Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
 )
