@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from services.clients.rollout import read_completions
+from services.clients.rollout import ROUTING_KEY, read_completions
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -48,6 +48,7 @@ class EngineClient:
 
     async def sample(
         self,
+        session_id: str,
         prompt_ids: Sequence[int],
         sampling: dict[str, Any],
         rid: str,
@@ -57,6 +58,7 @@ class EngineClient:
         """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
 
         Args:
+            session_id: the router sends a session's requests to one worker, which has the conversation in its cache.
             prompt_ids: token ids of the whole prompt.
             sampling: ``sampling_params`` of SGLang's /generate.
             rid: the request's id; the number of the attempt is appended.
@@ -79,7 +81,7 @@ class EngineClient:
         with IN_FLIGHT.track_inprogress():
             while (left := end - time.monotonic()) > 0:
                 try:
-                    completion = await self._ask({**payload, "rid": f"{rid}-{attempt}"}, left)
+                    completion = await self._ask(session_id, {**payload, "rid": f"{rid}-{attempt}"}, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.completion_ids:
                         return completion
                     on_aborted(len(completion.completion_ids))
@@ -92,9 +94,10 @@ class EngineClient:
                 attempt, pause = attempt + 1, min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
 
-    async def _ask(self, payload: dict[str, Any], seconds: float) -> Completion:
+    async def _ask(self, session_id: str, payload: dict[str, Any], seconds: float) -> Completion:
         client = next(self._clients)
-        response = await client.send_once("POST", "/generate", payload, seconds=seconds)
+        headers = {ROUTING_KEY: session_id}
+        response = await client.send_once("POST", "/generate", payload, headers=headers, seconds=seconds)
         status = response.status_code
         if status >= 500 or status in _TRY_LATER:
             raise DependencyLostError(f"{response.url} answered {status} {problem_detail(response)}")
