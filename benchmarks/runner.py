@@ -75,6 +75,7 @@ BENCHMARKS = (
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
     ),
+    Benchmark("conversations", "Episodes of several turns", "conversations"),
     Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),

@@ -8,6 +8,7 @@ outside the vocabulary, because they would crash a worker.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ MISSING = Counter("rollout_missing", "Completions that could not be had within d
 TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
 
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""The header by which the router chooses: requests of one key go to one worker, a new key's to the least busy one."""
 MAX_ROUNDS = 4
 """Rounds of requests for a prompt's completions; a group may stay short after the last."""
 
@@ -167,7 +170,11 @@ class RolloutClient(HttpClient):
         try:
             with IN_FLIGHT.track_inprogress():
                 reply = await self.request(
-                    "POST", "/generate", {**request, "sampling_params": sampling}, deadline=deadline
+                    "POST",
+                    "/generate",
+                    {**request, "sampling_params": sampling},
+                    headers={ROUTING_KEY: secrets.token_hex(8)},
+                    deadline=deadline,
                 )
             completions = read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:

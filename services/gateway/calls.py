@@ -166,7 +166,12 @@ class Calls:
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
             return await self._engine.sample(
-                prompt_ids, {**sampling, **seeded}, rid, session.seconds_left, lambda tokens: lose("aborted", tokens)
+                session.id,
+                prompt_ids,
+                {**sampling, **seeded},
+                rid,
+                session.seconds_left,
+                lambda tokens: lose("aborted", tokens),
             )
 
         lost: Tally[str] = Tally()

@@ -13,7 +13,7 @@ import httpx
 import orjson
 from prometheus_client import Counter, Gauge
 
-from services.clients.rollout import read_completions
+from services.clients.rollout import ROUTING_KEY, read_completions
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -65,6 +65,7 @@ class EngineClient:
 
     async def sample(
         self,
+        session_id: str,
         prompt_ids: Sequence[int],
         sampling: dict[str, Any],
         rid: str,
@@ -74,6 +75,7 @@ class EngineClient:
         """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
 
         Args:
+            session_id: the router sends a session's requests to one worker, which has the conversation in its cache.
             prompt_ids: token ids of the whole prompt.
             sampling: ``sampling_params`` of SGLang's /generate.
             rid: the request's id; the number of the attempt is appended.
@@ -96,7 +98,7 @@ class EngineClient:
         with IN_FLIGHT.track_inprogress():
             while (left := end - time.monotonic()) > 0:
                 try:
-                    completion = await self._ask({**payload, "rid": f"{rid}-{attempt}"}, left)
+                    completion = await self._ask(session_id, {**payload, "rid": f"{rid}-{attempt}"}, left)
                     if completion.finish_reason is not FinishReason.ABORT and completion.completion_ids:
                         return completion
                     on_aborted(len(completion.completion_ids))
@@ -109,10 +111,11 @@ class EngineClient:
                 attempt, pause = attempt + 1, min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
 
-    async def _ask(self, payload: dict[str, Any], seconds: float) -> Completion:
+    async def _ask(self, session_id: str, payload: dict[str, Any], seconds: float) -> Completion:
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
+        headers, data = {ROUTING_KEY: session_id}, orjson.dumps(payload)
         try:
-            async with self._http.post(self._url, data=orjson.dumps(payload), timeout=timeout) as response:
+            async with self._http.post(self._url, data=data, headers=headers, timeout=timeout) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError.
             raise DependencyLostError(f"{self._url} did not answer within {seconds:g} s: {describe(error)}") from error

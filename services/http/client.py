@@ -138,6 +138,7 @@ class HttpClient:
         payload: BaseModel | dict[str, Any] | None = None,
         *,
         params: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
         deadline: float | None = None,
         attempt_seconds: float | None = None,
     ) -> httpx.Response:
@@ -151,7 +152,7 @@ class HttpClient:
         """
         seconds = self.deadline if deadline is None else deadline
         patience = self.timeout if attempt_seconds is None else attempt_seconds
-        request = self._build(method, path, payload, params, patience)
+        request = self._build(method, path, payload, params, headers, patience)
         started = time.monotonic()
         attempts, last_error = 0, "no answer"
         try:
@@ -187,7 +188,7 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await self._http.send(self._build(method, path, payload, None, seconds))
+                return await self._http.send(self._build(method, path, payload, None, None, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
                 f"{self.service} at {self.url} did not answer {path} within {seconds:g} s: {describe(error)}"
@@ -227,13 +228,14 @@ class HttpClient:
         path: str,
         payload: BaseModel | dict[str, Any] | None,
         params: dict[str, Any] | None,
+        headers: dict[str, str] | None,
         seconds: float,
     ) -> httpx.Request:
         return self._http.build_request(
             method,
             path,
             content=None if payload is None else _encode(payload),
-            headers=None if payload is None else {"Content-Type": "application/json"},
+            headers={**({} if payload is None else {"Content-Type": "application/json"}), **(headers or {})},
             params=params,
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
         )
