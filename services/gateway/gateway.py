@@ -306,7 +306,12 @@ class Gateway:
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
             return await self._engine.sample(
-                prompt_ids, {**sampling, **seeded}, rid, session.seconds_left, lambda tokens: lose("aborted", tokens)
+                prompt_ids,
+                {**sampling, **seeded},
+                rid,
+                session.seconds_left,
+                lambda tokens: lose("aborted", tokens),
+                session.request.lora_path,
             )
 
         lost: Tally[str] = Tally()

@@ -16,7 +16,7 @@ class CreateSessionRequest(StrictModel):
 
     Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
     ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
-    ``deadline_seconds`` from the creation on.
+    ``deadline_seconds`` from the creation on. ``lora_path`` names the LoRA adapter that samples; None: the model alone.
     """
 
     id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
@@ -29,6 +29,7 @@ class CreateSessionRequest(StrictModel):
     max_turns: int = Field(default=64, ge=1)
     max_tokens: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
     deadline_seconds: float = Field(default=3600, gt=0)
+    lora_path: str | None = Field(default=None, min_length=1, max_length=200)
 
 
 class SessionStatus(StrEnum):
@@ -39,7 +40,11 @@ class SessionStatus(StrEnum):
 
 
 class SessionReply(WireModel):
-    """Reply of POST /sessions and GET /sessions/{id}."""
+    """Reply of POST /sessions and GET /sessions/{id}.
+
+    ``refused`` names the limit over which the newest call was refused: ``max_turns``, ``max_tokens`` or
+    ``deadline_seconds``. A gateway that restarts forgets it.
+    """
 
     id: str
     status: SessionStatus
@@ -47,6 +52,7 @@ class SessionReply(WireModel):
     sampled_tokens: int = 0
     reward: Finite | None = None
     reason: str | None = None
+    refused: str | None = None
 
 
 class RewardRequest(StrictModel):
