@@ -17,6 +17,7 @@ from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.core.tasks import in_background
 from services.core.vocabulary import context_length, vocabulary_size
+from services.gateway.account import Account
 from services.gateway.engine import EngineClient
 from services.gateway.prompts import PromptMaker
 from services.gateway.replies import add_turns, reply_of
@@ -28,19 +29,23 @@ from services.gateway.tree import Call
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.groups import Completion
-from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
 
 log = get_logger(__name__)
 
 CALLS = Counter("gateway_calls", "Calls answered with newly sampled turns.")
 REPEATED = Counter("gateway_calls_repeated", "Calls answered with the reply that was given before.")
 REFUSED = Counter("gateway_calls_refused", "Calls refused because a session's limit was reached, by limit.", ["limit"])
-SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")
-LOST = Counter("gateway_lost_tokens", "Sampled tokens that no session has, by reason.", ["reason"])
 TOOL_CALLS = Counter("gateway_tool_calls", "Tool calls that models wrote, by whether they could be parsed.", ["parsed"])
 BRANCHES = Counter("gateway_branches", "Calls at a place of a conversation where another call was before.")
 BROKEN = Counter("gateway_broken_prefixes", "Calls rendered whole, since the template changes a turn later on.")
 SESSIONS = Gauge("gateway_sessions_open", "Sessions that take calls.")
+EXPIRED = Counter("gateway_sessions_expired", "Sessions removed because nobody did so until long after their deadline.")
+
+EXPIRY_SECONDS = 60.0
+GRACE_SECONDS = 3600.0
+"""A session is removed this long after its deadline. Its owner needs less to finish and to delete it, also when one of
+them is restarted in between."""
 
 _OPEN = "SELECT id FROM sessions WHERE NOT finished ORDER BY created"
 _SESSION = "SELECT request, created, finished, reward, reason FROM sessions WHERE id = ?"
@@ -51,6 +56,7 @@ _RECORDS = "SELECT record FROM calls WHERE session = ? ORDER BY number"
 _INSERT_CALL = "INSERT INTO calls (session, record) VALUES (?, ?)"
 _LOST = "SELECT reason, tokens FROM lost WHERE session = ?"
 _INSERT_LOST = "INSERT INTO lost VALUES (?, ?, ?)"
+_LATE = "SELECT id FROM sessions WHERE created + json_extract(request, '$.deadline_seconds') < ?"
 _DELETE = (
     "DELETE FROM sessions WHERE id = ?",
     "DELETE FROM calls WHERE session = ?",
@@ -71,6 +77,7 @@ class Gateway:
         self.settings = settings
         self._own_process = own_process
         self._store = Store(settings.directory)
+        self.account = Account(self._store)
         self._engine = EngineClient(settings.token)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
@@ -85,19 +92,21 @@ class Gateway:
         """
         await in_background(self._load_model)
         await self._store.open()
+        await self.account.load()
         for (session_id,) in await self._store.read(_OPEN):
             session = await self._load(session_id)
             assert session is not None
             self._sessions[session_id] = session
         SESSIONS.set(len(self._sessions))
+        self._expiring = asyncio.create_task(self._expire_late_ones())
         log.info("loaded", directory=str(self.settings.directory), open_sessions=len(self._sessions))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        calls = [task for session in self._sessions.values() for task in session.in_flight.values()]
-        for task in calls:
+        tasks = [task for session in self._sessions.values() for task in session.in_flight.values()]
+        for task in (self._expiring, *tasks):
             task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
         await self._engine.close()
         await self._store.close()
 
@@ -136,14 +145,14 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         sessions = self._sessions.values()
-        lost = sum((session.lost for session in sessions), Tally())
-        return {
-            "open_sessions": len(sessions),
-            "calls_in_flight": sum(len(session.in_flight) for session in sessions),
-            "calls": sum(len(session.tree.calls) for session in sessions),
-            "sampled_tokens": sum(session.sampled_tokens for session in sessions),
-            "lost_tokens": dict(lost),
-        }
+        return GatewayStats(
+            open_sessions=len(sessions),
+            calls_in_flight=sum(len(session.in_flight) for session in sessions),
+            engine_tokens=self.account.engine_tokens,
+            trace_tokens=self.account.trace_tokens,
+            open_tokens=sum(session.sampled_tokens for session in sessions),
+            lost_tokens=dict(self.account.lost),
+        ).model_dump()
 
     async def create(self, request: CreateSessionRequest) -> SessionReply:
         """Open a session.
@@ -202,21 +211,44 @@ class Gateway:
         """
         session = await self.find(session_id)
         async with session.lock:
+            trace = session.trace()
             if not session.is_finished:
-                await self._store.write((_FINISH, (session_id,)))
+                await self.account.trace(
+                    sum(sum(sequence.loss_mask) for sequence in trace.sequences), (_FINISH, (session_id,))
+                )
                 session.is_finished = True
                 self._sessions.pop(session_id, None)
                 SESSIONS.set(len(self._sessions))
-        return session.trace()
+        return trace
 
-    async def delete(self, session_id: str) -> None:
-        """Delete a session and everything on disk of it."""
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
-            async with session.lock:
-                session.is_finished = True
+    async def delete(self, session_id: str, reason: str = "deleted") -> None:
+        """Delete a session and everything on disk of it; ``reason`` is that of losing the tokens of an open one."""
+        statements = [(statement, (session_id,)) for statement in _DELETE]
+        session = self._sessions.get(session_id)
+        if session is None:
+            await self._store.write(*statements)
+            return
+        async with session.lock:
+            lost = 0 if session.is_finished else session.sampled_tokens
+            await self.account.lose(reason, lost, *statements)
+            session.is_finished = True
+            self._sessions.pop(session_id, None)
             SESSIONS.set(len(self._sessions))
-        await self._store.write(*((statement, (session_id,)) for statement in _DELETE))
+
+    async def expire(self, now: float) -> None:
+        """Delete the sessions whose deadline was more than GRACE_SECONDS before ``now``, in Unix seconds."""
+        for (session_id,) in await self._store.read(_LATE, now - GRACE_SECONDS):
+            log.info("session expired", session=session_id)
+            await self.delete(session_id, "expired")
+            EXPIRED.inc()
+
+    async def _expire_late_ones(self) -> None:
+        while True:
+            try:
+                await self.expire(time.time())
+            except ProblemError as error:
+                log.warning("sessions not expired", reason=error.detail)
+            await asyncio.sleep(EXPIRY_SECONDS)
 
     async def complete(self, session: Session, request: ChatRequest) -> dict[str, Any]:
         """Return the chat completion that answers a request.
@@ -338,18 +370,12 @@ class Gateway:
         """
         async with session.lock:
             if session.is_finished:
-                LOST.labels("finished").inc(call.sampled_tokens)
+                await self.account.lose("finished", call.sampled_tokens)
                 session.check_open()
-            record = orjson.dumps(call.record())
-            try:
-                await self._store.write((_INSERT_CALL, (session.id, record)))
-            except ProblemError:
-                LOST.labels("unwritten").inc(call.sampled_tokens)
-                raise
+            await self.account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(call.record()))))
             branches = session.tree.branches
             session.tree.add(call)
         CALLS.inc()
-        SAMPLED.inc(call.sampled_tokens)
         BRANCHES.inc(session.tree.branches - branches)
         TOOL_CALLS.labels("true").inc(sum(len(turn.message.get("tool_calls", ())) for turn in call.turns))
         TOOL_CALLS.labels("false").inc(sum(turn.unparsed_calls for turn in call.turns))
@@ -358,10 +384,11 @@ class Gateway:
         """Count tokens that engines sampled and the session will not have."""
         if not tokens:
             return
-        LOST.labels(reason).inc(tokens)
         async with session.lock:
-            if not session.is_finished:
-                await self._store.write((_INSERT_LOST, (session.id, reason, tokens)))
+            if session.is_finished:
+                await self.account.lose(reason, tokens)
+            else:
+                await self.account.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
                 session.lost[reason] += tokens
 
 

@@ -99,3 +99,18 @@ class Trace(WireModel):
     unparsed_tool_calls: int
     branches: int
     lost_tokens: dict[str, int] = Field(default_factory=dict)
+
+
+class GatewayStats(WireModel):
+    """Reply of GET /stats. Tokens are those since the gateway's directory was made, whatever it restarted.
+
+    ``engine_tokens`` is what engines sampled, and equals the sum of the others: tokens in the traces of finished
+    sessions, tokens in open sessions, and tokens lost, by reason.
+    """
+
+    open_sessions: int
+    calls_in_flight: int
+    engine_tokens: int
+    trace_tokens: int
+    open_tokens: int
+    lost_tokens: dict[str, int]
