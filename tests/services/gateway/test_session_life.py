@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ async def stats_of(running: Running) -> GatewayStats:
     stats = GatewayStats.model_validate((await running.client.get("/stats")).json())
     assert stats.engine_tokens == stats.trace_tokens + stats.open_tokens + sum(stats.lost_tokens.values())
     return stats
+
+
+def has_asked(running: Running, times: int) -> bool:
+    return len(running.engine.requests) == times
 
 
 def expired() -> float:
@@ -96,7 +100,7 @@ async def test_the_account_has_every_token_that_the_engine_sampled_also_after_a_
             await running.client.delete(f"/sessions/dropped-{life}")
             late = asyncio.create_task(running.chat(f"/sessions/open-{life}/v1/chat/completions", [*HELLO, *HELLO]))
             running.engine.seconds = 0.2
-            await eventually(lambda running=running: len(running.engine.requests) == 6)
+            await eventually(partial(has_asked, running, 6))
             await running.finish(f"open-{life}")
             with pytest.raises(AssertionError, match="session_finished"):
                 await late
@@ -140,7 +144,7 @@ async def test_the_state_of_a_session_names_the_limit_over_which_its_last_call_w
     gateway: StartGateway,
 ) -> None:
     async with gateway(answers=["a b c"]) as running:
-        seen: dict[str, Callable[[], Any]] = {}
+        seen: dict[str, str] = {}
         for limit, limits in (("max_turns", {"max_turns": 1}), ("max_tokens", {"max_tokens": 2})):
             path = await running.open(limit, **limits)
             await running.chat(path, HELLO)
