@@ -73,7 +73,10 @@ def _read(body: str) -> ToolCall | None:
     arguments = content.get("arguments", content.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # Python reads NaN, Infinity and 1e999; JSON has none of them.
+        return None
     if _has_surrogates(content["name"] + text):
         return None
     return ToolCall(f"call_{uuid.uuid4().hex[:24]}", content["name"], text)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
+import orjson
 from prometheus_client import Counter, Gauge
 from pydantic import ValidationError
 
@@ -169,7 +169,7 @@ class RolloutClient(HttpClient):
                 reply = await self.request(
                     "POST", "/generate", {**request, "sampling_params": sampling}, deadline=deadline
                 )
-            completions = read_completions(reply)
+            completions = read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:
             LOST.inc()
             return [], error
@@ -194,17 +194,17 @@ class RolloutClient(HttpClient):
         }
 
 
-def read_completions(response: httpx.Response) -> list[Completion]:
-    """Return the completions of a reply to SGLang's /generate, which is one record or a list of records.
+def read_completions(url: str, reply: bytes) -> list[Completion]:
+    """Return the completions of ``url``'s reply to SGLang's /generate, which is one record or a list of records.
 
     Raises:
         DependencyLostError: the reply is something else.
     """
     try:
-        body = response.json()
+        body = orjson.loads(reply)
         return [_completion(record) for record in (body if isinstance(body, list) else [body])]
     except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise DependencyLostError(f"{response.url} answered with something else than completions: {error}") from error
+        raise DependencyLostError(f"{url} answered with something else than completions: {error}") from error
 
 
 def _completion(record: dict[str, Any]) -> Completion:

@@ -11,6 +11,7 @@ import orjson
 
 from services.chat import tool_calls
 from services.chat.messages import for_template
+from services.gateway.api import Api
 from services.gateway.prompts import PromptMaker
 from services.gateway.requests import ChatRequest, next_key
 from services.gateway.tree import Call, Turn
@@ -34,6 +35,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
             "message": turn.message,
             "logprobs": _logprobs(turn.completion, prompts) if request.logprobs else None,
             "finish_reason": "tool_calls" if turn.message.get("tool_calls") else turn.completion.finish_reason.value,
+            "matched_stop": _matched_stop(turn.completion, request, prompts),
         }
         for index, turn in enumerate(call.turns)
     ]
@@ -52,7 +54,7 @@ def reply_of(call: Call, request: ChatRequest, model: str, prompt_tokens: int, p
     }
 
 
-def stream_of(reply: Mapping[str, Any], *, includes_usage: bool) -> Iterator[bytes]:
+def _stream(reply: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
     """Yield a whole reply as server-sent events: role, text, tool calls and end of each choice."""
     head = {"id": reply["id"], "object": "chat.completion.chunk", "created": reply["created"], "model": reply["model"]}
 
@@ -69,9 +71,17 @@ def stream_of(reply: Mapping[str, Any], *, includes_usage: bool) -> Iterator[byt
         for delta in deltas:
             yield event([{"index": choice["index"], "delta": delta, "logprobs": None, "finish_reason": None}])
         yield event([{name: value for name, value in choice.items() if name != "message"} | {"delta": {}}])
-    if includes_usage:
+    if request.stream_options.include_usage:
         yield event([], usage=reply["usage"])
     yield b"data: [DONE]\n\n"
+
+
+CHAT = Api(
+    path="/chat/completions",
+    request=lambda body, _session: ChatRequest.of(body),
+    reply=lambda completion, _request: completion,
+    stream=_stream,
+)
 
 
 def _message(
@@ -91,6 +101,14 @@ def _message(
         )
         message["tool_calls"] = [call.as_openai() for call in named]
     return message, text.count(tool_calls.OPENING)
+
+
+def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptMaker) -> str | None:
+    """Return the stop string that ended a completion, None if none did."""
+    if not request.stop:
+        return None
+    text = prompts.text(completion, ())
+    return min((end for end in request.stop if end and end in text), key=text.find, default=None)
 
 
 def _logprobs(completion: Completion, prompts: PromptMaker) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator
 
@@ -14,6 +14,10 @@ from services.chat.messages import for_template
 from services.http.problems import ProblemError, printable
 
 MAX_CHOICES = 128
+_EXACT = 2**53
+"""Integers below this are exact in every JSON library."""
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -46,7 +50,8 @@ class ChatRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    _body: dict[str, Any] = PrivateAttr()
+    _api: str = PrivateAttr()
+    _asked: dict[str, Any] = PrivateAttr()
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -60,25 +65,32 @@ class ChatRequest(BaseModel):
             raise ValueError("allowed is {'type': 'text'}")
         return response_format
 
+    @field_validator("tool_choice", mode="before")
     @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
-        """Return the request of a body; null stands for a field's default.
+    def _calls_are_not_forced(cls, choice: Any) -> Any:
+        return check_tool_choice(choice)
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], *, api: str = "", asked: Mapping[str, Any] | None = None) -> Self:
+        """Return the request of a body.
+
+        Args:
+            body: a body of chat completions.
+            api: the API in which the agent asked, where that is another one.
+            asked: the body in that API.
 
         Raises:
             ProblemError: 400, the body is not valid, or asks for something that the gateway refuses.
         """
-        given = {name: value for name, value in body.items() if value is not None}
-        if given.get("tool_choice", "auto") not in ("auto", "none"):
-            raise ProblemError(
-                400, "tool_choice: a call of a tool cannot be forced here; allowed are 'auto' and 'none'"
-            )
-        try:
-            request = cls.model_validate(given)
-        except ValidationError as error:
-            told = [f"{'.'.join(printable(str(part)) for part in e['loc'])}: {e['msg']}" for e in error.errors()[:3]]
-            raise ProblemError(400, "; ".join(told)) from error
-        request._body = given
+        request = validated(cls, body)
+        request._api = api
+        request._asked = _given(body if asked is None else asked)
         return request
+
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        """The body as the agent sent it, without its nulls."""
+        return self._asked
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
@@ -87,9 +99,9 @@ class ChatRequest(BaseModel):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the body (32 hexadecimal digits), the same whether or not the reply is streamed."""
-        body = {name: value for name, value in self._body.items() if name not in ("stream", "stream_options")}
-        return _hash(b"", body).hex()
+        """A digest of API and body (32 hexadecimal digits), the same whether or not the reply is streamed."""
+        body = {name: value for name, value in self._asked.items() if name not in ("stream", "stream_options")}
+        return _hash(self._api.encode(), body).hex()
 
     def fitted(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates expect them.
@@ -114,12 +126,77 @@ class ChatRequest(BaseModel):
 def next_key(key: bytes, message: Mapping[str, Any]) -> bytes:
     """Return the key of a conversation that goes on with ``message``, which for_template made.
 
-    Only role, name, content without surrounding space, and the names and parsed arguments of calls count, because
-    agents give calls other ids and write their JSON anew.
+    Only role, name, content without surrounding space, thoughts, and the names and parsed arguments of calls count,
+    because agents give calls other ids and write their JSON anew.
     """
     calls = [call["function"] for call in message.get("tool_calls") or []]
     said = [message["role"], message.get("name"), message["content"].strip()]
-    return _hash(key, [*said, [[call.get("name"), call["arguments"]] for call in calls]])
+    if thoughts := message.get("reasoning_content"):
+        said.append(thoughts)
+    return _hash(key, [*said, [[call.get("name"), _comparable(call["arguments"])] for call in calls]])
+
+
+def _comparable(value: Any) -> Any:
+    """Return parsed JSON with its numbers as any library writes them anew: JavaScript makes 1 of 1.0."""
+    if isinstance(value, dict):
+        return {name: _comparable(member) for name, member in value.items()}
+    if isinstance(value, list):
+        return [_comparable(member) for member in value]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    if isinstance(value, int) and abs(value) >= _EXACT:
+        return as_float(value)
+    return value
+
+
+def as_float(value: int) -> float | None:
+    """Return the float next to a large integer; None, as JSON has no infinity, if there is none."""
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def check_tool_choice(choice: Any) -> Any:
+    """Return a ``tool_choice`` that lets the model choose.
+
+    Raises:
+        ValueError: it forces a call.
+    """
+    if choice not in ("auto", "none"):
+        raise ValueError("a call of a tool cannot be forced here; allowed are 'auto' and 'none'")
+    return choice
+
+
+def must_be_absent(value: Any) -> Any:
+    """Return a value that stands for nothing.
+
+    Raises:
+        ValueError: it asks for something that the gateway cannot give.
+    """
+    if value:
+        raise ValueError("this cannot be had here; leave it out")
+    return value
+
+
+def validated(model: type[M], body: Mapping[str, Any]) -> M:
+    """Return a body as ``model``; null stands for a field's default.
+
+    Raises:
+        ProblemError: 400, the body is not valid.
+    """
+    try:
+        return model.model_validate(_given(body))
+    except ValidationError as error:
+        told = [
+            f"{'.'.join(str(part) for part in e['loc'])}: {e['msg'].removeprefix('Value error, ')}"
+            for e in error.errors()[:3]
+        ]
+        raise ProblemError(400, "; ".join(map(printable, told))) from error
+
+
+def _given(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _hash(key: bytes, content: Any) -> bytes:

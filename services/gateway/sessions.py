@@ -96,9 +96,7 @@ class Session:
 
     def trace(self) -> Trace:
         """Return the whole episode so far."""
-        conversations = [
-            [message for turn in path for message in (*turn.call.messages, turn.message)] for path in self.tree.paths()
-        ]
+        conversations = [path[-1].conversation for path in self.tree.paths()]
         turns = list(self.tree.turns)
         return Trace(
             id=self.id,

@@ -33,6 +33,11 @@ class Turn:
         return path[::-1]
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages of the conversation up to and with this turn."""
+        return [message for turn in self.path for message in (*turn.call.messages, turn.message)]
+
+    @property
     def held_ids(self) -> list[int]:
         """The tokens of the conversation up to and with this turn."""
         return [token for turn in self.path for token in (*turn.call.added_ids, *turn.completion.completion_ids)]

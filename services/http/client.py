@@ -264,7 +264,22 @@ def describe(error: BaseException) -> str:
 
 
 def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
-    """Make connections that close GIVEN_UP_SECONDS after the other side fell silent, where the system supports it."""
+    return httpx.AsyncHTTPTransport(
+        verify=_ssl_context(), limits=limits, trust_env=False, socket_options=_socket_options()
+    )
+
+
+def watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for an entry of getaddrinfo that closes GIVEN_UP_SECONDS after the other side fell silent."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for level, name, value in _socket_options():
+        made.setsockopt(level, name, value)
+    return made
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """Return the options by which a connection closes GIVEN_UP_SECONDS after silence, where the system has them."""
     options = [
         # macOS calls the first by another name; the last is for data that was sent and never acknowledged.
         ("TCP_KEEPIDLE", SILENCE_SECONDS),
@@ -273,15 +288,8 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
     ]
-    return httpx.AsyncHTTPTransport(
-        verify=_ssl_context(),
-        limits=limits,
-        trust_env=False,
-        socket_options=[
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)),
-        ],
-    )
+    known = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
 
 
 @functools.cache

@@ -63,6 +63,7 @@ class ServiceMiddleware:
             await self._app(scope, receive, send)
             return
         started = time.perf_counter()
+        path = printable(scope["path"])
         status = 0
 
         async def count_and_send(message: Message) -> None:
@@ -75,21 +76,22 @@ class ServiceMiddleware:
         try:
             await self._answer(scope, receive, count_and_send)
         except ProblemError as error:
-            refusal = problem_response(error.status_code, error.detail, headers=error.headers)
+            refusal = problem_response(error.status_code, error.detail, instance=path, headers=error.headers)
             await refusal(scope, receive, count_and_send)
         # An error that a route lets through is a bug of ours: log its traceback, and answer 500.
         except Exception as error:
-            log.exception("request failed", method=scope["method"], path=printable(scope["path"]), error=repr(error))
+            log.exception("request failed", method=scope["method"], path=path, error=repr(error))
             if status:
                 raise
-            refusal = problem_response(500, f"{type(error).__name__} in {self._service}; its log has the traceback")
+            detail = f"{type(error).__name__} in {self._service}; its log has the traceback"
+            refusal = problem_response(500, detail, instance=path)
             await refusal(scope, receive, count_and_send)
         finally:
             self._in_flight.dec()
-            path = getattr(scope.get("route"), "path", None) or "unmatched"
+            route = getattr(scope.get("route"), "path", None) or "unmatched"
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            REQUESTS.labels(self._service, method, path, str(status or 499)).inc()
-            DURATION.labels(self._service, path).observe(time.perf_counter() - started)
+            REQUESTS.labels(self._service, method, route, str(status or 499)).inc()
+            DURATION.labels(self._service, route).observe(time.perf_counter() - started)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._check(scope["path"], dict(scope["headers"]))

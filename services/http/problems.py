@@ -25,6 +25,8 @@ PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
 """The refusals of every operation, for the OpenAPI page."""
 
 _MAX_ERRORS = 20
+_ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+_ANTHROPIC_TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error", 507: "api_error"}
 
 
 class ProblemError(HTTPException):
@@ -39,8 +41,12 @@ def problem_response(
     status: int, detail: str, *, instance: str | None = None, headers: Mapping[str, str] | None = None, **members: Any
 ) -> Response:
     """Return a problem document as a response; ``members`` are extension members beside RFC 9457's own."""
-    if instance is not None and "/v1/" in instance:
-        members["error"] = {"message": detail, **members.get("error", {})}  # OpenAI's clients read this member
+    # Agents' clients read the member "error", Anthropic's also "type".
+    if instance is not None and "/v1/messages" in instance:
+        kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        members |= {"type": "error", "error": {**members.get("error", {}), "type": kind, "message": detail}}
+    elif instance is not None and "/v1/" in instance:
+        members["error"] = {"message": detail, **members.get("error", {})}
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,

@@ -29,6 +29,7 @@ from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.patience import PatientTransport
 
 T = TypeVar("T")
 
@@ -160,7 +161,8 @@ class EpisodeMaker(GroupMaker):
         seconds = self.settings.agent_seconds
         example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
         try:
-            async with httpx.AsyncClient(verify=self._certificates, timeout=seconds, trust_env=False) as http_client:
+            transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
+            async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
                 reward = await play(
                     self.agent,
                     example,

@@ -20,7 +20,17 @@ BOUNDED = settings(
 )
 
 
-TAKE_ANYTHING = ("/health", "/metrics", "/settings", "/stats", "/models", "/{session_id}", "/finish", "/trace")
+TAKE_ANYTHING = (
+    "/health",
+    "/metrics",
+    "/settings",
+    "/stats",
+    "/models",
+    "/{session_id}",
+    "/{response_id}",
+    "/finish",
+    "/trace",
+)
 """Ends of the paths that take nothing, or only a session's id, which any text may be."""
 
 

@@ -289,7 +289,7 @@ def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent:
 
 def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
     stage.gateway.says = lambda _: 503
-    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
     with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 

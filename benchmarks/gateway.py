@@ -1,0 +1,210 @@
+"""Measure how many calls a second the gateway records, and what it adds to the engine's time.
+
+    python -m benchmarks.gateway [--quick] [--rounds N] [--model DIRECTORY] [--json FILE]
+
+SESSIONS sessions at once play episodes of TURNS turns with a tool; prompts grow from about 350 to 1,000 tokens, and
+each turn has about 60. Every call is on the disk before it is answered. The gateway has a process of its own; this
+process makes the load, and a third one plays the engine and answers any prompt after a fixed time. Each has one thread
+for its work, and all of them share the machine's cores. A latency counts from the request to the whole reply, as the
+agent sees it, less the engine's fixed time. ``saturated``: each session calls again at once and the engine takes no
+time. Other loads have so many calls a second, evenly spaced, and an engine that takes ENGINE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import uvloop
+
+from benchmarks.common import harness, service
+from benchmarks.common.models import PRETRAINED
+from benchmarks.common.service import Connection, Figure, percentile
+from benchmarks.services import MISSED, row
+from services.core.endpoints import ENDPOINTS_VARIABLE
+
+SESSIONS = 64
+TURNS = 4
+RATES = (100, 200)
+"""Calls a second."""
+ENGINE_SECONDS = 0.1
+TEMPLATE = harness.ROOT / "tests/services/gateway/templates/qwen2.5.jinja"
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up what the encyclopedia says on a subject, and return its first paragraphs.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "subject": {"type": "string", "description": "The title of the article."},
+                "paragraphs": {"type": "integer", "description": "How many paragraphs to return."},
+            },
+            "required": ["subject"],
+        },
+    },
+}
+SYSTEM = "You answer questions by the encyclopedia. Look up what you do not know, and say where you found it. " * 5
+PARAGRAPH = "The river rises in the hills above the old town, turns south at the mill, and flows into the sea. "
+ANSWERS = (
+    '<tool_call>\n{"name": "look_up", "arguments": {"subject": "rivers of the north %d", "paragraphs": 3}}\n'
+    "</tool_call>",
+    "The article number %d does not say where the river ends, so that I cannot answer the question from it alone. It "
+    "says that the river turns south at the mill; please give me another name of the river or of a town at its end.",
+)
+
+
+@dataclass
+class Load:
+    """The sessions of a measurement."""
+
+    name: str
+    port: int
+    rate: float | None
+    """Calls a second; None: each session calls again at once."""
+    milliseconds: list[float] = field(default_factory=list)
+    """Latencies of the calls."""
+    seconds: float = 0.0
+    """The time of all calls, without the creation of sessions and their traces."""
+    _started: float = 0.0
+
+    async def run(self, waves: int) -> None:
+        """Play ``waves`` episodes in each session's place, one after the other."""
+        for wave in range(waves):
+            async with service.connect(self.port) as connection:
+                for place in range(SESSIONS):
+                    request = {"id": f"{self.name}-{wave}-{place}", "seed": place}
+                    await connection.request("POST", "/sessions", orjson.dumps(request))
+            self._started = time.perf_counter()
+            await asyncio.gather(*(self._episode(wave, place) for place in range(SESSIONS)))
+            self.seconds += time.perf_counter() - self._started
+            async with service.connect(self.port) as connection:
+                for place in range(SESSIONS):
+                    trace = orjson.loads(
+                        await connection.request("POST", f"/sessions/{self.name}-{wave}-{place}/finish")
+                    )
+                    assert trace["turns"] == TURNS
+                    assert len(trace["sequences"]) == 1, "a conversation was broken"
+
+    async def _episode(self, wave: int, place: int) -> None:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"Where does river {wave}-{place} end? " + PARAGRAPH * 4},
+        ]
+        async with service.connect(self.port) as connection:
+            for turn in range(TURNS):
+                if self.rate is not None:
+                    begin = self._started + (turn * SESSIONS + place) / self.rate
+                    await asyncio.sleep(begin - time.perf_counter())
+                message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
+                messages.append(message)
+                if calls := message.get("tool_calls"):
+                    messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": PARAGRAPH * 5})
+                else:
+                    messages.append({"role": "user", "content": f"Try again, for the {turn}th time. " + PARAGRAPH * 5})
+
+    async def _call(self, connection: Connection, session: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        body = orjson.dumps({"model": "m", "messages": messages, "tools": [TOOL]})
+        started = time.perf_counter()
+        reply = await connection.request("POST", f"/sessions/{session}/v1/chat/completions", body)
+        self.milliseconds.append(1e3 * (time.perf_counter() - started))
+        message: dict[str, Any] = orjson.loads(reply)["choices"][0]["message"]
+        return message
+
+
+@contextmanager
+def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[service.Service]:
+    """Run the gateway and an engine that answers after ``engine_seconds``."""
+    port = harness.free_port()
+    endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
+    mapped = orjson.dumps(endpoints).decode()
+    command = [sys.executable, "-m", "benchmarks.common.quick_engine", str(port), str(engine_seconds)]
+    with ExitStack() as stack:
+        engine = subprocess.Popen([*command, str(model / "replies.json")])
+        stack.callback(harness.end, engine)
+        kept = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
+        environment = {
+            "MODEL_NAME": str(model),
+            "GATEWAY_DIR": kept,
+            ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode(),
+        }
+        yield stack.enter_context(service.running("gateway", **environment, **{ENDPOINTS_VARIABLE: mapped}))
+
+
+def write_model(source: Path, model: Path) -> None:
+    """Write ``source``'s tokenizer with a template that has tools, and the engine's replies."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = TEMPLATE.read_text()
+    tokenizer.save_pretrained(model)
+    AutoConfig.from_pretrained(source).save_pretrained(model)
+    replies = []
+    for number in range(100):
+        ids = tokenizer.encode(ANSWERS[number % len(ANSWERS)] % number, add_special_tokens=False)
+        ids.append(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_version": "3",
+            "output_token_logprobs": [[-1.0 / (place + 1.1), token, None] for place, token in enumerate(ids)],
+        }
+        replies.append(orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta}).decode())
+    (model / "replies.json").write_bytes(orjson.dumps(replies))
+
+
+def figures(model: Path, directory: Path, waves: int) -> Iterator[Figure]:
+    """Measure the gateway saturated, then at RATES."""
+    with gateway(model, directory, 0.0) as process:
+        uvloop.run(Load("first", process.port, None).run(1))  # Templates are compiled, connections opened.
+        load, before = Load("next", process.port, None), psutil.Process(process.pid).cpu_times()
+        uvloop.run(load.run(waves))
+        after = psutil.Process(process.pid).cpu_times()
+    calls = len(load.milliseconds)
+    yield Figure("saturated, calls", calls / load.seconds, "1/s", at_least=200)
+    yield percentile("saturated, latency", 50, load.milliseconds)
+    yield percentile("saturated, latency", 99, load.milliseconds)
+    used = after.user + after.system - before.user - before.system
+    yield Figure("saturated, gateway's CPU a call, sessions included", 1e3 * used / calls, "ms")
+    for rate in RATES:
+        with gateway(model, directory, ENGINE_SECONDS) as process:
+            uvloop.run(Load("first", process.port, rate).run(1))
+            load = Load("next", process.port, rate)
+            uvloop.run(load.run(waves))
+        added = [latency - 1e3 * ENGINE_SECONDS for latency in load.milliseconds]
+        yield Figure(f"at {rate} a second, calls", len(added) / load.seconds, "1/s")
+        yield percentile(f"at {rate} a second, added", 50, added, at_most=10)
+        yield percentile(f"at {rate} a second, added", 99, added, at_most=30)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and measure; return 1 if a target is missed, unless --no-fail is given."""
+    parser = harness.CommandLine("gateway", rounds=3, quick="few episodes, one round")
+    parser.add_argument("--model", type=Path, default=PRETRAINED, help="whose tokenizer to use; default %(default)s")
+    parser.add_argument("--directory", type=Path, help="where the gateway writes; default the system's for new files")
+    parser.add_argument("--no-fail", action="store_true", help="end with 0 even if a target is missed")
+    given = parser.parse(arguments)
+    rounds = []
+    with tempfile.TemporaryDirectory() as name:
+        write_model(given.model, Path(name))
+        for number in range(given.rounds):
+            rounds.append(list(figures(Path(name), given.directory, 2 if given.quick else 8)))
+            harness.say(f"round {number + 1} done")
+    rows = [row("gateway", measured)[1:] for measured in zip(*rounds, strict=True)]
+    columns = ("load", "median (least to most)", "unit", "target")
+    harness.finish(given, [harness.table(f"{SESSIONS} sessions of {TURNS} turns", columns, rows)], rows)
+    return int(not given.no_fail and any(MISSED in line[-1] for line in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The routes of agents: three APIs, and two ways to say which session."""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import Response
+
+from services.gateway import responses_api
+from services.gateway.api import Api
+from services.gateway.gateway import Gateway
+from services.gateway.messages_api import MESSAGES
+from services.gateway.replies import CHAT
+from services.gateway.responses_api import RESPONSES
+from services.gateway.sessions import Session, refuse
+from services.http.app import JsonResponse
+from services.http.json_body import JsonRoute
+from services.http.problems import ProblemError
+
+AGENT_PATHS = re.compile(r"/v1/.*|/sessions/[^/]+/v1/.*")
+"""The agents' paths, whose routes ask for the session's own key."""
+
+
+def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
+    """Add the agents' routes, once with the session in the path and once with the session as key."""
+
+    async def of_path(session_id: str, http: Request) -> Session:
+        """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
+        token, key = gateway.settings.token, _key(http)
+        if token and not any(hmac.compare_digest(key, known.encode()) for known in (token, session_id)):
+            raise ProblemError(401, "give the session's id as API key", {"WWW-Authenticate": "Bearer"})
+        return await gateway.find(session_id)
+
+    async def of_key(http: Request) -> Session:
+        """Return the session whose id is the API key."""
+        session = await gateway.get(_key(http).decode("utf-8", "replace"))
+        if session is None:
+            raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
+        return session
+
+    app.include_router(_router(gateway, of_path), prefix="/sessions/{session_id}/v1")
+    app.include_router(_router(gateway, of_key), prefix="/v1")
+
+
+def _key(http: Request) -> bytes:
+    scheme, _, key = http.headers.get("authorization", "").partition(" ")
+    return (key if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")).strip().encode()
+
+
+def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute, tags=["agents"])
+    asked = Depends(session_of)
+
+    async def answer(api: Api, session: Session, body: dict[str, Any]) -> Response:
+        request = api.request(body, session)
+        reply = await gateway.calls.complete(session, request, api)
+        if not request.stream:
+            return JsonResponse(reply)
+        return Response(b"".join(api.stream(reply, request)), media_type="text/event-stream")
+
+    @router.get("/models")
+    async def get_models(_session: Session = asked) -> Response:
+        """List the model in training."""
+        return JsonResponse(gateway.models())
+
+    @router.post(CHAT.path)
+    async def post_chat(body: dict[str, Any], session: Session = asked) -> Response:
+        """Answer a conversation, as OpenAI's chat completions have it."""
+        return await answer(CHAT, session, body)
+
+    @router.post(MESSAGES.path)
+    async def post_messages(body: dict[str, Any], session: Session = asked) -> Response:
+        """Answer a conversation, as Anthropic's Messages API has it."""
+        return await answer(MESSAGES, session, body)
+
+    @router.post(f"{MESSAGES.path}/count_tokens")
+    async def post_count_tokens(body: dict[str, Any], session: Session = asked) -> Response:
+        """Return the number of tokens of a conversation's prompt."""
+        session.check_open()
+        return JsonResponse({"input_tokens": gateway.calls.count(session, MESSAGES.request(body, session))})
+
+    @router.post(RESPONSES.path)
+    async def post_responses(body: dict[str, Any], session: Session = asked) -> Response:
+        """Answer a conversation, as OpenAI's Responses API has it."""
+        return await answer(RESPONSES, session, body)
+
+    @router.get(f"{RESPONSES.path}/{{response_id}}")
+    async def get_response(response_id: str, session: Session = asked) -> Response:
+        """Return a response that was given before."""
+        response = responses_api.find(session, response_id)
+        if response is None:
+            refuse(404, f"session {session.id} has no response {response_id}", "response_not_found")
+        return JsonResponse(response)
+
+    return router

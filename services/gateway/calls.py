@@ -1,0 +1,227 @@
+"""Calls of agents: answered by the engines, on disk before their reply is sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter as Tally
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from prometheus_client import Counter
+
+from services.chat.tokenizers import load_tokenizer
+from services.core.errors import DependencyLostError
+from services.core.seeds import derive_seed
+from services.core.vocabulary import context_length, vocabulary_size
+from services.gateway.account import Account
+from services.gateway.api import Api
+from services.gateway.engine import EngineClient
+from services.gateway.prompts import PromptMaker
+from services.gateway.replies import add_turns, reply_of
+from services.gateway.requests import ChatRequest
+from services.gateway.sessions import Session, refuse
+from services.gateway.settings import GatewaySettings
+from services.gateway.tree import Call
+from services.http.client import RequestRefusedError
+from services.http.problems import ProblemError
+from services.protocol.groups import Completion
+
+CALLS = Counter("gateway_calls", "Calls answered with newly sampled turns.")
+REPEATED = Counter("gateway_calls_repeated", "Calls answered with the reply that was given before.")
+REFUSED = Counter("gateway_calls_refused", "Calls refused because a session's limit was reached, by limit.", ["limit"])
+TOOL_CALLS = Counter("gateway_tool_calls", "Tool calls that models wrote, by whether they could be parsed.", ["parsed"])
+BRANCHES = Counter("gateway_branches", "Calls at a place of a conversation where another call was before.")
+BROKEN = Counter("gateway_broken_prefixes", "Calls rendered whole, since the template changes a turn later on.")
+
+_INSERT_CALL = "INSERT INTO calls (session, record) VALUES (?, ?)"
+_INSERT_LOST = "INSERT INTO lost VALUES (?, ?, ?)"
+
+
+class Calls:
+    """The calls of all sessions.
+
+    Attributes:
+        prompts: makes the prompts of the model.
+        vocabulary: token ids must be below this, because an engine may die of others.
+        context: longest prompt and completion together, in tokens.
+    """
+
+    def __init__(self, settings: GatewaySettings, account: Account) -> None:
+        """Load the model's tokenizer and configuration.
+
+        Raises:
+            ConfigurationError: they cannot be used.
+        """
+        model = settings.model_name
+        self.prompts = PromptMaker(load_tokenizer(model))
+        self.vocabulary = vocabulary_size(model, "MODEL_NAME")
+        self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
+        self._model = model
+        self._account = account
+        self._engine = EngineClient(settings.token)
+
+    async def close(self) -> None:
+        """Close the connections to the engines."""
+        await self._engine.close()
+
+    async def complete(self, session: Session, request: ChatRequest, api: Api) -> dict[str, Any]:
+        """Return the reply to a request, as ``api`` has it.
+
+        A request that was answered before gets the same reply again, and a request that is being answered waits for
+        that reply. The call goes on if its client leaves, so that the client can ask again.
+
+        Raises:
+            ProblemError: 400, the request cannot be answered; 409, the session is finished; 429, a limit is reached;
+                507, the disk is full.
+        """
+        session.check_open()
+        if (answered := session.tree.calls.get(request.digest)) is not None:
+            REPEATED.inc()
+            return answered.reply
+        task = session.in_flight.get(request.digest)
+        if task is None:
+            try:
+                limit = session.admit(request)
+            except ProblemError as error:
+                REFUSED.labels(error.members["error"]["code"]).inc()
+                raise
+            task = asyncio.create_task(self._call(session, request, limit, api))
+            session.in_flight[request.digest] = task
+            session.reserved_tokens += limit * request.n
+
+            def done(task: asyncio.Task[dict[str, Any]]) -> None:
+                del session.in_flight[request.digest]
+                session.reserved_tokens -= limit * request.n
+                if not task.cancelled():
+                    task.exception()  # A call whose client left has nobody else to ask for it.
+
+            task.add_done_callback(done)
+        return await asyncio.shield(task)
+
+    def count(self, session: Session, request: ChatRequest) -> int:
+        """Return the number of tokens of the prompt that a request would have.
+
+        Raises:
+            ProblemError: 400, the conversation is not readable.
+        """
+        messages = request.fitted()
+        call = self._place(session, request, messages, request.keys(messages))
+        return len(call.added_ids) + len(call.parent.held_ids if call.parent else ())
+
+    async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api) -> dict[str, Any]:
+        """Sample, record and return the reply to a new request; each choice has ``limit`` tokens at most."""
+        messages = request.fitted()
+        keys = request.keys(messages)
+        call = self._place(session, request, messages, keys)
+        prompt_ids = [*(call.parent.held_ids if call.parent else ()), *call.added_ids]
+        room = self.context - len(prompt_ids)
+        if room < 1:
+            detail = f"the conversation has {len(prompt_ids)} tokens; the context length is {self.context} tokens"
+            refuse(400, detail, "context_length_exceeded")
+        if not prompt_ids:
+            raise ProblemError(400, "the model's tokenizer has no tokens for this conversation")
+        if max(prompt_ids) >= self.vocabulary:
+            raise ProblemError(400, f"token {max(prompt_ids)} is outside the model's {self.vocabulary} tokens")
+        call.sampling["max_new_tokens"] = min(limit, room)
+        completions = await self._sample(session, request, call.sampling, prompt_ids)
+        add_turns(call, completions, request, keys[-1], self.prompts)
+        completion = reply_of(call, request, self._model, len(prompt_ids), self.prompts)
+        call.reply = api.reply(completion, request)
+        await self._record(session, call)
+        return call.reply
+
+    def _place(
+        self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes]
+    ) -> Call:
+        """Return the call, without turns, at its place in the tree."""
+        asked = session.request
+        sampling: dict[str, Any] = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": -1}
+        if request.stop:
+            sampling["stop"] = request.stop
+        tools, options = request.offered_tools, request.chat_template_kwargs
+        turn, known = session.tree.deepest(keys)
+        if turn is not None:
+            held = messages[known - 1]
+            suffix = self.prompts.suffix(held, turn.completion, messages[known:], tools, options)
+            if suffix is not None:
+                return Call(request.digest, turn, suffix, request.messages[known:], sampling, {})
+            BROKEN.inc()
+        whole = self.prompts.whole(messages, tools, options)
+        return Call(request.digest, None, whole, request.messages, sampling, {})
+
+    async def _sample(
+        self, session: Session, request: ChatRequest, sampling: dict[str, Any], prompt_ids: list[int]
+    ) -> list[Completion]:
+        """Return a completion for each choice.
+
+        Raises:
+            ProblemError: 400, the engine refuses the prompt; 429, no engine answered before the deadline.
+        """
+
+        async def choice(index: int) -> Completion:
+            rid = f"{request.digest}-{derive_seed(session.id):x}-{index}"
+            seed = session.request.seed
+            seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
+            return await self._engine.sample(
+                prompt_ids,
+                {**sampling, **seeded},
+                rid,
+                session.seconds_left,
+                lambda tokens: lose("aborted", tokens),
+                session.request.lora_path,
+            )
+
+        lost: Tally[str] = Tally()
+
+        def lose(reason: str, tokens: int) -> None:
+            lost[reason] += tokens
+
+        answers = await asyncio.gather(*map(choice, range(request.n)), return_exceptions=True)
+        completions = [answer for answer in answers if isinstance(answer, Completion)]
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures:
+            lose("incomplete", sum(len(completion.completion_ids) for completion in completions))
+        for reason, tokens in lost.items():
+            await self._lose(session, reason, tokens)
+        if failures:
+            _refuse_failed(session, failures[0])
+        return completions
+
+    async def _record(self, session: Session, call: Call) -> None:
+        """Write a call to the disk, then add it to its session.
+
+        Raises:
+            ProblemError: 409, the session has finished meanwhile; 507, the disk is full.
+        """
+        async with session.lock:
+            if session.is_finished:
+                await self._account.lose("finished", call.sampled_tokens)
+                session.check_open()
+            await self._account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(call.record()))))
+            branches = session.tree.branches
+            session.tree.add(call)
+        CALLS.inc()
+        BRANCHES.inc(session.tree.branches - branches)
+        TOOL_CALLS.labels("true").inc(sum(len(turn.message.get("tool_calls", ())) for turn in call.turns))
+        TOOL_CALLS.labels("false").inc(sum(turn.unparsed_calls for turn in call.turns))
+
+    async def _lose(self, session: Session, reason: str, tokens: int) -> None:
+        """Count tokens that engines sampled and the session will not have."""
+        if not tokens:
+            return
+        async with session.lock:
+            if session.is_finished:
+                await self._account.lose(reason, tokens)
+            else:
+                await self._account.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
+                session.lost[reason] += tokens
+
+
+def _refuse_failed(session: Session, failure: BaseException) -> None:
+    """Raise the refusal that tells the agent why its call failed."""
+    if isinstance(failure, DependencyLostError):
+        session.refuse_late(str(failure))
+    if isinstance(failure, RequestRefusedError):
+        raise ProblemError(400, f"the engine refuses the request: {failure.detail}") from failure
+    raise failure

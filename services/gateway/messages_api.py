@@ -1,0 +1,248 @@
+"""Anthropic's Messages API: its requests as chat completions, and its replies and streams.
+
+https://docs.anthropic.com/en/api/messages; the types are those of the package ``anthropic``. Blocks of thought become
+the ``reasoning_content`` of their message, which chat templates take or drop; encrypted ones are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, Field, field_validator
+
+from services.gateway.api import Api, named_event
+from services.gateway.requests import ChatRequest, as_float, check_tool_choice, must_be_absent, validated
+from services.gateway.sessions import Session
+from services.http.problems import ProblemError
+
+_BILLING = "x-anthropic-billing-header:"
+"""Begins the line of the system prompt by which Claude Code tells Anthropic of itself. It has another hash in every
+request, so that no request would continue the conversation before it."""
+_STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
+
+
+class _Text(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+def _blocks(content: Any) -> Any:
+    """Return content that is text as a list of blocks."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+
+
+class _ToolUse(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(BaseModel):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: list[_Text] = Field(default_factory=list)
+
+    _as_blocks = field_validator("content", mode="before")(_blocks)
+
+
+class _Thinking(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _RedactedThinking(BaseModel):
+    type: Literal["redacted_thinking"]
+
+
+_AssistantBlock = Annotated[_Text | _ToolUse | _Thinking | _RedactedThinking, Field(discriminator="type")]
+_UserBlock = Annotated[_Text | _ToolResult, Field(discriminator="type")]
+
+
+class _AssistantMessage(BaseModel):
+    role: Literal["assistant"]
+    content: list[_AssistantBlock]
+
+    _as_blocks = field_validator("content", mode="before")(_blocks)
+
+    def as_chat(self) -> Iterator[dict[str, Any]]:
+        text = "".join(block.text for block in self.content if isinstance(block, _Text))
+        calls = [_call(block) for block in self.content if isinstance(block, _ToolUse)]
+        thoughts = "".join(block.thinking for block in self.content if isinstance(block, _Thinking))
+        message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+        yield message | ({"tool_calls": calls} if calls else {}) | ({"reasoning_content": thoughts} if thoughts else {})
+
+
+class _UserMessage(BaseModel):
+    role: Literal["user", "system"]
+    content: list[_UserBlock]
+
+    _as_blocks = field_validator("content", mode="before")(_blocks)
+
+    def as_chat(self) -> Iterator[dict[str, Any]]:
+        texts: list[str] = []
+        for block in self.content:
+            if isinstance(block, _Text):
+                texts.append(block.text)
+                continue
+            if texts:
+                yield {"role": self.role, "content": "".join(texts)}
+                texts = []
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": _joined(block.content)}
+        if texts or not self.content:
+            yield {"role": self.role, "content": "".join(texts)}
+
+
+class _Tool(BaseModel):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _is_the_agents_own(cls, kind: Any) -> Any:
+        if kind not in (None, "custom"):
+            raise ValueError(f"tools of type {kind!r} are Anthropic's; offer tools with name and input_schema")
+        return kind
+
+
+class _ToolChoice(BaseModel):
+    type: Literal["auto", "none"] = "auto"
+
+    _is_not_forced = field_validator("type", mode="before")(check_tool_choice)
+
+
+class _OutputConfig(BaseModel):
+    format: Any = None
+
+    _is_absent = field_validator("format")(must_be_absent)
+
+
+class _Request(BaseModel):
+    messages: list[Annotated[_AssistantMessage | _UserMessage, Field(discriminator="role")]] = Field(min_length=1)
+    model: str = ""
+    max_tokens: int | None = None
+    system: list[_Text] = Field(default_factory=list)
+    stop_sequences: list[str] = Field(default_factory=list)
+    tools: list[_Tool] = Field(default_factory=list)
+    tool_choice: _ToolChoice = _ToolChoice()
+    output_config: _OutputConfig = _OutputConfig()
+    output_format: Any = None
+    mcp_servers: Any = None
+    compaction: Any = None
+    stream: bool = False
+
+    _are_absent = field_validator("output_format", "mcp_servers", "compaction")(must_be_absent)
+    _as_blocks = field_validator("system", mode="before")(_blocks)
+
+    @field_validator("messages")
+    @classmethod
+    def _ends_with_a_question(cls, messages: list[Any]) -> list[Any]:
+        if messages[-1].role == "assistant":
+            raise ValueError("the beginning of an answer cannot be given here; end with a message of the user")
+        return messages
+
+
+def _request(body: Mapping[str, Any], _session: Session) -> ChatRequest:
+    if body.get("thread") is not None:
+        # Anthropic's tool runner reads these details and sends whole conversations from then on.
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        headers = {"X-Should-Retry": "false"}
+        detail = "thread: conversations are not held here; send the whole conversation in every request"
+        raise ProblemError(400, detail, headers, error={"code": "thread", "details": details})
+    request = validated(_Request, body)
+    messages = [chat for message in request.messages for chat in message.as_chat()]
+    if system := "".join(map(_without_billing, request.system)):
+        messages.insert(0, {"role": "system", "content": system})
+    chat = {
+        "model": request.model,
+        "messages": messages,
+        "max_tokens": request.max_tokens,
+        "stop": request.stop_sequences,
+        "tools": [_function(tool) for tool in request.tools],
+        "tool_choice": request.tool_choice.type,
+        "stream": request.stream,
+    }
+    return ChatRequest.of(chat, api="messages", asked=body)
+
+
+def _reply(completion: dict[str, Any], _request: ChatRequest) -> dict[str, Any]:
+    [choice] = completion["choices"]
+    text, calls = choice["message"]["content"], choice["message"].get("tool_calls", ())
+    blocks = [{"type": "text", "text": text}] if text is not None else []
+    blocks += [
+        {
+            "type": "tool_use",
+            "id": call["id"],
+            "name": call["function"]["name"],
+            "input": json.loads(call["function"]["arguments"], parse_int=_integer),
+        }
+        for call in calls
+    ]
+    reason = _STOP_REASONS.get(choice["finish_reason"])
+    matched = choice["matched_stop"] if reason is None else None
+    return {
+        "id": "msg_" + completion["id"].removeprefix("chatcmpl-"),
+        "type": "message",
+        "role": "assistant",
+        "model": completion["model"],
+        "content": blocks,
+        "stop_reason": reason or ("end_turn" if matched is None else "stop_sequence"),
+        "stop_sequence": matched,
+        "usage": {
+            "input_tokens": completion["usage"]["prompt_tokens"],
+            "output_tokens": completion["usage"]["completion_tokens"],
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        },
+    }
+
+
+def _stream(reply: Mapping[str, Any], _request: ChatRequest) -> Iterator[bytes]:
+    started = {**reply, "content": [], "stop_reason": None, "stop_sequence": None}
+    started["usage"] = {**reply["usage"], "output_tokens": 0}
+    yield named_event({"type": "message_start", "message": started})
+    for index, block in enumerate(reply["content"]):
+        empty: dict[str, Any]
+        if block["type"] == "text":
+            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            arguments = orjson.dumps(block["input"]).decode()
+            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": arguments}
+        yield named_event({"type": "content_block_start", "index": index, "content_block": {**block, **empty}})
+        yield named_event({"type": "content_block_delta", "index": index, "delta": delta})
+        yield named_event({"type": "content_block_stop", "index": index})
+    ended = {name: reply[name] for name in ("stop_reason", "stop_sequence")}
+    yield named_event({"type": "message_delta", "delta": ended, "usage": reply["usage"]})
+    yield named_event({"type": "message_stop"})
+
+
+MESSAGES = Api("/messages", _request, _reply, _stream)
+
+
+def _call(block: _ToolUse) -> dict[str, Any]:
+    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _function(tool: _Tool) -> dict[str, Any]:
+    description = {} if tool.description is None else {"description": tool.description}
+    return {"type": "function", "function": {"name": tool.name, **description, "parameters": tool.input_schema}}
+
+
+def _joined(blocks: list[_Text]) -> str:
+    return "".join(block.text for block in blocks)
+
+
+def _without_billing(block: _Text) -> str:
+    return block.text.partition("\n")[2] if block.text.startswith(_BILLING) else block.text
+
+
+def _integer(digits: str) -> int | float | None:
+    """Return an integer of JSON, as a float where orjson cannot write it."""
+    number = int(digits)
+    return number if -(2**63) <= number < 2**64 else as_float(number)
