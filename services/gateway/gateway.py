@@ -10,6 +10,7 @@ import orjson
 from prometheus_client import Counter, Gauge
 
 from services.chat.tokenizers import import_transformers_alone
+from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.gateway.account import Account
@@ -70,7 +71,11 @@ class Gateway:
         await self._store.open()
         await self._account.load()
         for (session_id,) in await self._store.read(_OPEN):
-            session = await self._load(session_id)
+            try:
+                session = await self._load(session_id)
+            except ProblemError as error:
+                log.error("a session is left out", reason=error.detail)
+                continue
             assert session is not None
             self._sessions[session_id] = session
         SESSIONS.set(len(self._sessions))
@@ -92,14 +97,24 @@ class Gateway:
         return Calls(self.settings, self._account)
 
     async def _load(self, session_id: str) -> Session | None:
-        """Return a session as it is on disk; None if there is none."""
+        """Return a session as it is on disk; None if there is none.
+
+        Raises:
+            ProblemError: 500, what is on disk of it is damaged.
+        """
         rows = await self._store.read(_SESSION, session_id)
         if not rows:
             return None
         request, created, finished, reward, reason = rows[0]
-        session = Session(CreateSessionRequest.model_validate_json(request), created, bool(finished), reward, reason)
-        for (record,) in await self._store.read(_RECORDS, session_id):
-            session.tree.restore(orjson.loads(record))
+        records = await self._store.read(_RECORDS, session_id)
+        try:
+            asked = CreateSessionRequest.model_validate_json(request)
+            session = Session(asked, created, bool(finished), reward, reason)
+            for (record,) in records:
+                session.tree.restore(orjson.loads(record))
+        except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
+            detail = f"session {session_id} is damaged in {self.settings.directory}: {first_line(error)}; delete it"
+            raise ProblemError(500, detail) from error
         for why, tokens in await self._store.read(_LOST, session_id):
             session.lost[why] += tokens
         return session
