@@ -96,7 +96,6 @@ class Session:
 
     def trace(self) -> Trace:
         """Return the whole episode so far."""
-        conversations = [path[-1].conversation for path in self.tree.paths()]
         turns = list(self.tree.turns)
         return Trace(
             id=self.id,
@@ -105,7 +104,6 @@ class Session:
             reward=self.reward,
             reason=self.reason,
             sequences=self.tree.sequences(),
-            messages=max(conversations, key=len, default=[]),
             turns=len(self.tree.calls),
             sampled_tokens=self.sampled_tokens,
             tool_calls=sum(len(turn.message.get("tool_calls", ())) for turn in turns),

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
+from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import FinishReason, VersionSpan
 
 
@@ -67,6 +68,7 @@ class TraceSequence(WireModel):
 
     Every sampled token of the episode has ``loss_mask`` True in exactly one sequence and is context (False) in others.
     ``logprobs`` and ``policy_versions`` have an entry for every completion token; those of context mean nothing.
+    ``messages`` is the conversation as the agent and the model wrote it; the model's messages have ``sampled`` true.
     """
 
     prompt_ids: list[TokenId] = Field(min_length=1)
@@ -77,13 +79,13 @@ class TraceSequence(WireModel):
     finish_reason: FinishReason
     text: str = ""
     """The last turn's text."""
+    messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class Trace(WireModel):
+class Trace(EpisodeFigures):
     """Reply of POST /sessions/{id}/finish and GET /sessions/{id}/trace: the whole episode.
 
-    ``messages`` is the longest conversation. ``lost_tokens`` counts, by reason, tokens that an engine sampled and no
-    sequence has. ``branches`` counts calls that did not continue a held conversation, the first one excepted.
+    ``lost_tokens`` counts, by reason, tokens that an engine sampled and no sequence has.
     """
 
     id: str
@@ -92,12 +94,7 @@ class Trace(WireModel):
     reward: Finite | None
     reason: str | None
     sequences: list[TraceSequence]
-    messages: list[dict[str, Any]]
-    turns: int
     sampled_tokens: int
-    tool_calls: int
-    unparsed_tool_calls: int
-    branches: int
     lost_tokens: dict[str, int] = Field(default_factory=dict)
 
 

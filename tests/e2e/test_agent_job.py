@@ -102,6 +102,19 @@ def test_every_token_that_the_engine_sampled_is_in_a_trace_or_counted_as_lost(
         assert last["episode_tokens_engines"] <= sum(account.values()) - account["traced"] <= int(generated)
 
 
+def test_the_run_page_has_the_episodes_conversations_tokens_and_figures(finished: System) -> None:
+    samples = [orjson.loads(line) for line in (finished.run_dir / "samples.jsonl").read_bytes().splitlines()]
+    for sample in samples:
+        *_, last = sample["messages"]
+        assert (last["sampled"], last.get("content", "")) == (True, sample["completion"])
+        sampled = [span for span in sample["spans"] if "tokens" in span]
+        assert sum(len(span["tokens"]) for span in sampled) == sample["trained_tokens"]
+        assert all((span["advantages"] is None) == (sample["reward"] is None) for span in sampled)
+    for record in finished.metrics():
+        assert 1 <= record["turns_mean"] <= record["turns_max"] == 2
+        assert record["episodes_failed"] == record.get("episodes_failed_exception", 0) >= record["unscorable"]
+
+
 def test_the_other_tasks_are_those_of_the_plain_job_group() -> None:
     plain, agent = (
         {task["name"]: task for task in yaml.safe_load_all((ROOT / name).read_text())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -22,12 +23,14 @@ from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import Program, episodes_at_once
+from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
+from trainer.rollouts.conversations import readable
 from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.patience import PatientTransport
 
@@ -36,7 +39,6 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
-EPISODES_FAILED = Counter("trainer_episodes_failed", "Episodes without a reward, by reason.", ["reason"])
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
 LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
@@ -53,6 +55,15 @@ class Episode:
     trace: Trace
     result: RewardResult
     failure: AgentFailedError | None
+
+
+def why_failed(episode: Episode | None) -> str | None:
+    """Return the reason, as a metric's label, why an episode has no reward; None if it has one."""
+    if episode is None:
+        return "gateway"
+    if episode.failure is not None:
+        return episode.failure.reason
+    return "no_reward" if episode.result.reward is None else None
 
 
 class EpisodeMaker(GroupMaker):
@@ -73,6 +84,8 @@ class EpisodeMaker(GroupMaker):
         self.gateway = gateway
         is_program = settings.rollout is Rollout.PROGRAM
         self.agent = Program(settings.agent_command) if is_program else load_agent("AGENT", settings.agent)
+        self._failed: Tally[str] = Tally()
+        """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
         self._places = asyncio.Semaphore(settings.agent_concurrency or episodes_at_once(self.agent))
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
@@ -100,12 +113,17 @@ class EpisodeMaker(GroupMaker):
         played = await asyncio.gather(*(self._episode(prompt, request) for request in requests))
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
+        self._failed.update(filter(None, map(why_failed, played)))
         prompt_ids, experiences = experiences_of(episodes)
         if not experiences or all(episode.failure for episode in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
-        return self.group(prompt, prompt_ids, experiences)
+        failed, self._failed = self._failed, Tally()
+        names = set(EpisodeFigures.model_fields)
+        figures = {e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names)) for e in episodes}
+        group = self.group(prompt, prompt_ids, experiences)
+        return group.model_copy(update={"episode_figures": figures, "episodes_failed": dict(failed)})
 
     def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
         """Return the reason why no episode of a prompt is of use."""
@@ -149,7 +167,6 @@ class EpisodeMaker(GroupMaker):
             return await reply
         except (DependencyLostError, RequestRefusedError) as error:
             self._gateway_error = error
-            EPISODES_FAILED.labels("gateway").inc()
             return None
 
     async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
@@ -178,14 +195,10 @@ class EpisodeMaker(GroupMaker):
             failure = as_failure(error)
             if failure.reason == "exception" and await self._was_refused(session_id):
                 failure.reason = "limit"
-            EPISODES_FAILED.labels(failure.reason).inc()
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
-        result = example.result_of(reward)
-        if result.reward is None:
-            EPISODES_FAILED.labels("no_reward").inc()
-        return result, None
+        return example.result_of(reward), None
 
     async def _was_refused(self, session_id: str) -> bool:
         """Return whether the gateway refused the newest call over a limit, which an agent's own error may not tell."""
@@ -265,4 +278,5 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         finish_reason=sequence.finish_reason,
         result=episode.result,
         episode=episode.trace.index,
+        messages=readable(sequence.messages),
     )

@@ -96,6 +96,7 @@ class FakeGateway(dict[str, Route]):
             self._extend(session.sequences[place], rendered[len(session.texts[place]) :], is_sampled=False)
         self._extend(session.sequences[place], said + END, is_sampled=True)
         session.sequences[place]["text"] = said
+        session.sequences[place]["messages"] = [*messages, {"role": "assistant", "content": said, "sampled": True}]
         session.texts[place:] = [rendered + said + END, *session.texts[place + 1 :]]
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         return {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
@@ -115,5 +116,5 @@ class FakeGateway(dict[str, Route]):
         named = {name: session.request[name] for name in ("id", "group_id", "index")}
         counts = {"turns": session.turns, "sampled_tokens": sampled, "tool_calls": 0, "unparsed_tool_calls": 0}
         trace = named | (session.reward or {"reward": None, "reason": None}) | counts
-        trace |= {"sequences": session.sequences, "messages": [], "branches": max(len(session.sequences) - 1, 0)}
+        trace |= {"sequences": session.sequences, "branches": max(len(session.sequences) - 1, 0)}
         return json.loads(json.dumps(trace))

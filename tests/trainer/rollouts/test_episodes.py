@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
 from tests.fake_service import FakeService, fake_service
@@ -95,6 +97,10 @@ async def unsure(example: Any, **endpoint: Any) -> None:
     await one_turn(example, **endpoint)
 
 
+async def fails_unless_right(example: Any, **endpoint: Any) -> float | None:
+    return await two_turns(example, **endpoint) or None
+
+
 async def silent(example: Any, **endpoint: Any) -> float:
     return 1.0
 
@@ -144,10 +150,6 @@ def stage() -> Iterator[Stage]:
         thread.call(clients.open())
         yield Stage(gateway, rewards, data, clients, thread)
         thread.call(clients.close())
-
-
-def failed(reason: str) -> float:
-    return REGISTRY.get_sample_value("trainer_episodes_failed_total", {"reason": reason}) or 0.0
 
 
 def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
@@ -254,24 +256,55 @@ def test_a_failed_episode_has_no_reward_and_says_why(
 
     monkeypatch.setitem(globals(), "failing", fails_once)
     fails_once.__name__ = "failing"
-    before = failed(reason)
     group = stage.group(fails_once, group_size=4, agent_seconds=0.5, agent_max_turns=2)
     assert group is not None
     outcomes = [first.result for first, *_ in group.episodes]
     assert [result.reward for result in outcomes].count(0.0) == 3
     [result] = [result for result in outcomes if result.reward is None]
     assert result.status is status
-    assert failed(reason) == before + 1
+    assert group.episodes_failed == {reason: 1}
     told = [session.reward for session in stage.gateway.sessions.values() if session.reward]
     assert [reward["reason"] for reward in told if reward["reward"] is None] == [result.reason]
 
 
 def test_an_answer_that_cannot_be_scored_is_no_failure_of_the_agent(stage: Stage) -> None:
-    before = failed("no_reward")
     group = stage.group(unsure)
     assert group is not None
     assert [e.reward for e in group.experiences] == [None, None]
-    assert failed("no_reward") == before + 2
+    assert group.episodes_failed == {"no_reward": 2}
+
+
+def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(stage: Stage) -> None:
+    maker = stage.maker(broken)
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    maker.agent = one_turn
+    group, after = (stage.thread.call(maker.make_group(PROMPT)) for _ in range(2))
+    assert group is not None
+    assert group.episodes_failed == {"exception": 2}
+    assert after is not None
+    assert after.episodes_failed == {}, "each is told once"
+
+
+def test_groups_that_are_played_at_once_tell_of_their_own_failed_episodes(stage: Stage) -> None:
+    maker = stage.maker(fails_unless_right)
+    prompts = [PROMPT.model_copy(update={"position": n, "ground_truth": str(42 + n % 2)}) for n in range(6)]
+    for group in stage.thread.call(maker.make_groups(prompts)):
+        unscored = [reward for reward in group.rewards if math.isnan(reward)]
+        assert group.episodes_failed == ({"no_reward": 2} if unscored else {})
+
+
+def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: Stage) -> None:
+    stage.gateway.says = lambda messages: "42" if "note" in messages[0]["content"] else "note"
+    group = stage.group(compacting)
+    assert group is not None
+    assert group.episode_figures == {number: EpisodeFigures(turns=2, branches=1) for number in (0, 1)}
+    for first, second in group.episodes:
+        assert first.messages == [
+            Message(role="user", content="6*7="),
+            Message(role="assistant", content="note", sampled=True),
+        ]
+        assert second.messages is not None
+        assert [message.content for message in second.messages] == ["6*7= note", "42"]
 
 
 @pytest.mark.parametrize("agent", [broken, silent], ids=lambda agent: agent.__name__)
@@ -320,34 +353,29 @@ print(answer if task["ground_truth"] == "42" else json.dumps({"reward": 0.5}))
 
 
 @pytest.fixture
-def program(stage: Stage, tmp_path: Path) -> Callable[..., Group | None]:
-    """``program(code, prompt)``: the group that a program in Python plays."""
-
-    def play(code: str, prompt: Prompt = PROMPT, **fields: Any) -> Group | None:
-        path = tmp_path / "program.py"
-        path.write_text(code)
-        own = {"rollout": "program", "agent": "", "agent_command": f"{sys.executable} -S {path}"}
-        return stage.group(one_turn, prompt, **(own | fields))
-
-    return play
+def two_turns_program(tmp_path: Path) -> dict[str, Any]:
+    """Settings by which a program in Python plays as ``two_turns`` does."""
+    path = tmp_path / "program.py"
+    path.write_text(TWO_TURNS)
+    return {"rollout": "program", "agent": "", "agent_command": f"{sys.executable} -S {path}"}
 
 
-def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, program: Callable[..., Group | None]) -> None:
-    played, wanted = program(TWO_TURNS), stage.group(two_turns)
+def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns_program: dict[str, Any]) -> None:
+    played, wanted = stage.group(one_turn, **two_turns_program), stage.group(two_turns)
     assert played is not None
     assert wanted is not None
     assert played.model_dump() == wanted.model_dump()
-    group = program(TWO_TURNS, PROMPT.model_copy(update={"ground_truth": "unknown"}))
+    group = stage.group(one_turn, PROMPT.model_copy(update={"ground_truth": "unknown"}), **two_turns_program)
     assert group is not None
     assert group.rewards == [0.5, 0.5]
 
 
 def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
-    stage: Stage, program: Callable[..., Group | None]
+    stage: Stage, two_turns_program: dict[str, Any]
 ) -> None:
-    before = failed("limit")
-    assert program(TWO_TURNS, agent_max_turns=1, group_size=1) is None
-    assert failed("limit") == before + 1
+    maker = stage.maker(one_turn, agent_max_turns=1, group_size=1, **two_turns_program)
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert maker._failed == {"limit": 1}
     [session] = stage.gateway.sessions.values()
     assert session.reward is not None
     assert "HTTP Error 429" in session.reward["reason"]
