@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 PHONE = {"width": 375, "height": 812}
 DESKTOP = {"width": 1280, "height": 900}
@@ -51,3 +51,32 @@ def screenshot(page: Page, path: Path) -> None:
     """Write a screenshot of the window."""
     path.parent.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=str(path))
+
+
+def contrast(element: Locator) -> float:
+    """Return the contrast between an element's text and what is behind it, as WCAG 2.1 counts it."""
+    found: float = element.evaluate(
+        """element => {
+            const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+            const over = (colour, below) => {
+                canvas.fillStyle = below; canvas.fillRect(0, 0, 1, 1);
+                canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+                const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
+                return `rgb(${r} ${g} ${b})`;
+            };
+            const parents = [];
+            for (let e = element; e; e = e.parentElement) parents.unshift(getComputedStyle(e).backgroundColor);
+            const background = parents.reduce((below, colour) => over(colour, below), "white");
+            const luminance = (colour) => {
+                over(colour, background);
+                const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => {
+                    const c = v / 255;
+                    return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+                });
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const [a, b] = [luminance(getComputedStyle(element).color), luminance(background)].sort((x, y) => y - x);
+            return (a + 0.05) / (b + 0.05);
+        }"""
+    )
+    return found

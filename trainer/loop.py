@@ -104,7 +104,7 @@ class TrainingLoop:
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
 
         self.status.phase = "train"
-        groups = self.training_groups(batch)  # 6. advantages
+        groups = batch.trained = self.training_groups(batch)  # 6. advantages
         update = self.update(groups)  # 7. update
         # The weights are those of the next step, and so is the state from here on, whichever service is lost.
         state.step, state.policy_version, state.cursor = state.step + 1, state.policy_version + 1, services.cursor
@@ -116,6 +116,7 @@ class TrainingLoop:
             metrics["seconds_step"] = time.perf_counter() - started
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate()
+            metrics |= services.episode_tokens()
         if self.is_due(settings.checkpoint_every) or state.best_step == state.step:
             self.save_checkpoint()
         self.checkpoints.poll()
@@ -206,6 +207,6 @@ class TrainingLoop:
         """Write the step's metrics and samples, and its line in the log."""
         self.state.rewards += [metrics["reward_mean"]] if "reward_mean" in metrics else []
         with writing(self.settings.run_dir):
-            self.files.record_step(self.state.step, metrics, batch.groups)
+            self.files.record_step(self.state.step, metrics, batch.groups, batch.trained)
         self.status.step, self.status.metrics = self.state.step, metrics
         log.info(f"step {self.state.step}/{self.total_steps}", **headline(metrics))

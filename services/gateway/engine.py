@@ -71,6 +71,7 @@ class EngineClient:
         rid: str,
         seconds: float,
         on_aborted: Callable[[int], None],
+        lora_path: str | None = None,
     ) -> Completion:
         """Return a completion that was not aborted; ask again for a lost or aborted one until the deadline.
 
@@ -81,6 +82,7 @@ class EngineClient:
             rid: the request's id; the number of the attempt is appended.
             seconds: for all attempts.
             on_aborted: called with the number of tokens of each aborted completion.
+            lora_path: name of the LoRA adapter to sample with; None: the model alone.
 
         Raises:
             RequestRefusedError: the engine refuses the request.
@@ -92,6 +94,7 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
+            **({"lora_path": lora_path} if lora_path else {}),
         }
         end = time.monotonic() + seconds
         attempt, pause, failure = 0, FIRST_PAUSE_SECONDS, "the deadline had passed before the first attempt"

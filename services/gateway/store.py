@@ -39,6 +39,7 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE INDEX IF NOT EXISTS calls_of_session ON calls (session, number);
 CREATE TABLE IF NOT EXISTS lost (session TEXT NOT NULL, reason TEXT NOT NULL, tokens INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS lost_of_session ON lost (session);
+CREATE TABLE IF NOT EXISTS account (name TEXT PRIMARY KEY, tokens INTEGER NOT NULL) WITHOUT ROWID;
 """
 
 # A process that is just ending still holds the lock.

@@ -184,4 +184,5 @@ def _sequence(path: list[Turn], trained: set[Turn]) -> TraceSequence:
         policy_versions=spans,
         finish_reason=last.completion.finish_reason,
         text=last.message["content"] or "",
+        messages=[message for turn in path for message in (*turn.call.messages, {**turn.message, "sampled": True})],
     )

@@ -10,6 +10,7 @@ from typing import Protocol, Self, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS, Count, Finite, TokenId, WireModel
+from services.protocol.episodes import EpisodeFigures, Message
 
 
 class FinishReason(StrEnum):
@@ -122,11 +123,12 @@ class Experience(Completion):
 
     ``advantages`` has one number a token, for an experience that brings its own. ``episode`` is the number within the
     group of the episode that the sequence belongs to; all sequences of an episode have the same reward. An experience
-    without it is an episode of one sequence.
+    without it is an episode of one sequence. ``messages`` is the sequence's conversation, for people to read.
     """
 
     result: RewardResult
     episode: Count | None = None
+    messages: list[Message] | None = None
     advantages: list[Finite] | None = Field(default=None, max_length=MAX_TOKENS)
 
     @model_validator(mode="after")
@@ -164,7 +166,11 @@ def by_episode(sequences: Sequence[S]) -> list[list[S]]:
 
 
 class Group(WireModel):
-    """A prompt with its G scored completions, or with the sequences of its G episodes."""
+    """A prompt with its G scored completions, or with the sequences of its G episodes.
+
+    A group of episodes has their figures by number, where a trace was received, and ``episodes_failed``: by reason, how
+    many of them have no reward, and also those of prompts that got no group since the maker's last group.
+    """
 
     group_id: str = Field(min_length=1, max_length=200)
     prompt_id: str = ""
@@ -174,6 +180,8 @@ class Group(WireModel):
     experiences: list[Experience] = Field(min_length=1, max_length=MAX_SEQUENCES)
     epoch: Count = 0
     position: Count = 0
+    episode_figures: dict[Count, EpisodeFigures] | None = None
+    episodes_failed: dict[str, Count] | None = None
 
     @model_validator(mode="after")
     def _one_reward_per_episode(self) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from services.protocol.base import MAX_TOKENS, Count, Finite, Seed, StrictModel, TokenId, WireModel
+from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import FinishReason, VersionSpan
 
 
@@ -16,7 +17,7 @@ class CreateSessionRequest(StrictModel):
 
     Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
     ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
-    ``deadline_seconds`` from the creation on.
+    ``deadline_seconds`` from the creation on. ``lora_path`` names the LoRA adapter that samples; None: the model alone.
     """
 
     id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
@@ -29,6 +30,7 @@ class CreateSessionRequest(StrictModel):
     max_turns: int = Field(default=64, ge=1)
     max_tokens: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
     deadline_seconds: float = Field(default=3600, gt=0)
+    lora_path: str | None = Field(default=None, min_length=1, max_length=200)
 
 
 class SessionStatus(StrEnum):
@@ -39,7 +41,11 @@ class SessionStatus(StrEnum):
 
 
 class SessionReply(WireModel):
-    """Reply of POST /sessions and GET /sessions/{id}."""
+    """Reply of POST /sessions and GET /sessions/{id}.
+
+    ``refused`` names the limit over which the newest call was refused: ``max_turns``, ``max_tokens`` or
+    ``deadline_seconds``. A gateway that restarts forgets it.
+    """
 
     id: str
     status: SessionStatus
@@ -47,6 +53,7 @@ class SessionReply(WireModel):
     sampled_tokens: int = 0
     reward: Finite | None = None
     reason: str | None = None
+    refused: str | None = None
 
 
 class RewardRequest(StrictModel):
@@ -61,6 +68,7 @@ class TraceSequence(WireModel):
 
     Every sampled token of the episode has ``loss_mask`` True in exactly one sequence and is context (False) in others.
     ``logprobs`` and ``policy_versions`` have an entry for every completion token; those of context mean nothing.
+    ``messages`` is the conversation as the agent and the model wrote it; the model's messages have ``sampled`` true.
     """
 
     prompt_ids: list[TokenId] = Field(min_length=1)
@@ -71,13 +79,13 @@ class TraceSequence(WireModel):
     finish_reason: FinishReason
     text: str = ""
     """The last turn's text."""
+    messages: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class Trace(WireModel):
+class Trace(EpisodeFigures):
     """Reply of POST /sessions/{id}/finish and GET /sessions/{id}/trace: the whole episode.
 
-    ``messages`` is the longest conversation. ``lost_tokens`` counts, by reason, tokens that an engine sampled and no
-    sequence has. ``branches`` counts calls that did not continue a held conversation, the first one excepted.
+    ``lost_tokens`` counts, by reason, tokens that an engine sampled and no sequence has.
     """
 
     id: str
@@ -86,10 +94,20 @@ class Trace(WireModel):
     reward: Finite | None
     reason: str | None
     sequences: list[TraceSequence]
-    messages: list[dict[str, Any]]
-    turns: int
     sampled_tokens: int
-    tool_calls: int
-    unparsed_tool_calls: int
-    branches: int
     lost_tokens: dict[str, int] = Field(default_factory=dict)
+
+
+class GatewayStats(WireModel):
+    """Reply of GET /stats. Tokens are those since the gateway's directory was made, whatever it restarted.
+
+    ``engine_tokens`` is what engines sampled, and equals the sum of the others: tokens in the traces of finished
+    sessions, tokens in open sessions, and tokens lost, by reason.
+    """
+
+    open_sessions: int
+    calls_in_flight: int
+    engine_tokens: int
+    trace_tokens: int
+    open_tokens: int
+    lost_tokens: dict[str, int]

@@ -1,7 +1,7 @@
 """Search for groups in samples.jsonl and evaluations.jsonl, by an index of each group's place in the file.
 
-These files grow without bound. They have a line a completion, and the completions of a group are adjacent. A search
-reads only the groups that may match.
+These files grow without bound. They have a line a completion, or a line a branch of an agent's episode; the lines of a
+group are adjacent. A search reads only the groups that may match.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class GroupsQuery(BaseModel):
     """A search for groups. Bounds are inclusive; ``before`` continues a search, None starts at the newest group.
 
     A group matches ``reward_from`` and ``reward_to`` if one of its completions has such a reward, ``prompt_key`` if its
-    prompt has this key (see ``prompt_key``), and ``recurring`` if its prompt was sampled more than once.
+    prompt has this key (see ``prompt_key``), and ``recurring`` if its prompt was sampled more than once. Without
+    ``tokens`` the ``spans`` of found completions are empty, because they are many times as large as all the rest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +48,7 @@ class GroupsQuery(BaseModel):
     spread: Spread = "any"
     prompt_key: str = Field(default="", pattern="^([0-9a-f]{16})?$")
     recurring: bool = False
+    tokens: bool = False
 
     def admits(self, low: float, high: float) -> bool:
         """Return whether rewards from ``low`` to ``high`` overlap the bounds; without bounds every group matches."""
@@ -174,6 +176,8 @@ def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] 
     first = records[0]
     shared = {name: first.get(name) for name in ("step", "group_id", "prompt", "rendered_prompt", "ground_truth")}
     completions = [{k: v for k, v in record.items() if k not in shared} for record in records]
+    if not query.tokens:
+        completions = [c | ({"spans": []} if "spans" in c else {}) for c in completions]
     return {**shared, "completions": completions}
 
 
@@ -190,3 +194,6 @@ def _texts(records: list[dict[str, Any]]) -> Iterator[str]:
         result = record.get("result") or {}
         yield str(record.get("completion", ""))
         yield from (str(result[name]) for name in ("extracted", "reason") if result.get(name) is not None)
+        for message in record.get("messages") or ():
+            yield str(message.get("content", ""))
+            yield from (f"{call['name']} {call.get('arguments', '')}" for call in message.get("tool_calls", ()))

@@ -58,6 +58,7 @@ def test_columns_of_a_step_reach_their_metrics(metrics):
         assert set(metrics[measure.name].labels) == set(measure.labels), measure.column
     assert metrics[trainer_metrics.AT_K.name].labels == ("measure", "k")
     assert metrics[trainer_metrics.REWARD_PART.name].labels == ("function",)
+    assert metrics[trainer_metrics.FAILED.name].labels == ("reason",)
 
 
 def selectors(node, inside=None):

@@ -33,7 +33,6 @@ def training_group(
         weight: importance weight of the group.
         is_replayed: the group comes from the replay buffer.
     """
-    scored = [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
     sequences = [
         TrainingSequence(
             completion_ids=e.completion_ids,
@@ -44,9 +43,14 @@ def training_group(
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
         )
-        for e in scored
+        for e in scored(group)
     ]
     return TrainingGroup(group.prompt_ids, sequences, group.group_id, weight, is_replayed)
+
+
+def scored(group: Group) -> list[Experience]:
+    """Return the experiences of a group that are trained on."""
+    return [e for e in group.experiences if e.reward is not None and e.finish_reason is not FinishReason.ABORT]
 
 
 def _reward(experience: Experience, settings: TrainerSettings) -> float:

@@ -53,6 +53,7 @@ def _phase(phase: str) -> Measure:
 
 _TOKENS = "Tokens, by what they are."
 _GROUPS = "Groups, by what became of them."
+_EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
 
 MEASURES: tuple[Measure, ...] = (
     Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
@@ -87,6 +88,11 @@ MEASURES: tuple[Measure, ...] = (
     Measure("length_mean", "trainer_completion_length_mean", "Mean length of a completion, in tokens."),
     Measure("length_max", "trainer_completion_length_max", "Longest completion, in tokens."),
     Measure("truncation_rate", "trainer_truncated_ratio", "Share of completions cut off at MAX_NEW_TOKENS."),
+    Measure("turns_mean", "trainer_turns_mean", "Mean number of the model's turns in an agent's episode."),
+    Measure("turns_max", "trainer_turns_max", "Most turns of the model in an episode."),
+    Measure("branches_mean", "trainer_branches_mean", "Mean number of branches of an episode."),
+    Measure("tool_calls_mean", "trainer_tool_calls_mean", "Mean number of tool calls in an episode."),
+    Measure("tool_calls_parsed", "trainer_tool_calls_parsed_ratio", "Share of the tool calls that could be parsed."),
     Measure("completions", "trainer_completions_total", "Completions of fresh groups."),
     Measure("unscorable", "trainer_completions_without_reward_total", "Completions that could not be scored."),
     Measure("completion_tokens", "trainer_tokens_total", _TOKENS, {"kind": "completion"}),
@@ -106,6 +112,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
     Measure("probe_delivered", "trainer_probe_delivered", "Least share of a change of LoRA adapters that workers see."),
     Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
+    Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
+    Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
+    Measure("episode_tokens_open", "trainer_run_episode_tokens", _EPISODES, {"where": "open"}),
     *map(_phase, ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")),
 )
 
@@ -114,6 +123,7 @@ DERIVED = {
     "time": "When the step ended, in seconds since 1970.",
     "reward_counts": "How many completions have each reward: [reward, count] pairs; rewards of more than 20 values are "
     "counted in 20 intervals, each under its middle.",
+    "episodes_failed": "Episodes of an agent without a reward, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
 }
 """Columns that are no metrics of their own in Prometheus."""
@@ -129,22 +139,30 @@ REWARD_PART = Measure(
     "trainer_reward_part_mean",
     "Mean value of each reward function of a REWARD_FN with several, before its weight.",
 )
+TOKENS_LOST = Measure(
+    "episode_tokens_lost_<reason>",
+    "trainer_run_episode_tokens_lost",
+    "Tokens sampled for episodes since the run began that no trace has, by reason, as the gateway counts them.",
+)
+FAILED = Measure(
+    "episodes_failed_<reason>", "trainer_episodes_failed_total", "Episodes of an agent without a reward, by reason."
+)
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
+    (TOKENS_LOST, re.compile(r"episode_tokens_lost_(?P<reason>\w+)")),
+    (FAILED, re.compile(r"episodes_failed_(?P<reason>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""
 
 
 def _register() -> dict[str, Counter | Gauge]:
-    metrics: dict[str, Counter | Gauge] = {
-        measure.name: Gauge(measure.name, measure.help, list(pattern.groupindex)) for measure, pattern in NAMED
-    }
-    for measure in MEASURES:
+    metrics: dict[str, Counter | Gauge] = {}
+    for measure, labels in (*((m, p.groupindex) for m, p in NAMED), *((m, m.labels) for m in MEASURES)):
         if measure.name not in metrics:
             kind = Counter if measure.name.endswith("_total") else Gauge
-            metrics[measure.name] = kind(measure.name, measure.help, list(measure.labels))
+            metrics[measure.name] = kind(measure.name, measure.help, list(labels))
     return metrics
 
 

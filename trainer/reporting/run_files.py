@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,10 @@ from services.protocol.groups import Group
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
+from trainer.reporting.samples import Decode, SampleRecords
 from trainer.reporting.step_metrics import reward_counts
 
 log = get_logger(__name__)
-
-LOGGED_GROUPS = 8
-"""Groups a step in samples.jsonl: enough to read, and a few hundred kilobytes a step at most."""
 
 
 class RunFiles:
@@ -35,7 +33,7 @@ class RunFiles:
         self,
         settings: TrainerSettings,
         resumed_step: int,
-        decode: Callable[[list[int]], str],
+        decode: Decode,
         services: Mapping[Task, ComponentRecord] | None = None,
     ) -> None:
         """Open the run directory and drop the records that an earlier attempt wrote after ``resumed_step``.
@@ -49,7 +47,7 @@ class RunFiles:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self.settings = settings
-        self._decode = decode
+        self._samples = SampleRecords(decode)
         self.directory = settings.run_dir
         self.directory.mkdir(parents=True, exist_ok=True)
         self._components = {Task.TRAINER: provenance.describe(settings), **(services or {})}
@@ -61,32 +59,13 @@ class RunFiles:
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 
-    def record_step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """Append a step's metrics, and the first LOGGED_GROUPS of its groups."""
+    def record_step(
+        self, step: int, metrics: dict[str, float], groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()
+    ) -> None:
+        """Append a step's metrics, and samples of its ``groups`` with the advantages that ``trained`` has."""
         line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
         _append(self.directory / "metrics.jsonl", [line])
-        _append(
-            self.directory / "samples.jsonl",
-            [
-                {
-                    "step": step,
-                    "group_id": g.group_id,
-                    "prompt": g.prompt,
-                    "rendered_prompt": rendered,
-                    "ground_truth": g.ground_truth,
-                    "completion": e.completion,
-                    "reward": e.reward,
-                    "finish_reason": e.finish_reason.value,
-                    "policy_version": e.oldest_version,
-                    "tokens": len(e.completion_ids),
-                    "trained_tokens": e.trained_tokens,
-                    "result": e.result.model_dump(mode="json", exclude_none=True),
-                }
-                for g in groups[:LOGGED_GROUPS]
-                for rendered in [self._decode(g.prompt_ids)]
-                for e in g.experiences
-            ],
-        )
+        _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
         exported_metrics.export(step, metrics)
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
@@ -169,7 +148,7 @@ def _start_wandb(settings: TrainerSettings) -> Any:
     )
 
 
-def _append(path: Path, records: list[dict[str, Any]]) -> None:
+def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("ab") as stream:

@@ -92,7 +92,26 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
-    return metrics | _reward_parts([sequences[0] for sequences in episodes])
+    return metrics | _episode_metrics(groups) | _reward_parts([sequences[0] for sequences in episodes])
+
+
+def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the metrics of agents' episodes; none without an agent."""
+    figures = [figures for group in groups for figures in (group.episode_figures or {}).values()]
+    if not figures:
+        return {}
+    parsed = sum(f.tool_calls for f in figures)
+    written = parsed + sum(f.unparsed_tool_calls for f in figures)
+    failed = sum((Count(group.episodes_failed) for group in groups), Count())
+    metrics = {
+        "turns_mean": statistics.fmean(f.turns for f in figures),
+        "turns_max": float(max(f.turns for f in figures)),
+        "tool_calls_mean": written / len(figures),
+        "branches_mean": statistics.fmean(f.branches for f in figures),
+        "episodes_failed": float(failed.total()),
+        **{f"episodes_failed_{reason}": float(count) for reason, count in failed.items()},
+    }
+    return metrics | ({"tool_calls_parsed": parsed / written} if written else {})
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from services.protocol.groups import Group
 from services.protocol.replay import SampledGroup
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import has_signal
 from trainer.config import TrainerSettings
 
@@ -26,6 +27,8 @@ class Batch:
         """All groups made for the step, those without a signal included."""
         self.replayed: list[SampledGroup] = []
         """The groups drawn from the replay buffer."""
+        self.trained: list[TrainingGroup] = []
+        """The groups, fresh and replayed, with their advantages, as the loss sees them."""
         self.counts: dict[str, float] = {}
         """Counts and other figures by metric name."""
         self.seconds: defaultdict[str, float] = defaultdict(float)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,11 +22,15 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
+from services.programs import Program, episodes_at_once
+from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
-from trainer.config import TrainerSettings
+from services.weights.adapter_files import ADAPTER_NAME
+from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
+from trainer.rollouts.conversations import readable
 from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.patience import PatientTransport
 
@@ -34,14 +39,10 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
-EPISODES_FAILED = Counter("trainer_episodes_failed", "Episodes without a reward, by reason.", ["reason"])
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
 LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
 )
-
-EPISODES_AT_ONCE = 256
-"""Further episodes wait. An agent may hold connections, files or processes of its own."""
 
 OVER_LIMIT = ("timeout", "limit")
 """Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
@@ -56,6 +57,15 @@ class Episode:
     failure: AgentFailedError | None
 
 
+def why_failed(episode: Episode | None) -> str | None:
+    """Return the reason, as a metric's label, why an episode has no reward; None if it has one."""
+    if episode is None:
+        return "gateway"
+    if episode.failure is not None:
+        return episode.failure.reason
+    return "no_reward" if episode.result.reward is None else None
+
+
 class EpisodeMaker(GroupMaker):
     """The maker of groups whose answers are the episodes of an agent. A failed episode has no reward.
 
@@ -65,16 +75,19 @@ class EpisodeMaker(GroupMaker):
     def __init__(
         self, settings: TrainerSettings, gateway: GatewayClient, rollouts: RolloutClient, rewards: RewardClient
     ) -> None:
-        """Import the agent.
+        """Import the agent, unless it is a program.
 
         Raises:
             ConfigurationError: it cannot be imported, or is no ``async def``.
         """
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
-        self.agent = load_agent("AGENT", settings.agent)
+        is_program = settings.rollout is Rollout.PROGRAM
+        self.agent = Program(settings.agent_command) if is_program else load_agent("AGENT", settings.agent)
+        self._failed: Tally[str] = Tally()
+        """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
-        self._places = asyncio.Semaphore(EPISODES_AT_ONCE)
+        self._places = asyncio.Semaphore(settings.agent_concurrency or episodes_at_once(self.agent))
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
         self._certificates = httpx.create_ssl_context()
 
@@ -93,18 +106,24 @@ class EpisodeMaker(GroupMaker):
                 max_turns=self.settings.agent_max_turns,
                 max_tokens=self.settings.agent_max_tokens,
                 deadline_seconds=self.settings.agent_seconds,
+                lora_path=ADAPTER_NAME if self.settings.lora_rank else None,
             )
             for index in range(n)
         ]
         played = await asyncio.gather(*(self._episode(prompt, request) for request in requests))
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
+        self._failed.update(filter(None, map(why_failed, played)))
         prompt_ids, experiences = experiences_of(episodes)
         if not experiences or all(episode.failure for episode in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
-        return self.group(prompt, prompt_ids, experiences)
+        failed, self._failed = self._failed, Tally()
+        names = set(EpisodeFigures.model_fields)
+        figures = {e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names)) for e in episodes}
+        group = self.group(prompt, prompt_ids, experiences)
+        return group.model_copy(update={"episode_figures": figures, "episodes_failed": dict(failed)})
 
     def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
         """Return the reason why no episode of a prompt is of use."""
@@ -129,18 +148,25 @@ class EpisodeMaker(GroupMaker):
             trace = await self._asked(self.gateway.finish(request.id))
         if trace is None:
             return None
+        await self._delete(request.id)
         EPISODES.inc()
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
         return Episode(trace, result, failure)
 
+    async def _delete(self, session_id: str) -> None:
+        """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
+        try:
+            await self.gateway.delete(session_id)
+        except (DependencyLostError, RequestRefusedError) as error:
+            log.warning("session not deleted", session=session_id, reason=str(error))
+
     async def _asked(self, reply: Awaitable[T]) -> T | None:
         try:
             return await reply
         except (DependencyLostError, RequestRefusedError) as error:
             self._gateway_error = error
-            EPISODES_FAILED.labels("gateway").inc()
             return None
 
     async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
@@ -167,14 +193,19 @@ class EpisodeMaker(GroupMaker):
         # An agent may raise anything, and one failed episode must not end the others.
         except Exception as error:  # noqa: BLE001
             failure = as_failure(error)
-            EPISODES_FAILED.labels(failure.reason).inc()
+            if failure.reason == "exception" and await self._was_refused(session_id):
+                failure.reason = "limit"
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
-        result = example.result_of(reward)
-        if result.reward is None:
-            EPISODES_FAILED.labels("no_reward").inc()
-        return result, None
+        return example.result_of(reward), None
+
+    async def _was_refused(self, session_id: str) -> bool:
+        """Return whether the gateway refused the newest call over a limit, which an agent's own error may not tell."""
+        try:
+            return (await self.gateway.session(session_id)).refused is not None
+        except (DependencyLostError, RequestRefusedError):
+            return False
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got an episode."""
@@ -184,7 +215,8 @@ class EpisodeMaker(GroupMaker):
             isinstance(failure, AgentFailedError) and failure.reason == "server"
         ):
             return DependencyLostError(reason)
-        return ConfigurationError(f"{reason}; can `scripts.evaluate --agent {self.settings.agent}` measure the agent?")
+        option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
+        return ConfigurationError(f"{reason}; can `scripts.evaluate {option}` measure the agent?")
 
 
 def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
@@ -199,20 +231,16 @@ def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
 
 
 def as_failure(error: Exception) -> AgentFailedError:
-    """Return an agent's error with its reason: ``limit`` (of turns or tokens), ``server``, or what the agent says.
+    """Return an agent's error with its reason: ``server``, what the agent says, or ``exception``.
 
     The errors of httpx and of OpenAI's and Anthropic's clients have the reply as ``response``.
     """
     if isinstance(error, AgentFailedError):
         return error
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == httpx.codes.TOO_MANY_REQUESTS:
-        reason = "limit"
-    elif (isinstance(status, int) and status >= 500) or isinstance(error.__cause__ or error, httpx.TransportError):
-        reason = "server"
-    else:
-        reason = "exception"
-    return AgentFailedError(f"{type(error).__name__}: {error}", reason)
+    is_server = isinstance(status, int) and status >= 500
+    is_server |= isinstance(error.__cause__ or error, httpx.TransportError)
+    return AgentFailedError(f"{type(error).__name__}: {error}", "server" if is_server else "exception")
 
 
 def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:
@@ -250,4 +278,5 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         finish_reason=sequence.finish_reason,
         result=episode.result,
         episode=episode.trace.index,
+        messages=readable(sequence.messages),
     )

@@ -95,6 +95,7 @@ class Evaluator:
                     "completion": answer.completion,
                     "reward": answer.reward,
                     "finish_reason": answer.finish_reason.value,
+                    "messages": [message.model_dump(exclude_defaults=True) for message in answer.messages or ()],
                 }
                 for prompt, of_prompt in zip(prompts[:KEPT_SAMPLES], answers, strict=False)
                 for answer in of_prompt

@@ -1,16 +1,14 @@
-// Groups of samples as cards: completions with reward, text and the verifier's result.
+// Groups of samples as cards: answers with reward, text and the verifier's result.
 
+import { answers, figures, meanReward } from "./answers.js";
 import { h, marked } from "./dom.js";
 import { count, number } from "./format.js";
 
-/** Returns the mean reward of a group; null if nothing could be scored. */
-export function meanReward(group) {
-  const rewards = group.completions.map((c) => c.reward).filter((reward) => reward !== null && reward !== undefined);
-  return rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
-}
-
-/** Returns the card of a group with ``needle`` marked; its button calls ``follow(group)`` to show the prompt over the steps. */
-export function card(group, needle, follow) {
+/**
+ * Returns the card of a group with ``needle`` marked. Its buttons call ``follow(group)`` to show the prompt over the steps,
+ * and ``open(group, place)`` to show one of its answers whole.
+ */
+export function card(group, needle, follow, open) {
   const mean = meanReward(group);
   const others = group.groups_of_prompt - 1;
   const link = h("button", { type: "button", class: "link", onclick: () => follow(group) }, `Follow this prompt (${count(others + 1)} groups)`);
@@ -23,11 +21,11 @@ export function card(group, needle, follow) {
       h("strong", null, `step ${count(group.step)}`),
       h("span", { class: "muted" }, group.group_id ? `group ${group.group_id}` : "evaluation"),
       h("span", null, "mean reward ", h("b", null, number(mean))),
-      strip(group.completions),
+      strip(group),
       others > 0 ? link : null,
     ),
     ...question(group, needle),
-    h("div", { class: "completions", tabindex: "0", role: "group", "aria-label": "completions" }, completions(group, needle)),
+    h("div", { class: "completions", tabindex: "0", role: "group", "aria-label": "completions" }, completions(group, needle, open)),
   );
 }
 
@@ -43,38 +41,42 @@ export function question(group, needle) {
 }
 
 /** Returns the rewards of a group as small bars. */
-export function strip(completions) {
-  const rewards = completions.map((c) => c.reward ?? 0);
+export function strip(group) {
+  const rewards = answers(group).map(([first]) => first.reward);
   const [low, high] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
-  const bars = completions.map((c) => {
-    const bar = h("i", { class: c.reward === null ? "bar missing" : "bar" });
-    bar.style.setProperty("--height", `${8 + (92 * ((c.reward ?? low) - low)) / (high - low)}%`);
+  const bars = rewards.map((reward) => {
+    const bar = h("i", { class: reward === null ? "bar missing" : "bar" });
+    bar.style.setProperty("--height", `${8 + (92 * ((reward ?? low) - low)) / (high - low)}%`);
     return bar;
   });
   return h("span", { class: "strip", "aria-hidden": "true" }, bars);
 }
 
-/** Returns the completions of a group, each compared with the group's mean reward. */
-export function completions(group, needle) {
-  const mean = group.completions.length > 1 ? meanReward(group) : null;
-  return group.completions.map((record) => completion(record, mean, needle));
+/** Returns the answers of a group, each compared with the group's mean reward; a button calls ``open(group, place)``. */
+export function completions(group, needle, open) {
+  const all = answers(group);
+  const mean = all.length > 1 ? meanReward(group) : null;
+  return all.map((records, place) => answer(records, mean, needle, () => open(group, place)));
 }
 
-/** Returns a completion and its comparison with ``mean``, the group's mean reward (null for a single completion). */
-function completion(record, mean, needle) {
+/** Returns an answer and its comparison with ``mean``, the group's mean reward (null for a single answer). */
+function answer(records, mean, needle, open) {
+  const record = records.at(-1);
   const result = record.result ?? {};
+  const sum = (name) => records.reduce((total, { [name]: value }) => total + value, 0);
   const isScored = record.reward !== null && record.reward !== undefined;
   const side = !isScored ? "none" : mean === null ? "alone" : Math.sign(record.reward - mean);
   const [word, look] = { none: ["not scored", "bad"], 1: ["▲ above the group's mean", "above"], "-1": ["▼ below the group's mean", "below"], 0: ["as the group's mean", "even"], alone: ["", "even"] }[side];
   const components = Object.entries(result.components ?? {});
   const facts = [
     ["answer read", result.extracted],
-    ["verifier", result.reason],
+    [record.episode === undefined ? "verifier" : "reason", result.reason],
     ["status", result.status === "scored" ? null : result.status],
     ["parts", components.length > 1 ? components.map(([name, value]) => `${name} ${number(value)}`).join(", ") : null],
     ["ended by", { stop: "its end token", length: "the length limit", abort: "an abort" }[record.finish_reason] ?? record.finish_reason],
-    ["tokens", record.tokens === undefined ? null : count(record.tokens)],
-    ["trained tokens", (record.trained_tokens ?? record.tokens) === record.tokens ? null : count(record.trained_tokens)],
+    ...figures(records),
+    ["tokens", record.tokens === undefined ? null : count(sum("tokens"))],
+    ["trained tokens", (record.trained_tokens ?? record.tokens) === record.tokens ? null : count(sum("trained_tokens"))],
     ["policy version", record.policy_version],
   ].filter(([, value]) => value !== null && value !== undefined && value !== "");
   return h(
@@ -82,6 +84,14 @@ function completion(record, mean, needle) {
     { class: "completion" },
     h("p", { class: `reward ${look}` }, h("b", null, number(record.reward)), " ", h("span", null, word)),
     h("pre", { tabindex: "0" }, marked(record.completion ?? "", needle)),
+    opener(records, open),
     h("dl", null, facts.map(([name, value]) => [h("dt", null, name), h("dd", null, marked(String(value), needle))]).flat()),
   );
+}
+
+/** Returns the button that shows an answer whole; null if there is no more to show than its text. */
+function opener(records, open) {
+  const hasConversation = records.some((record) => record.messages?.length);
+  if (!hasConversation && !records.some((record) => record.spans)) return null;
+  return h("button", { type: "button", class: "link", onclick: open }, hasConversation ? "Whole conversation" : "Its tokens");
 }

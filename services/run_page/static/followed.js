@@ -1,16 +1,18 @@
 // One prompt over the steps that sampled it: a column of completions a step, the oldest first.
 
 import { get } from "./api.js";
-import { completions, meanReward, question, strip } from "./cards.js";
+import { meanReward } from "./answers.js";
+import { completions, question, strip } from "./cards.js";
 import { h, show } from "./dom.js";
 import { count, number } from "./format.js";
 
 const PAGE = 20;
 
 export class Followed {
-  /** Calls ``fail`` with the error of a request, and ``close`` when the user goes back to all groups. */
-  constructor(fail, close) {
+  /** Calls ``fail`` with the error of a request, ``close`` to go back to all groups, ``open(group, place)`` for an answer. */
+  constructor(fail, close, open) {
     this.fail = fail;
+    this.openAnswer = open;
     this.isOpen = false;
     this.groups = [];
     this.head = h("div");
@@ -70,20 +72,20 @@ export class Followed {
       ...question(this.prompt, "").filter(Boolean),
       h("p", { role: "status" }, `${count(this.groups.length)} groups, steps ${count(first.step)} to ${count(last.step)}: mean reward ${means}`),
     );
-    this.columns.replaceChildren(...this.groups.map(column));
+    this.columns.replaceChildren(...this.groups.map((group) => column(group, this.openAnswer)));
   }
 }
 
-function column(group) {
+function column(group, open) {
   const mean = meanReward(group);
   const known = group.completions.map((record) => record.policy_version).filter((version) => version !== undefined);
   const versions = [...new Set(known)].sort((a, b) => a - b);
   return h(
     "section",
     { class: "card step", "aria-label": `step ${group.step}` },
-    h("header", null, h("strong", null, `step ${count(group.step)}`), strip(group.completions)),
+    h("header", null, h("strong", null, `step ${count(group.step)}`), strip(group)),
     versions.length ? h("p", { class: "muted" }, `policy version ${versions.map(count).join(", ")}`) : null,
     h("p", null, "mean reward ", h("b", null, number(mean))),
-    completions(group, ""),
+    completions(group, "", open),
   );
 }

@@ -108,6 +108,8 @@ export class Plots {
     for (const [source, label, around] of (compares && spec.compared) || spec.series) {
       for (const { name, ys } of columns(run, source)) {
         if (!ys.some((y) => y !== null)) continue;
+        const steps = spec.sparse && run.column(spec.sparse);
+        const values = steps ? ys.map((y, i) => y ?? (steps[i] === null ? null : 0)) : ys;
         const own = label ?? spec.name?.(name) ?? name;
         const place = lines.length;
         const look = compares
@@ -116,7 +118,7 @@ export class Plots {
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
         const spread = around ? run.column(around(name)) : null;
         const full = compares ? `${run.name}${place ? `, ${own}` : ""}` : own;
-        lines.push({ label: full, run: run.name, xs, ys, spread, entry, ...look });
+        lines.push({ label: full, run: run.name, xs, ys: values, spread, entry, ...look });
       }
     }
     return lines;

@@ -6,6 +6,7 @@ import { byId, h, setText, show } from "./dom.js";
 import { save, saveCsv } from "./download.js";
 import { Followed } from "./followed.js";
 import { count } from "./format.js";
+import { Reader } from "./reader.js";
 
 const PAGE = 6;
 
@@ -21,8 +22,10 @@ export class Samples {
     this.form = this.makeForm();
     this.groups = [];
     this.browser = h("div", null, this.form, this.fresh, this.list, this.state, this.older);
-    this.followed = new Followed(fail, () => this.follow(null));
-    byId("samples").replaceChildren(this.saving(), this.browser, this.followed.element);
+    this.reader = new Reader(fail);
+    this.open = (group, place) => this.reader.open(this.run.value, this.source.value, group, place);
+    this.followed = new Followed(fail, () => this.follow(null), this.open);
+    byId("samples").replaceChildren(this.saving(), this.browser, this.followed.element, this.reader.element);
     this.search_ = 0;
   }
 
@@ -70,11 +73,11 @@ export class Samples {
     return `${this.run.value}-${this.source.value}-samples.${ending}`;
   }
 
-  /** Returns the shown completions as lines of samples.jsonl. */
+  /** Returns the shown completions as lines of samples.jsonl, without their tokens. */
   records() {
     const groups = this.followed.isOpen ? this.followed.groups : this.groups;
     return groups.flatMap(({ number, prompt_key, groups_of_prompt, completions, ...shared }) =>
-      completions.map((completion) => ({ ...shared, ...completion })),
+      completions.map(({ spans, ...completion }) => ({ ...shared, ...completion })),
     );
   }
 
@@ -139,7 +142,7 @@ export class Samples {
         before = reply.before;
         wanted -= reply.groups.length;
         this.groups.push(...reply.groups);
-        this.list.append(...reply.groups.map((group) => card(group, query.text, (chosen) => this.follow(chosen))));
+        this.list.append(...reply.groups.map((group) => card(group, query.text, (chosen) => this.follow(chosen), this.open)));
         setText(this.state, this.describe(reply, wanted > 0 && before !== null));
       } while (wanted > 0 && before !== null);
       this.before = before;

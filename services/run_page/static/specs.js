@@ -10,7 +10,7 @@ const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
 // the name of the metric drawn as a band around it. Several runs show `compared` instead; `name` labels metrics found by
-// a pattern.
+// a pattern. Where a step lacks a metric but has `sparse`, the metric is 0.
 export const PLOTS = [
   {
     id: "reward",
@@ -115,6 +115,24 @@ export const PLOTS = [
     series: [["grad_norm", "fresh groups"], ["replay_grad_norm", "replayed groups"]],
   },
   { id: "staleness", title: "Staleness", unit: "policy versions", series: [["staleness_mean", "mean"], ["staleness_max", "largest"]] },
+  { id: "turns", title: "Turns of an episode", unit: "calls of the model", series: [["turns_mean", "mean"], ["turns_max", "most"]] },
+  {
+    id: "tool-calls",
+    title: "Tool calls and branches",
+    unit: "number an episode, mean",
+    series: [["tool_calls_mean", "tool calls"], ["branches_mean", "branches"]],
+  },
+  { id: "parsed", title: "Tool calls that parse", unit: "share of tool calls", series: [["tool_calls_parsed", "parsed"]] },
+  {
+    id: "failed",
+    title: "Failed episodes",
+    unit: "number without a reward, by reason",
+    whole: true,
+    sparse: "episodes_failed",
+    series: [["episodes_failed", "all"], [/^episodes_failed_/]],
+    compared: [["episodes_failed", "all"]],
+    name: without("episodes_failed_"),
+  },
   { id: "truncation", title: "Truncated completions", unit: "share of completions", series: [["truncation_rate", "truncated"]] },
   {
     id: "groups",

@@ -66,7 +66,11 @@ async def test_an_append_only_conversation_is_one_sequence_of_the_templates_own_
         messages = await play(running, tools)
         trace = await running.finish()
         check_one_sequence(running, trace)
-        assert trace["messages"] == messages
+        [sequence] = trace["sequences"]
+        assert [message.pop("sampled", False) for message in sequence["messages"]] == [
+            message["role"] == "assistant" for message in messages
+        ]
+        assert sequence["messages"] == messages
         assert trace["tool_calls"] == (2 if calls_tools else 0)
         shown = [_with_objects(message) for message in messages]
         whole = running.whole(shown[:-1], tools=tools)

@@ -47,6 +47,9 @@ def group_of(**fields: Any) -> Group:
     """Return a group in which every other experience has the number of an episode."""
     for place, experience in enumerate(fields["experiences"]):
         experience["episode"] = place if place % 2 else None
+        if place % 2:
+            experience["messages"] = [{"role": "assistant", "tool_calls": [{"name": "add"}], "sampled": True}]
+            fields |= {"episode_figures": {place: {"turns": 2}}, "episodes_failed": {"timeout": 1}}
     return Group.model_validate(fields)
 
 

@@ -81,6 +81,33 @@ def group(step: int, number: int, *, rewards: list[float | None], **fields: Any)
     ]
 
 
+def episodes(step: int, number: int) -> list[dict[str, Any]]:
+    """The lines of a group of two episodes with a calculator: one that branches and is right, and one that fails."""
+    ask = {"role": "user", "content": "What is 12*31?"}
+    call = {"name": "calculate", "arguments": '{"expression": "12*31"}'}
+    calling = {"role": "assistant", "tool_calls": [call], "sampled": True}
+    result = {"role": "tool", "name": "calculate", "content": "372"}
+    answers = [{"role": "assistant", "content": text, "sampled": True} for text in ("It is 372.", "372")]
+    summary = {"role": "user", "content": "You found 372. Answer with just the number."}
+    read = {"text": "<tool>372</tool><assistant>"}
+
+    def sampled(version: int, words: str, advantages: Any) -> dict[str, Any]:
+        tokens = words.split("|")
+        return {"version": version, "tokens": tokens, "logprobs": [-0.25] * len(tokens), "advantages": advantages}
+
+    right: dict[str, Any] = {"episode": 0, "turns": 3, "tool_calls": 1, "unparsed_tool_calls": 0, "branches": 1}
+    wrong: dict[str, Any] = {"episode": 1, "turns": 1, "tool_calls": 0, "unparsed_tool_calls": 1, "branches": 0}
+    used, unused = sampled(step - 1, "<call>|12|*31", [1.5, 0.75, 0.0]), {"text": "<call>12*31"}
+    last, shorter = sampled(step, "It is| 372.", 0.75), sampled(step, "372", 0.75)
+    told = [
+        right | {"messages": [ask, calling, result, answers[0]], "spans": [used, read, last]},
+        right | {"messages": [ask, calling, summary, answers[1]], "spans": [unused, read, shorter]},
+        wrong | {"messages": [ask, answers[0]], "spans": [sampled(step - 1, "Hm|.", None)]},
+    ]
+    records = group(step, number, rewards=[1.0, 1.0, None], rendered_prompt="<user>What is 12*31?<assistant>")
+    return [record | said for record, said in zip(records, told, strict=True)]
+
+
 def held_out(step: int, number: int) -> dict[str, Any]:
     """A line of evaluations.jsonl: the greedy completion of a held-out prompt, which is right from step 20 on."""
     answer = {"prompt": f"What is {number} times 3?", "ground_truth": str(3 * number), "completion": f"{step} {number}"}

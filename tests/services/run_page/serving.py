@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
+from pydantic import SecretStr
 
+from scripts.view import create_view_app
+from services.core.settings import Settings
 from services.http.server import listen
+from services.run_page.directory import RunDirectory
 from tests.waiting import IDLE_SECONDS, wait_until
 
 
@@ -38,3 +43,9 @@ def served_ready(app: FastAPI) -> Iterator[str]:
             lambda: httpx.get(f"{url}/health", timeout=IDLE_SECONDS, trust_env=False).status_code == 200, "health"
         )
         yield url
+
+
+def view(*runs: Path, token: str | None = None) -> FastAPI:
+    """The page over finished runs."""
+    settings = Settings(jobgroup_token=SecretStr(token) if token else None)
+    return create_view_app(settings, [RunDirectory(run.name, run) for run in runs])

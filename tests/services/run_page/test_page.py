@@ -3,63 +3,20 @@
 import csv
 import json
 import re
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 from playwright.sync_api import Page, expect
-from pydantic import SecretStr
 
-from scripts.view import create_view_app
 from services.core.settings import Settings
 from services.http.app import create_service_app
 from services.run_page.directory import RunDirectory
 from services.run_page.routes import PUBLIC, add_run_page
-from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
+from tests.browser import PHONE, chromium, contrast, is_wider_than_window
 from tests.services.run_page.runs import append, group, metrics, write_run
-from tests.services.run_page.serving import served
-from tests.waiting import IDLE_SECONDS
-
-expect.set_options(timeout=1000 * IDLE_SECONDS)
+from tests.services.run_page.serving import served, view
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="no Chromium here; install it or name it in CHROMIUM")
-
-
-@pytest.fixture(scope="module")
-def chrome():
-    with browser() as running:
-        yield running
-
-
-@pytest.fixture
-def serve():
-    """``serve(app)`` gives the URL of an application that is served until the test is over."""
-    with ExitStack() as stack:
-        yield lambda app: stack.enter_context(served(app))
-
-
-@pytest.fixture
-def open_page(chrome, serve):
-    """``open_page(app or URL, **options of the window)``; the test fails of errors that the page did not expect."""
-    windows = []
-
-    def open_(app, part="", *, expected_problems="", **options):
-        window = chrome.new_context(**{"viewport": DESKTOP, **options})
-        page = window.new_page()
-        page.set_default_timeout(1000 * IDLE_SECONDS)
-        windows.append((window, problems_of(page), expected_problems))
-        page.goto((app if isinstance(app, str) else serve(app)) + part)
-        return page
-
-    yield open_
-    for window, problems, expected in windows:
-        window.close()
-        assert [problem for problem in problems if not (expected and re.search(expected, problem))] == []
-
-
-def view(*runs, token=None):
-    """The page over finished runs."""
-    settings = Settings(jobgroup_token=SecretStr(token) if token else None)
-    return create_view_app(settings, [RunDirectory(run.name, run) for run in runs])
 
 
 NOW = {
@@ -421,31 +378,3 @@ def test_text_is_readable_in_light_and_dark(open_page, tmp_path, scheme):
         assert contrast(page.locator(selector).first) >= 4.5, selector
     page.locator("#theme").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-
-
-def contrast(element):
-    """The contrast between an element's text and what is behind it, as WCAG 2.1 counts it."""
-    return element.evaluate(
-        """element => {
-            const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-            const over = (colour, below) => {
-                canvas.fillStyle = below; canvas.fillRect(0, 0, 1, 1);
-                canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-                const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
-                return `rgb(${r} ${g} ${b})`;
-            };
-            const parents = [];
-            for (let e = element; e; e = e.parentElement) parents.unshift(getComputedStyle(e).backgroundColor);
-            const background = parents.reduce((below, colour) => over(colour, below), "white");
-            const luminance = (colour) => {
-                over(colour, background);
-                const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((v) => {
-                    const c = v / 255;
-                    return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-                });
-                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-            };
-            const [a, b] = [luminance(getComputedStyle(element).color), luminance(background)].sort((x, y) => y - x);
-            return (a + 0.05) / (b + 0.05);
-        }"""
-    )

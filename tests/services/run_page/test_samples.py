@@ -6,7 +6,7 @@ import pytest
 
 from services.run_page import samples
 from services.run_page.samples import GroupsQuery, SampleIndex, prompt_key
-from tests.services.run_page.runs import append, group, write_run
+from tests.services.run_page.runs import append, episodes, group, write_run
 
 
 @pytest.fixture
@@ -119,3 +119,18 @@ def test_a_search_that_takes_long_says_how_far_it_has_come(index, monkeypatch):
     found = index.search(GroupsQuery(text="not there"))
     assert found.groups == []
     assert found.before is not None
+
+
+def test_tokens_are_sent_only_when_asked_for(index):
+    append(index.path, episodes(11, 99))
+    spans = [c["spans"] for c in index.search(GroupsQuery(limit=1)).groups[0]["completions"]]
+    assert spans == [[], [], []]
+    asked = index.search(GroupsQuery(before=21, limit=1, tokens=True)).groups[0]["completions"]
+    assert asked[0]["spans"][0]["tokens"] == ["<call>", "12", "*31"]
+    assert "spans" not in index.search(GroupsQuery(before=20, limit=1)).groups[0]["completions"][0]
+
+
+@pytest.mark.parametrize("text", ["you found 372", "calculate", "12*31", "expression"])
+def test_text_is_found_in_conversations(index, text):
+    append(index.path, episodes(11, 99))
+    assert steps(index.search(GroupsQuery(text=text))) == [11]

@@ -87,7 +87,7 @@ class Steps:
         """Take a step; return the positions of the prompts whose groups were trained on."""
         if not self.loop.step():
             return []
-        _, _, groups = self.files.record_step.call_args.args
+        _, _, groups, _ = self.files.record_step.call_args.args
         return [group.position for group in groups]
 
 

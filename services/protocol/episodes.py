@@ -1,0 +1,41 @@
+"""An agent's episode as people read it: its figures and its conversations."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.protocol.base import Count, WireModel
+
+
+class CalledTool(WireModel):
+    """A tool call of a message; ``arguments`` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class Message(WireModel):
+    """A message of a conversation: what somebody says, and the tools that it calls.
+
+    ``name`` is that of the tool whose result the message is. ``sampled`` says that the model in training wrote the
+    message; the agent gave the others, among them answers of the assistant that it shows as examples.
+    """
+
+    role: str
+    content: str = ""
+    tool_calls: list[CalledTool] = Field(default_factory=list)
+    name: str | None = None
+    sampled: bool = False
+
+
+class EpisodeFigures(WireModel):
+    """The size and shape of an episode.
+
+    ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
+    one excepted. ``tool_calls`` counts the tool calls that could be parsed.
+    """
+
+    turns: Count = 0
+    tool_calls: Count = 0
+    unparsed_tool_calls: Count = 0
+    branches: Count = 0

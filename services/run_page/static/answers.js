@@ -1,0 +1,26 @@
+// The answers of a group, of which an agent's may have several sequences of tokens.
+
+import { count } from "./format.js";
+
+/** Returns the answers of a group, each as its records: one for a completion, one a branch for an episode. */
+export function answers(group) {
+  const found = new Map();
+  for (const [place, record] of group.completions.entries()) {
+    const key = record.episode ?? `completion ${place}`;
+    found.set(key, [...(found.get(key) ?? []), record]);
+  }
+  return [...found.values()];
+}
+
+/** Returns the mean reward of a group; null if nothing could be scored. */
+export function meanReward(group) {
+  const rewards = answers(group).map(([first]) => first.reward).filter((reward) => reward !== null && reward !== undefined);
+  return rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
+}
+
+/** Returns the size and shape of an episode as [name, text] pairs; none for a completion. */
+export function figures([{ turns, tool_calls: parsed, unparsed_tool_calls: unparsed, branches }]) {
+  if (turns === undefined) return [];
+  const calls = parsed + unparsed ? [["tool calls", `${count(parsed + unparsed)}${unparsed ? ` (${count(unparsed)} unreadable)` : ""}`]] : [];
+  return [["turns", count(turns)], ...calls, ...(branches ? [["branches", count(branches)]] : [])];
+}

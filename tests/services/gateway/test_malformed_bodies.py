@@ -1,0 +1,103 @@
+"""Bodies of the three APIs with parts replaced at random: an answer or a refusal, never an error of the gateway."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+
+from tests.services.gateway.conftest import ADD, StartGateway
+
+FUNCTION = ADD["function"]
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat/completions": {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "1+2?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ],
+        "tools": [ADD],
+        "tool_choice": "auto",
+        "stop": ["x"],
+        "n": 1,
+        "max_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    "messages": {
+        "model": "m",
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": "1+2?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "I add."},
+                    {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": FUNCTION["parameters"]}],
+        "tool_choice": {"type": "auto"},
+        "stop_sequences": ["x"],
+        "max_tokens": 5,
+        "output_config": {"effort": "low"},
+    },
+    "responses": {
+        "model": "m",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "Hm."}], "content": None},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c", "output": "3"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": "auto",
+        "text": {"format": {"type": "text"}},
+        "include": [],
+        "metadata": {"a": "b"},
+        "max_output_tokens": 5,
+        "stream": False,
+    },
+}
+ODD: list[Any] = [None, True, 0, -1, 1.5, 10**30, "", "odd", [], [[]], {}, {"type": "odd"}, [None], ["odd"], [{}]]
+
+
+def replaced(body: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Return a body with something odd in the place of one or two of its parts."""
+    made = copy.deepcopy(body)
+    for _ in range(draw.choice([1, 1, 2])):
+        place: Any = made
+        while True:
+            key = draw.choice([*place] if isinstance(place, dict) else range(len(place)))
+            if not isinstance(place[key], dict | list) or not place[key] or draw.random() < 0.3:
+                break
+            place = place[key]
+        place[key] = copy.deepcopy(draw.choice(ODD))
+    return made
+
+
+@pytest.mark.parametrize("api", BODIES)
+async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, api: str) -> None:
+    draw = random.Random(api)
+    async with gateway(answers=["Hi."]) as running:
+        await running.open(max_turns=1000, max_tokens=10_000)
+        url = f"/sessions/s/v1/{api}"
+        assert (await running.client.post(url, json=BODIES[api])).status_code == 200
+        seen = {}
+        for _ in range(250):
+            body = replaced(BODIES[api], draw)
+            reply = await running.client.post(url, json=body)
+            assert reply.status_code in (200, 400), (body, reply.text)
+            seen[reply.status_code] = reply
+        assert seen.keys() == {200, 400}
+        refused = await running.client.post(url, json=BODIES[api], headers={"Content-Length": str(10**12)})
+        assert (refused.status_code, "send" in refused.json()["error"]["message"]) == (413, True), refused.text
