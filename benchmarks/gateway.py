@@ -124,11 +124,10 @@ class Load:
 
 
 @contextmanager
-def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[service.Service]:
+def gateway(model: Path, directory: Path | None, engine_seconds: float) -> Iterator[service.Service]:
     """Run the gateway and an engine that answers after ``engine_seconds``."""
     port = harness.free_port()
     endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
-    mapped = orjson.dumps(endpoints).decode()
     command = [sys.executable, "-m", "benchmarks.common.quick_engine", str(port), str(engine_seconds)]
     with ExitStack() as stack:
         engine = subprocess.Popen([*command, str(model / "replies.json")])
@@ -139,7 +138,7 @@ def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[ser
             "GATEWAY_DIR": kept,
             ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode(),
         }
-        yield stack.enter_context(service.running("gateway", **environment, **{ENDPOINTS_VARIABLE: mapped}))
+        yield stack.enter_context(service.running("gateway", **environment))
 
 
 def write_model(source: Path, model: Path) -> None:
@@ -163,7 +162,7 @@ def write_model(source: Path, model: Path) -> None:
     (model / "replies.json").write_bytes(orjson.dumps(replies))
 
 
-def figures(model: Path, directory: Path, waves: int) -> Iterator[Figure]:
+def figures(model: Path, directory: Path | None, waves: int) -> Iterator[Figure]:
     """Measure the gateway saturated, then at RATES."""
     with gateway(model, directory, 0.0) as process:
         uvloop.run(Load("first", process.port, None).run(1))  # Templates are compiled, connections opened.
