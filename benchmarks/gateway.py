@@ -56,7 +56,7 @@ TOOL = {
     },
 }
 SYSTEM = "You answer questions by the encyclopedia. Look up what you do not know, and say where you found it. " * 5
-PARAGRAPH = "The river rises in the hills above the old town, turns south at the mill, and reaches the sea by three arms. "
+PARAGRAPH = "The river rises in the hills above the old town, turns south at the mill, and flows into the sea. "
 ANSWERS = (
     '<tool_call>\n{"name": "look_up", "arguments": {"subject": "rivers of the north %d", "paragraphs": 3}}\n'
     "</tool_call>",
@@ -69,6 +69,7 @@ ANSWERS = (
 class Load:
     """The sessions of a measurement."""
 
+    name: str
     port: int
     rate: float | None
     """Calls a second; None: each session calls again at once."""
@@ -83,14 +84,16 @@ class Load:
         for wave in range(waves):
             async with service.connect(self.port) as connection:
                 for place in range(SESSIONS):
-                    request = {"id": f"{wave}-{place}", "seed": place}
+                    request = {"id": f"{self.name}-{wave}-{place}", "seed": place}
                     await connection.request("POST", "/sessions", orjson.dumps(request))
             self._started = time.perf_counter()
             await asyncio.gather(*(self._episode(wave, place) for place in range(SESSIONS)))
             self.seconds += time.perf_counter() - self._started
             async with service.connect(self.port) as connection:
                 for place in range(SESSIONS):
-                    trace = orjson.loads(await connection.request("POST", f"/sessions/{wave}-{place}/finish"))
+                    trace = orjson.loads(
+                        await connection.request("POST", f"/sessions/{self.name}-{wave}-{place}/finish")
+                    )
                     assert trace["turns"] == TURNS
                     assert len(trace["sequences"]) == 1, "a conversation was broken"
 
@@ -104,7 +107,7 @@ class Load:
                 if self.rate is not None:
                     begin = self._started + (turn * SESSIONS + place) / self.rate
                     await asyncio.sleep(begin - time.perf_counter())
-                message = await self._call(connection, f"{wave}-{place}", messages)
+                message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
                 messages.append(message)
                 if calls := message.get("tool_calls"):
                     messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": PARAGRAPH * 5})
@@ -121,7 +124,7 @@ class Load:
 
 
 @contextmanager
-def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[service.Service]:
+def gateway(model: Path, directory: Path | None, engine_seconds: float) -> Iterator[service.Service]:
     """Run the gateway and an engine that answers after ``engine_seconds``."""
     port = harness.free_port()
     endpoints = {"rollout-server-0:30000": f"127.0.0.1:{port}", "gateway-0:8005": "127.0.0.1:0"}
@@ -130,7 +133,11 @@ def gateway(model: Path, directory: Path, engine_seconds: float) -> Iterator[ser
         engine = subprocess.Popen([*command, str(model / "replies.json")])
         stack.callback(harness.end, engine)
         kept = stack.enter_context(tempfile.TemporaryDirectory(dir=directory))
-        environment = {"MODEL_NAME": str(model), "GATEWAY_DIR": kept, ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode()}
+        environment = {
+            "MODEL_NAME": str(model),
+            "GATEWAY_DIR": kept,
+            ENDPOINTS_VARIABLE: orjson.dumps(endpoints).decode(),
+        }
         yield stack.enter_context(service.running("gateway", **environment))
 
 
@@ -155,11 +162,11 @@ def write_model(source: Path, model: Path) -> None:
     (model / "replies.json").write_bytes(orjson.dumps(replies))
 
 
-def figures(model: Path, directory: Path, waves: int) -> Iterator[Figure]:
+def figures(model: Path, directory: Path | None, waves: int) -> Iterator[Figure]:
     """Measure the gateway saturated, then at RATES."""
     with gateway(model, directory, 0.0) as process:
-        uvloop.run(Load(process.port, None).run(1))  # The first calls compile templates and open connections.
-        load, before = Load(process.port, None), psutil.Process(process.pid).cpu_times()
+        uvloop.run(Load("first", process.port, None).run(1))  # Templates are compiled, connections opened.
+        load, before = Load("next", process.port, None), psutil.Process(process.pid).cpu_times()
         uvloop.run(load.run(waves))
         after = psutil.Process(process.pid).cpu_times()
     calls = len(load.milliseconds)
@@ -170,8 +177,8 @@ def figures(model: Path, directory: Path, waves: int) -> Iterator[Figure]:
     yield Figure("saturated, gateway's CPU a call, sessions included", 1e3 * used / calls, "ms")
     for rate in RATES:
         with gateway(model, directory, ENGINE_SECONDS) as process:
-            uvloop.run(Load(process.port, rate).run(1))
-            load = Load(process.port, rate)
+            uvloop.run(Load("first", process.port, rate).run(1))
+            load = Load("next", process.port, rate)
             uvloop.run(load.run(waves))
         added = [latency - 1e3 * ENGINE_SECONDS for latency in load.milliseconds]
         yield Figure(f"at {rate} a second, calls", len(added) / load.seconds, "1/s")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import statistics
 import tempfile
 import time
@@ -29,6 +30,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import running, write_job_group
 from local_runner.environment import cores
+from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import ROUTER_PORT, Task
 
 START_SECONDS = 600.0
@@ -91,7 +93,9 @@ def server(url: str, given: argparse.Namespace) -> Callable[[], float]:
         ):
 
             def complete(prompt: str) -> int:
-                reply = http.post(f"{url}/generate", json=request | {"text": prompt}).raise_for_status()
+                # A key of its own, as our client gives each request.
+                key = {ROUTING_KEY: secrets.token_hex(8)}
+                reply = http.post(f"{url}/generate", json=request | {"text": prompt}, headers=key).raise_for_status()
                 return int(reply.json()["meta_info"]["completion_tokens"])
 
             started = time.perf_counter()

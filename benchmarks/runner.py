@@ -75,10 +75,12 @@ BENCHMARKS = (
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
     ),
+    Benchmark("conversations", "Episodes of several turns", "conversations"),
     Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
+    Benchmark("gateway", "The gateway with an engine that costs nothing", "gateway", ("--no-fail",)),
     Benchmark("recovery", "What a death costs", "recovery"),
     Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
 )

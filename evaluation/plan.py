@@ -10,9 +10,10 @@ from evaluation import checkpoints
 from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
 from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
-from services.agents import load_agent
+from services.agents import Agent, load_agent
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
+from services.programs import Program
 from services.reward_server.settings import RewardSettings
 
 VOLUME = "/shared/"
@@ -60,7 +61,7 @@ class Plan:
             )
         self.checkpoints = found
         is_agent = settings.workflow is WorkflowName.AGENT
-        self.agent = load_agent("--agent", settings.eval_agent) if is_agent and not is_on_cluster else None
+        self.agent = _agent_of(settings) if is_agent and not is_on_cluster else None
         name = found[0].name if len(found) == 1 else (run_dir.resolve().name if run_dir else f"{len(found)}-models")
         parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
         self.output = (output or settings.eval_output / "-".join(parts)).resolve()
@@ -78,10 +79,17 @@ class Plan:
             **sampling,
             "eval_workflow": settings.workflow.value,
             **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
+            **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
             **({"reward_fn": RewardSettings.load().reward_fn} if self.reward_url is None else {}),
         }
+
+
+def _agent_of(settings: EvaluationSettings) -> Agent:
+    if settings.eval_agent_command:
+        return Program(settings.eval_agent_command)
+    return load_agent("--agent", settings.eval_agent)
 
 
 def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

@@ -17,6 +17,7 @@ from evaluation import examples, report, schedulers, servers, skypilot
 from evaluation.checkpoints import Checkpoint
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
+from evaluation.relay import reachable
 from evaluation.samples import open_store
 from evaluation.servers import ServerPool
 from evaluation.settings import SchedulerName
@@ -27,6 +28,7 @@ from services.clients.reward import RewardClient
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 from services.core.vocabulary import vocabulary_size
+from services.programs import episodes_at_once
 
 START_SECONDS = 60.0
 """The wait for the first of servers that run already."""
@@ -124,12 +126,14 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,
             RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
+            reachable(plan.agent) as agent,
         ):
             await run_until_first_ends(pool.wait_ready(start_seconds), started.watch())
             scorer: Score = partial(score, rewards)
             workflow: Workflow = SingleTurn(settings)
-            if plan.agent is not None:
-                workflow = AgentWorkflow(plan.agent, settings, scorer, checkpoint.model)
+            if plan.agent is not None and agent is not None:
+                places = asyncio.Semaphore(episodes_at_once(plan.agent))
+                workflow = AgentWorkflow(agent, settings, scorer, checkpoint.model, places)
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store)
             with View(console, checkpoint.name, pool) as view:
                 await run_until_first_ends(evaluation.run(view.show), started.watch())

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from services.core.settings import Settings
@@ -55,6 +56,8 @@ class EvaluationSettings(Settings):
     eval_agent: str = ""
     """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
     built in. Unset: one completion answers a prompt."""
+    eval_agent_command: str = ""
+    """An agent as a shell command in any language, as the trainer's AGENT_COMMAND."""
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
@@ -66,10 +69,16 @@ class EvaluationSettings(Settings):
     eval_concurrency: int = Field(64, ge=1)
     """Prompts, or an agent's episodes, in flight at one server (or router)."""
 
+    @model_validator(mode="after")
+    def _one_agent(self) -> Self:
+        if self.eval_agent and self.eval_agent_command:
+            raise ValueError("EVAL_AGENT and EVAL_AGENT_COMMAND are both set; unset one of them")
+        return self
+
     @property
     def workflow(self) -> WorkflowName:
         """The way in which prompts are answered."""
-        return WorkflowName.AGENT if self.eval_agent else WorkflowName.SINGLE_TURN
+        return WorkflowName.AGENT if self.eval_agent or self.eval_agent_command else WorkflowName.SINGLE_TURN
 
     @property
     def ks(self) -> list[int]:

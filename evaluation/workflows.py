@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class SingleTurn:
 
 @dataclass(frozen=True)
 class AgentWorkflow:
-    """Episodes of an agent: an ``async def`` that gets the example, ``base_url``, ``api_key`` and ``http_client``.
+    """Episodes of an agent, which gets the example, ``base_url``, ``api_key`` and ``http_client``.
 
     It returns a reward, or None for an answer that cannot be scored.
     """
@@ -81,12 +82,18 @@ class AgentWorkflow:
     score: Score
     model: str
     """The model's name in requests."""
+    places: asyncio.Semaphore
+    """Bounds the episodes at once, whatever the number of servers."""
     at_once: ClassVar[int] = 1
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Play one episode for each index, one after the other."""
-        return [await self._episode(server, prompt, kind, index) for index in indices]
+        samples = []
+        for index in indices:
+            async with self.places:
+                samples.append(await self._episode(server, prompt, kind, index))
+        return samples
 
     async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
         settings, recording = self.settings, Recording()

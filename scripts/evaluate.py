@@ -38,6 +38,9 @@ Temperature = Annotated[float | None, Option(help="Of the samples; default 1.")]
 MaxNewTokens = Annotated[int | None, Option(help="Longest completion; default 512.")]
 Workflow = Annotated[WorkflowName | None, Option(help="How an answer comes about.")]
 AgentName = Annotated[str | None, Option(help="The agent, as module:function; default a math agent.")]
+AgentCommand = Annotated[
+    str | None, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
+]
 Scheduler = Annotated[SchedulerName | None, Option(help="Default: endpoints where some are given, else local.")]
 NumServers = Annotated[int, Option(min=1, help="Rollout nodes to start.")]
 Urls = Annotated[
@@ -64,6 +67,7 @@ def main(
     max_new_tokens: MaxNewTokens = None,
     workflow: Workflow = None,
     agent: AgentName = None,
+    agent_command: AgentCommand = None,
     scheduler: Scheduler = None,
     num_servers: NumServers = 1,
     url: Urls = None,
@@ -82,7 +86,7 @@ def main(
         variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-        overrides |= {"eval_agent": _agent(workflow, agent), "eval_concurrency": concurrency}
+        overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
         plan = Plan(
             _settings(variables, overrides),
             models=model or [],
@@ -108,13 +112,17 @@ def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> Eva
     return settings
 
 
-def _agent(workflow: WorkflowName | None, agent: str | None) -> str | None:
-    """Return the value for EVAL_AGENT that --workflow and --agent give; None to leave it to the environment."""
+def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:
+    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment."""
     if workflow is WorkflowName.SINGLE_TURN:
-        return ""
-    if workflow is WorkflowName.AGENT and agent is None:
-        return os.environ.get("EVAL_AGENT") or MATH_AGENT
-    return agent
+        agent, command = "", ""
+    elif agent is not None:
+        command = command or ""
+    elif command is not None:
+        agent = ""
+    elif workflow is WorkflowName.AGENT and not os.environ.get("EVAL_AGENT_COMMAND"):
+        agent = os.environ.get("EVAL_AGENT") or MATH_AGENT
+    return {"eval_agent": agent, "eval_agent_command": command}
 
 
 def _exit_code(work: Callable[[], int]) -> int:

@@ -24,6 +24,9 @@ from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
+EPISODES_AT_ONCE = 256
+"""Further episodes wait. An agent may hold connections, files or processes of its own."""
+
 Agent = Callable[..., Awaitable[float | None]]
 Score = Callable[[Sequence[RewardItem]], Awaitable[list[RewardResult]]]
 
@@ -49,7 +52,9 @@ class Example(Prompt):
     """The model's name in requests."""
     scorer: Score = Field(repr=False, exclude=True)
     result: RewardResult | None = None
-    """The result of the last call of ``score``."""
+    """The result of the last call of ``score``, or the result that a program gave."""
+    output: str = ""
+    """The end of a program's output, as the end of a message."""
 
     async def score(self, response: str) -> float | None:
         """Return the reward of ``response`` by REWARD_FN; None if it cannot be scored."""
@@ -79,7 +84,7 @@ async def play(
         async with asyncio.timeout(seconds):
             reward = await agent(example, base_url=base_url, api_key=api_key, http_client=http_client)
     except TimeoutError as error:
-        raise AgentFailedError(f"the agent took more than {seconds:g} s", "timeout") from error
+        raise AgentFailedError(f"the agent took more than {seconds:g} s{example.output}", "timeout") from error
     if reward is None:
         return None
     if isinstance(reward, bool | int | float) and math.isfinite(reward):

@@ -53,6 +53,7 @@ class Rollout(StrEnum):
 
     COMPLETION = "completion"
     AGENT = "agent"
+    PROGRAM = "program"
 
 
 class Schedule(StrEnum):
@@ -136,9 +137,16 @@ class SamplingSection(SectionSettings):
     many times a step (DAPO)."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
-    which the gateway records; MAX_NEW_TOKENS is then the longest turn."""
+    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so."""
     agent: str = ""
     """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
+    agent_command: str = ""
+    """The agent as a shell command in any language, the same that `scripts.evaluate --agent-command` measures: the task
+    is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and the last line of its output
+    is its reward, as in `{"reward": 1.0}`, or the whole output the answer that REWARD_FN scores."""
+    agent_concurrency: int | None = Field(None, ge=1)
+    """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the machine's
+    memory, whichever are fewer (`program`)."""
     agent_max_turns: int = Field(16, ge=1, le=MAX_SEQUENCES)
     """Most calls of the model in an episode."""
     agent_max_tokens: int = Field(4096, ge=1, le=MAX_TOKENS)
@@ -335,14 +343,20 @@ class TrainerSettings(
 
     @model_validator(mode="after")
     def _rollout_fits(self) -> Self:
-        if self.rollout is Rollout.COMPLETION:
-            if self.agent:
+        for needed, variable, value in (
+            (Rollout.AGENT, "AGENT", self.agent),
+            (Rollout.PROGRAM, "AGENT_COMMAND", self.agent_command),
+        ):
+            if value and self.rollout is not needed:
                 raise ValueError(
-                    f"AGENT is {self.agent!r}, but ROLLOUT is completion; set ROLLOUT=agent, or unset AGENT"
+                    f"{variable} is {value!r}, but ROLLOUT is {self.rollout}; set ROLLOUT={needed}, or unset {variable}"
                 )
+        if self.rollout is Rollout.COMPLETION:
             return self
-        if not is_own_function(self.agent):
+        if self.rollout is Rollout.AGENT and not is_own_function(self.agent):
             raise ValueError(f"AGENT is {self.agent!r}, but ROLLOUT is agent; give the agent as module:function")
+        if self.rollout is Rollout.PROGRAM and not self.agent_command.strip():
+            raise ValueError("AGENT_COMMAND is empty, but ROLLOUT is program; give the agent as a shell command")
         if self.agent_max_tokens < self.max_new_tokens:
             raise ValueError(
                 f"AGENT_MAX_TOKENS is {self.agent_max_tokens}; allowed is at least MAX_NEW_TOKENS "
@@ -354,9 +368,9 @@ class TrainerSettings(
                 f"{MAX_SEQUENCES}, the most sequences of a group"
             )
         if self.overlong_buffer:
-            raise ValueError("OVERLONG_BUFFER is set, but ROLLOUT is agent; unset it, the agent gives the rewards")
-        if self.lora_rank:
-            raise ValueError("LORA_RANK is set, but ROLLOUT is agent; unset it, the gateway names no adapter")
+            raise ValueError(
+                f"OVERLONG_BUFFER is set, but ROLLOUT is {self.rollout}; unset it, the agent gives the rewards"
+            )
         return self
 
     @model_validator(mode="after")
@@ -392,7 +406,7 @@ class TrainerSettings(
     @property
     def longest_answer(self) -> int:
         """Most tokens that the model samples for one answer to a prompt."""
-        return self.agent_max_tokens if self.rollout is Rollout.AGENT else self.max_new_tokens
+        return self.max_new_tokens if self.rollout is Rollout.COMPLETION else self.agent_max_tokens
 
     @property
     def generation_concurrency(self) -> int:

@@ -116,6 +116,7 @@ class TrainingLoop:
             metrics["seconds_step"] = time.perf_counter() - started
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate()
+            metrics |= services.episode_tokens()
         if self.is_due(settings.checkpoint_every) or state.best_step == state.step:
             self.save_checkpoint()
         self.checkpoints.poll()

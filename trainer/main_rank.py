@@ -36,6 +36,8 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 WORKER_POLL_SECONDS = 0.2
+STATS_SECONDS = 10.0
+"""Longest wait for figures that are recorded and nothing more."""
 
 
 class MainRank:
@@ -149,6 +151,26 @@ class MainRank:
     def evaluate(self) -> dict[str, float]:
         """Measure what the rollout workers serve on held-out prompts; see Evaluator."""
         return self.thread.call(self.evaluator.evaluate(), interruptible=True)
+
+    def episode_tokens(self) -> dict[str, float]:
+        """Return the gateway's account of the run's sampled tokens as metrics; nothing if it does not answer.
+
+        The tokens that engines sampled are those in traces, in open episodes, and lost, by reason.
+        """
+        gateway = self.clients.gateway
+        if gateway is None:
+            return {}
+        try:
+            stats = self.thread.call(gateway.stats(deadline=STATS_SECONDS))
+        except (DependencyLostError, RequestRefusedError) as error:
+            log.warning("the gateway's account is not known", reason=str(error))
+            return {}
+        return {
+            "episode_tokens_engines": float(stats.engine_tokens),
+            "episode_tokens_traces": float(stats.trace_tokens),
+            "episode_tokens_open": float(stats.open_tokens),
+            **{f"episode_tokens_lost_{reason}": float(tokens) for reason, tokens in stats.lost_tokens.items()},
+        }
 
     def save_replay(self, label: str) -> None:
         """Save the replay buffer's contents and priorities under ``label``."""

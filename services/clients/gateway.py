@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
-from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
 
 
 class GatewayClient(ServiceClient):
@@ -51,3 +51,7 @@ class GatewayClient(ServiceClient):
     async def delete(self, session_id: str) -> None:
         """Delete a session and everything stored of it; an unknown session is no error."""
         await self.request("DELETE", f"/sessions/{session_id}")
+
+    async def stats(self, *, deadline: float | None = None) -> GatewayStats:
+        """Return the account of sampled tokens; ``deadline`` seconds instead of the client's own."""
+        return await self.call("GET", "/stats", GatewayStats, deadline=deadline)

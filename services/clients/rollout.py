@@ -8,12 +8,13 @@ outside the vocabulary, because they would crash a worker.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
+import orjson
 from prometheus_client import Counter, Gauge
 from pydantic import ValidationError
 
@@ -31,6 +32,8 @@ MISSING = Counter("rollout_missing", "Completions that could not be had within d
 TOKENS = Counter("rollout_tokens", "Completion tokens received.")
 IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for their answer.")
 
+ROUTING_KEY = "X-SMG-Routing-Key"
+"""The header by which the router chooses: requests of one key go to one worker, a new key's to the least busy one."""
 MAX_ROUNDS = 4
 """Rounds of requests for a prompt's completions; a group may stay short after the last."""
 
@@ -167,9 +170,13 @@ class RolloutClient(HttpClient):
         try:
             with IN_FLIGHT.track_inprogress():
                 reply = await self.request(
-                    "POST", "/generate", {**request, "sampling_params": sampling}, deadline=deadline
+                    "POST",
+                    "/generate",
+                    {**request, "sampling_params": sampling},
+                    headers={ROUTING_KEY: secrets.token_hex(8)},
+                    deadline=deadline,
                 )
-            completions = read_completions(reply)
+            completions = read_completions(str(reply.url), reply.content)
         except DependencyLostError as error:
             LOST.inc()
             return [], error
@@ -194,17 +201,17 @@ class RolloutClient(HttpClient):
         }
 
 
-def read_completions(response: httpx.Response) -> list[Completion]:
-    """Return the completions of a reply to SGLang's /generate, which is one record or a list of records.
+def read_completions(url: str, reply: bytes) -> list[Completion]:
+    """Return the completions of ``url``'s reply to SGLang's /generate, which is one record or a list of records.
 
     Raises:
         DependencyLostError: the reply is something else.
     """
     try:
-        body = response.json()
+        body = orjson.loads(reply)
         return [_completion(record) for record in (body if isinstance(body, list) else [body])]
     except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise DependencyLostError(f"{response.url} answered with something else than completions: {error}") from error
+        raise DependencyLostError(f"{url} answered with something else than completions: {error}") from error
 
 
 def _completion(record: dict[str, Any]) -> Completion:

@@ -35,7 +35,7 @@ class EngineSettings(Settings):
         default=None,
         ge=64,
         description="Tokens for which one engine keeps keys and values. Default: SGLang's own choice, and 65536 or the "
-        "context length, whichever is more, for the embedded engine.",
+        "context length, whichever is more, for the embedded engine, whose prefix cache has up to half as many more.",
     )
     keep_memory: bool = Field(
         default=False,

@@ -14,6 +14,7 @@ from services.chat.tokenizers import load_tokenizer
 from services.core.errors import DependencyLostError
 from services.core.seeds import derive_seed
 from services.core.vocabulary import context_length, vocabulary_size
+from services.gateway.account import Account
 from services.gateway.api import Api
 from services.gateway.engine import EngineClient
 from services.gateway.prompts import PromptMaker
@@ -21,7 +22,6 @@ from services.gateway.replies import add_turns, reply_of
 from services.gateway.requests import ChatRequest
 from services.gateway.sessions import Session, refuse
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import Store
 from services.gateway.tree import Call
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
@@ -30,8 +30,6 @@ from services.protocol.groups import Completion
 CALLS = Counter("gateway_calls", "Calls answered with newly sampled turns.")
 REPEATED = Counter("gateway_calls_repeated", "Calls answered with the reply that was given before.")
 REFUSED = Counter("gateway_calls_refused", "Calls refused because a session's limit was reached, by limit.", ["limit"])
-SAMPLED = Counter("gateway_sampled_tokens", "Sampled tokens recorded in sessions.")
-LOST = Counter("gateway_lost_tokens", "Sampled tokens that no session has, by reason.", ["reason"])
 TOOL_CALLS = Counter("gateway_tool_calls", "Tool calls that models wrote, by whether they could be parsed.", ["parsed"])
 BRANCHES = Counter("gateway_branches", "Calls at a place of a conversation where another call was before.")
 BROKEN = Counter("gateway_broken_prefixes", "Calls rendered whole, since the template changes a turn later on.")
@@ -49,7 +47,7 @@ class Calls:
         context: longest prompt and completion together, in tokens.
     """
 
-    def __init__(self, settings: GatewaySettings, store: Store) -> None:
+    def __init__(self, settings: GatewaySettings, account: Account) -> None:
         """Load the model's tokenizer and configuration.
 
         Raises:
@@ -60,7 +58,7 @@ class Calls:
         self.vocabulary = vocabulary_size(model, "MODEL_NAME")
         self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
         self._model = model
-        self._store = store
+        self._account = account
         self._engine = EngineClient(settings.token)
 
     async def close(self) -> None:
@@ -166,7 +164,13 @@ class Calls:
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
             return await self._engine.sample(
-                prompt_ids, {**sampling, **seeded}, rid, session.seconds_left, lambda tokens: lose("aborted", tokens)
+                session.id,
+                prompt_ids,
+                {**sampling, **seeded},
+                rid,
+                session.seconds_left,
+                lambda tokens: lose("aborted", tokens),
+                session.request.lora_path,
             )
 
         lost: Tally[str] = Tally()
@@ -193,18 +197,12 @@ class Calls:
         """
         async with session.lock:
             if session.is_finished:
-                LOST.labels("finished").inc(call.sampled_tokens)
+                await self._account.lose("finished", call.sampled_tokens)
                 session.check_open()
-            record = orjson.dumps(call.record())
-            try:
-                await self._store.write((_INSERT_CALL, (session.id, record)))
-            except ProblemError:
-                LOST.labels("unwritten").inc(call.sampled_tokens)
-                raise
+            await self._account.record(call.sampled_tokens, (_INSERT_CALL, (session.id, orjson.dumps(call.record()))))
             branches = session.tree.branches
             session.tree.add(call)
         CALLS.inc()
-        SAMPLED.inc(call.sampled_tokens)
         BRANCHES.inc(session.tree.branches - branches)
         TOOL_CALLS.labels("true").inc(sum(len(turn.message.get("tool_calls", ())) for turn in call.turns))
         TOOL_CALLS.labels("false").inc(sum(turn.unparsed_calls for turn in call.turns))
@@ -213,10 +211,11 @@ class Calls:
         """Count tokens that engines sampled and the session will not have."""
         if not tokens:
             return
-        LOST.labels(reason).inc(tokens)
         async with session.lock:
-            if not session.is_finished:
-                await self._store.write((_INSERT_LOST, (session.id, reason, tokens)))
+            if session.is_finished:
+                await self._account.lose(reason, tokens)
+            else:
+                await self._account.lose(reason, tokens, (_INSERT_LOST, (session.id, reason, tokens)))
                 session.lost[reason] += tokens
 
 

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter as Tally
 from typing import Any, Self
 
 import orjson
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 from services.chat.tokenizers import import_transformers_alone
+from services.core.errors import first_line
 from services.core.logs import get_logger
 from services.core.tasks import in_background
+from services.gateway.account import Account
 from services.gateway.calls import Calls
 from services.gateway.sessions import Session, refuse
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.http.problems import ProblemError
-from services.protocol.sessions import CreateSessionRequest, RewardRequest, SessionReply, Trace
+from services.protocol.sessions import CreateSessionRequest, GatewayStats, RewardRequest, SessionReply, Trace
 
 log = get_logger(__name__)
 
 SESSIONS = Gauge("gateway_sessions_open", "Sessions that take calls.")
+EXPIRED = Counter("gateway_sessions_expired", "Sessions removed because nobody did so until long after their deadline.")
+
+EXPIRY_SECONDS = 60.0
+GRACE_SECONDS = 3600.0
+"""A session is removed this long after its deadline. Its owner needs less to finish and to delete it, also when one of
+them is restarted in between."""
 
 _OPEN = "SELECT id FROM sessions WHERE NOT finished ORDER BY created"
 _SESSION = "SELECT request, created, finished, reward, reason FROM sessions WHERE id = ?"
@@ -31,6 +38,7 @@ _SET_REWARD = "UPDATE sessions SET reward = ?, reason = ? WHERE id = ?"
 _FINISH = "UPDATE sessions SET finished = 1 WHERE id = ?"
 _RECORDS = "SELECT record FROM calls WHERE session = ? ORDER BY number"
 _LOST = "SELECT reason, tokens FROM lost WHERE session = ?"
+_LATE = "SELECT id FROM sessions WHERE created + json_extract(request, '$.deadline_seconds') < ?"
 _DELETE = (
     "DELETE FROM sessions WHERE id = ?",
     "DELETE FROM calls WHERE session = ?",
@@ -47,6 +55,7 @@ class Gateway:
         self.settings = settings
         self._own_process = own_process
         self._store = Store(settings.directory)
+        self._account = Account(self._store)
         self._sessions: dict[str, Session] = {}
         self._created = int(time.time())
         self._creating = asyncio.Lock()
@@ -60,36 +69,52 @@ class Gateway:
         """
         self.calls = await in_background(self._load_model)
         await self._store.open()
+        await self._account.load()
         for (session_id,) in await self._store.read(_OPEN):
-            session = await self._load(session_id)
+            try:
+                session = await self._load(session_id)
+            except ProblemError as error:
+                log.error("a session is left out", reason=error.detail)
+                continue
             assert session is not None
             self._sessions[session_id] = session
         SESSIONS.set(len(self._sessions))
+        self._expiring = asyncio.create_task(self._expire_late_ones())
         log.info("loaded", directory=str(self.settings.directory), open_sessions=len(self._sessions))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        calls = [task for session in self._sessions.values() for task in session.in_flight.values()]
-        for task in calls:
+        tasks = [task for session in self._sessions.values() for task in session.in_flight.values()]
+        for task in (self._expiring, *tasks):
             task.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
         await self.calls.close()
         await self._store.close()
 
     def _load_model(self) -> Calls:
         if self._own_process:
             import_transformers_alone()
-        return Calls(self.settings, self._store)
+        return Calls(self.settings, self._account)
 
     async def _load(self, session_id: str) -> Session | None:
-        """Return a session as it is on disk; None if there is none."""
+        """Return a session as it is on disk; None if there is none.
+
+        Raises:
+            ProblemError: 500, what is on disk of it is damaged.
+        """
         rows = await self._store.read(_SESSION, session_id)
         if not rows:
             return None
         request, created, finished, reward, reason = rows[0]
-        session = Session(CreateSessionRequest.model_validate_json(request), created, bool(finished), reward, reason)
-        for (record,) in await self._store.read(_RECORDS, session_id):
-            session.tree.restore(orjson.loads(record))
+        records = await self._store.read(_RECORDS, session_id)
+        try:
+            asked = CreateSessionRequest.model_validate_json(request)
+            session = Session(asked, created, bool(finished), reward, reason)
+            for (record,) in records:
+                session.tree.restore(orjson.loads(record))
+        except (ValueError, TypeError, LookupError) as error:  # among them what orjson and pydantic raise
+            detail = f"session {session_id} is damaged in {self.settings.directory}: {first_line(error)}; delete it"
+            raise ProblemError(500, detail) from error
         for why, tokens in await self._store.read(_LOST, session_id):
             session.lost[why] += tokens
         return session
@@ -108,14 +133,14 @@ class Gateway:
     def stats(self) -> dict[str, Any]:
         """Return the content of GET /stats."""
         sessions = self._sessions.values()
-        lost = sum((session.lost for session in sessions), Tally())
-        return {
-            "open_sessions": len(sessions),
-            "calls_in_flight": sum(len(session.in_flight) for session in sessions),
-            "calls": sum(len(session.tree.calls) for session in sessions),
-            "sampled_tokens": sum(session.sampled_tokens for session in sessions),
-            "lost_tokens": dict(lost),
-        }
+        return GatewayStats(
+            open_sessions=len(sessions),
+            calls_in_flight=sum(len(session.in_flight) for session in sessions),
+            engine_tokens=self._account.engine_tokens,
+            trace_tokens=self._account.trace_tokens,
+            open_tokens=sum(session.sampled_tokens for session in sessions),
+            lost_tokens=dict(self._account.lost),
+        ).model_dump()
 
     async def create(self, request: CreateSessionRequest) -> SessionReply:
         """Open a session.
@@ -174,18 +199,42 @@ class Gateway:
         """
         session = await self.find(session_id)
         async with session.lock:
+            trace = session.trace()
             if not session.is_finished:
-                await self._store.write((_FINISH, (session_id,)))
+                await self._account.trace(
+                    sum(sum(sequence.loss_mask) for sequence in trace.sequences), (_FINISH, (session_id,))
+                )
                 session.is_finished = True
                 self._sessions.pop(session_id, None)
                 SESSIONS.set(len(self._sessions))
-        return session.trace()
+        return trace
 
-    async def delete(self, session_id: str) -> None:
-        """Delete a session and everything on disk of it."""
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
-            async with session.lock:
-                session.is_finished = True
+    async def delete(self, session_id: str, reason: str = "deleted") -> None:
+        """Delete a session and everything on disk of it; ``reason`` is that of losing the tokens of an open one."""
+        statements = [(statement, (session_id,)) for statement in _DELETE]
+        session = self._sessions.get(session_id)
+        if session is None:
+            await self._store.write(*statements)
+            return
+        async with session.lock:
+            lost = 0 if session.is_finished else session.sampled_tokens
+            await self._account.lose(reason, lost, *statements)
+            session.is_finished = True
+            self._sessions.pop(session_id, None)
             SESSIONS.set(len(self._sessions))
         await self._store.write(*((statement, (session_id,)) for statement in _DELETE))
+
+    async def expire(self, now: float) -> None:
+        """Delete the sessions whose deadline was more than GRACE_SECONDS before ``now``, in Unix seconds."""
+        for (session_id,) in await self._store.read(_LATE, now - GRACE_SECONDS):
+            log.info("session expired", session=session_id)
+            await self.delete(session_id, "expired")
+            EXPIRED.inc()
+
+    async def _expire_late_ones(self) -> None:
+        while True:
+            try:
+                await self.expire(time.time())
+            except ProblemError as error:
+                log.warning("sessions not expired", reason=error.detail)
+            await asyncio.sleep(EXPIRY_SECONDS)

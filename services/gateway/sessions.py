@@ -24,6 +24,8 @@ class Session:
     is_finished: bool = False
     reward: float | None = None
     reason: str | None = None
+    refused: str | None = None
+    """The limit over which the newest call was refused."""
     tree: Tree = field(default_factory=Tree)
     lost: Counter[str] = field(default_factory=Counter)
     """Sampled tokens that the tree lacks, by reason."""
@@ -60,20 +62,25 @@ class Session:
         Raises:
             ProblemError: 429, a limit of the session is reached.
         """
+        self.refused = None
         limits = self.request
         left = (limits.max_tokens - self.sampled_tokens - self.reserved_tokens) // call.n
         if self.seconds_left <= 0:
             self.refuse_late()
         if len(self.tree.calls) + len(self.in_flight) >= limits.max_turns:
-            refuse(429, f"session {self.id} has had its {limits.max_turns} turns", "max_turns")
+            self._refuse(f"has had its {limits.max_turns} turns", "max_turns")
         if left < 1:
-            refuse(429, f"session {self.id} has sampled its {limits.max_tokens} tokens", "max_tokens")
+            self._refuse(f"has sampled its {limits.max_tokens} tokens", "max_tokens")
         return min(limits.max_turn_tokens, left, call.max_tokens or left)
 
     def refuse_late(self, why: str = "") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""
         seconds = f"{self.request.deadline_seconds:g}"
-        refuse(429, f"session {self.id} has had its {seconds} s{why and f'; {why}'}", "deadline_seconds")
+        self._refuse(f"has had its {seconds} s{why and f'; {why}'}", "deadline_seconds")
+
+    def _refuse(self, why: str, limit: str) -> NoReturn:
+        self.refused = limit
+        refuse(429, f"session {self.id} {why}", limit)
 
     def reply(self) -> SessionReply:
         """Return the state of the session."""
@@ -84,6 +91,7 @@ class Session:
             sampled_tokens=self.sampled_tokens,
             reward=self.reward,
             reason=self.reason,
+            refused=self.refused,
         )
 
     def trace(self) -> Trace:

@@ -138,6 +138,7 @@ class HttpClient:
         payload: BaseModel | dict[str, Any] | None = None,
         *,
         params: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
         deadline: float | None = None,
         attempt_seconds: float | None = None,
     ) -> httpx.Response:
@@ -151,7 +152,7 @@ class HttpClient:
         """
         seconds = self.deadline if deadline is None else deadline
         patience = self.timeout if attempt_seconds is None else attempt_seconds
-        request = self._build(method, path, payload, params, patience)
+        request = self._build(method, path, payload, params, headers, patience)
         started = time.monotonic()
         attempts, last_error = 0, "no answer"
         try:
@@ -187,7 +188,7 @@ class HttpClient:
         """
         try:
             async with asyncio.timeout(seconds):
-                return await self._http.send(self._build(method, path, payload, None, seconds))
+                return await self._http.send(self._build(method, path, payload, None, None, seconds))
         except (TimeoutError, httpx.HTTPError) as error:
             raise DependencyLostError(
                 f"{self.service} at {self.url} did not answer {path} within {seconds:g} s: {describe(error)}"
@@ -227,13 +228,14 @@ class HttpClient:
         path: str,
         payload: BaseModel | dict[str, Any] | None,
         params: dict[str, Any] | None,
+        headers: dict[str, str] | None,
         seconds: float,
     ) -> httpx.Request:
         return self._http.build_request(
             method,
             path,
             content=None if payload is None else _encode(payload),
-            headers=None if payload is None else {"Content-Type": "application/json"},
+            headers={**({} if payload is None else {"Content-Type": "application/json"}), **(headers or {})},
             params=params,
             timeout=httpx.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds), pool=None),
         )
@@ -264,7 +266,22 @@ def describe(error: BaseException) -> str:
 
 
 def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
-    """Make connections that close GIVEN_UP_SECONDS after the other side fell silent, where the system supports it."""
+    return httpx.AsyncHTTPTransport(
+        verify=_ssl_context(), limits=limits, trust_env=False, socket_options=_socket_options()
+    )
+
+
+def watched_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket for an entry of getaddrinfo that closes GIVEN_UP_SECONDS after the other side fell silent."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    for level, name, value in _socket_options():
+        made.setsockopt(level, name, value)
+    return made
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """Return the options by which a connection closes GIVEN_UP_SECONDS after silence, where the system has them."""
     options = [
         # macOS calls the first by another name; the last is for data that was sent and never acknowledged.
         ("TCP_KEEPIDLE", SILENCE_SECONDS),
@@ -273,15 +290,8 @@ def _transport(limits: httpx.Limits) -> httpx.AsyncHTTPTransport:
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", GIVEN_UP_SECONDS * 1000),
     ]
-    return httpx.AsyncHTTPTransport(
-        verify=_ssl_context(),
-        limits=limits,
-        trust_env=False,
-        socket_options=[
-            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-            *((socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)),
-        ],
-    )
+    known = [(socket.IPPROTO_TCP, getattr(socket, name), value) for name, value in options if hasattr(socket, name)]
+    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *known]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ class CreateSessionRequest(StrictModel):
 
     Temperature, top_p and seed take the place of whatever the agent asks for; an agent may ask for shorter turns than
     ``max_turn_tokens``. The limits bound the whole episode: ``max_turns`` calls, ``max_tokens`` sampled tokens, and
-    ``deadline_seconds`` from the creation on.
+    ``deadline_seconds`` from the creation on. ``lora_path`` names the LoRA adapter that samples; None: the model alone.
     """
 
     id: str = Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
@@ -30,6 +30,7 @@ class CreateSessionRequest(StrictModel):
     max_turns: int = Field(default=64, ge=1)
     max_tokens: int = Field(default=16_384, ge=1, le=MAX_TOKENS)
     deadline_seconds: float = Field(default=3600, gt=0)
+    lora_path: str | None = Field(default=None, min_length=1, max_length=200)
 
 
 class SessionStatus(StrEnum):
@@ -40,7 +41,11 @@ class SessionStatus(StrEnum):
 
 
 class SessionReply(WireModel):
-    """Reply of POST /sessions and GET /sessions/{id}."""
+    """Reply of POST /sessions and GET /sessions/{id}.
+
+    ``refused`` names the limit over which the newest call was refused: ``max_turns``, ``max_tokens`` or
+    ``deadline_seconds``. A gateway that restarts forgets it.
+    """
 
     id: str
     status: SessionStatus
@@ -48,6 +53,7 @@ class SessionReply(WireModel):
     sampled_tokens: int = 0
     reward: Finite | None = None
     reason: str | None = None
+    refused: str | None = None
 
 
 class RewardRequest(StrictModel):
@@ -90,3 +96,18 @@ class Trace(EpisodeFigures):
     sequences: list[TraceSequence]
     sampled_tokens: int
     lost_tokens: dict[str, int] = Field(default_factory=dict)
+
+
+class GatewayStats(WireModel):
+    """Reply of GET /stats. Tokens are those since the gateway's directory was made, whatever it restarted.
+
+    ``engine_tokens`` is what engines sampled, and equals the sum of the others: tokens in the traces of finished
+    sessions, tokens in open sessions, and tokens lost, by reason.
+    """
+
+    open_sessions: int
+    calls_in_flight: int
+    engine_tokens: int
+    trace_tokens: int
+    open_tokens: int
+    lost_tokens: dict[str, int]

@@ -30,9 +30,9 @@ LORAS_PER_BATCH = 2
 """The trained adapter, and requests for the model alone, which count as one."""
 
 ROUTER_FLAGS = (
-    *("--policy", "cache_aware"),
-    # Affinity counts for little against an idle worker: a group's prompt travels once, with all its completions.
-    *("--balance-abs-threshold", "1", "--balance-rel-threshold", "1.1"),
+    # Requests of one X-SMG-Routing-Key go to one worker, which has the session in its cache; those of a new key to the
+    # worker with the fewest requests. Requests without a key go to any.
+    *("--policy", "manual", "--assignment-mode", "min_load"),
     *("--worker-startup-check-interval", "1", "--worker-startup-timeout-secs", "60"),
     *("--health-check-interval-secs", "2", "--health-check-timeout-secs", "5"),
     *("--health-failure-threshold", "3", "--health-success-threshold", "1"),

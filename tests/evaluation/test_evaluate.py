@@ -185,6 +185,7 @@ REFUSED = [
     (["--k", "two"], 78, "EVAL_K is 'two'"),
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent is 'nothing:here'"),
     (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
+    (["--agent", "json:loads", "--agent-command", "true"], 78, "EVAL_AGENT and EVAL_AGENT_COMMAND are both set"),
     (["--scheduler", "endpoints"], 78, "needs --url or --discover"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
     (["--url", "nonsense:port"], 78, "is no address"),

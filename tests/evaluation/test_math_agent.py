@@ -46,7 +46,9 @@ async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
         httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=IDLE_SECONDS) as http,
     ):
         await wait_ready(app)
-        workflow = AgentWorkflow(math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model)
+        workflow = AgentWorkflow(
+            math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model, asyncio.Semaphore(9)
+        )
         server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]

@@ -77,7 +77,7 @@ async def play() -> AsyncIterator[Any]:
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
         http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
         clients.append(http)
-        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m")
+        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m", asyncio.Semaphore(1))
         server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample

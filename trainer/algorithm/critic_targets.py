@@ -22,7 +22,8 @@ def with_critic_targets(
 ) -> list[TrainingGroup]:
     """Return the groups of a step with a whitened advantage, a return and a value for each trained token.
 
-    A completion's reward is the reward of its last token. Advantages that came with a completion stay as they are.
+    A completion's reward is the reward of its last token, and an episode's that of the last token of each of its
+    sequences. Advantages that came with a completion stay as they are.
 
     Args:
         groups: all groups of the step, over whose trained tokens the advantages are whitened.

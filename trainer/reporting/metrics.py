@@ -53,6 +53,7 @@ def _phase(phase: str) -> Measure:
 
 _TOKENS = "Tokens, by what they are."
 _GROUPS = "Groups, by what became of them."
+_EPISODES = "Tokens sampled for episodes since the run began, by where they are; engines have the sum of all others."
 
 MEASURES: tuple[Measure, ...] = (
     Measure("reward_mean", "trainer_reward_mean", "Mean reward of the step's completions."),
@@ -111,6 +112,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure("probe_difference", "trainer_probe_difference_nats", "Mean difference between workers' logprobs and ours."),
     Measure("probe_delivered", "trainer_probe_delivered", "Least share of a change of LoRA adapters that workers see."),
     Measure("peak_memory_bytes", "trainer_peak_memory_bytes", "Most memory that rank 0, or its GPU, has held."),
+    Measure("episode_tokens_engines", "trainer_run_episode_tokens", _EPISODES, {"where": "engines"}),
+    Measure("episode_tokens_traces", "trainer_run_episode_tokens", _EPISODES, {"where": "traces"}),
+    Measure("episode_tokens_open", "trainer_run_episode_tokens", _EPISODES, {"where": "open"}),
     *map(_phase, ("wait", "generate", "score", "store", "train", "publish", "evaluate", "step")),
 )
 
@@ -135,12 +139,18 @@ REWARD_PART = Measure(
     "trainer_reward_part_mean",
     "Mean value of each reward function of a REWARD_FN with several, before its weight.",
 )
+TOKENS_LOST = Measure(
+    "episode_tokens_lost_<reason>",
+    "trainer_run_episode_tokens_lost",
+    "Tokens sampled for episodes since the run began that no trace has, by reason, as the gateway counts them.",
+)
 FAILED = Measure(
     "episodes_failed_<reason>", "trainer_episodes_failed_total", "Episodes of an agent without a reward, by reason."
 )
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
+    (TOKENS_LOST, re.compile(r"episode_tokens_lost_(?P<reason>\w+)")),
     (FAILED, re.compile(r"episodes_failed_(?P<reason>.+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )

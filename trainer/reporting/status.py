@@ -55,7 +55,7 @@ class RunStatus:
 
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
-    services = (*SERVICES, Task.GATEWAY) if settings.rollout is Rollout.AGENT else SERVICES
+    services = SERVICES if settings.rollout is Rollout.COMPLETION else (*SERVICES, Task.GATEWAY)
     watch = ComponentMonitor(settings.token, services)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 

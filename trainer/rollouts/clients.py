@@ -26,7 +26,7 @@ class Clients:
     replay: ReplayClient
     rollouts: RolloutClient
     gateway: GatewayClient | None = None
-    """None unless ROLLOUT is ``agent``."""
+    """None where completions answer prompts."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -45,7 +45,7 @@ class Clients:
                 seed_each_completion=settings.engine_deterministic,
                 lora_path=ADAPTER_NAME if settings.lora_rank else None,
             ),
-            GatewayClient(token=token, deadline=deadline) if settings.rollout is Rollout.AGENT else None,
+            None if settings.rollout is Rollout.COMPLETION else GatewayClient(token=token, deadline=deadline),
         )
 
     @property

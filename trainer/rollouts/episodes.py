@@ -22,14 +22,17 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
+from services.programs import Program, episodes_at_once
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
-from trainer.config import TrainerSettings
+from services.weights.adapter_files import ADAPTER_NAME
+from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.conversations import readable
 from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.patience import PatientTransport
 
 T = TypeVar("T")
 
@@ -40,9 +43,6 @@ TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' trac
 LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
 )
-
-EPISODES_AT_ONCE = 256
-"""Further episodes wait. An agent may hold connections, files or processes of its own."""
 
 OVER_LIMIT = ("timeout", "limit")
 """Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
@@ -75,18 +75,19 @@ class EpisodeMaker(GroupMaker):
     def __init__(
         self, settings: TrainerSettings, gateway: GatewayClient, rollouts: RolloutClient, rewards: RewardClient
     ) -> None:
-        """Import the agent.
+        """Import the agent, unless it is a program.
 
         Raises:
             ConfigurationError: it cannot be imported, or is no ``async def``.
         """
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
-        self.agent = load_agent("AGENT", settings.agent)
+        is_program = settings.rollout is Rollout.PROGRAM
+        self.agent = Program(settings.agent_command) if is_program else load_agent("AGENT", settings.agent)
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
-        self._places = asyncio.Semaphore(EPISODES_AT_ONCE)
+        self._places = asyncio.Semaphore(settings.agent_concurrency or episodes_at_once(self.agent))
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
         self._certificates = httpx.create_ssl_context()
 
@@ -105,6 +106,7 @@ class EpisodeMaker(GroupMaker):
                 max_turns=self.settings.agent_max_turns,
                 max_tokens=self.settings.agent_max_tokens,
                 deadline_seconds=self.settings.agent_seconds,
+                lora_path=ADAPTER_NAME if self.settings.lora_rank else None,
             )
             for index in range(n)
         ]
@@ -146,11 +148,19 @@ class EpisodeMaker(GroupMaker):
             trace = await self._asked(self.gateway.finish(request.id))
         if trace is None:
             return None
+        await self._delete(request.id)
         EPISODES.inc()
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
         return Episode(trace, result, failure)
+
+    async def _delete(self, session_id: str) -> None:
+        """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
+        try:
+            await self.gateway.delete(session_id)
+        except (DependencyLostError, RequestRefusedError) as error:
+            log.warning("session not deleted", session=session_id, reason=str(error))
 
     async def _asked(self, reply: Awaitable[T]) -> T | None:
         try:
@@ -168,7 +178,8 @@ class EpisodeMaker(GroupMaker):
         seconds = self.settings.agent_seconds
         example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
         try:
-            async with httpx.AsyncClient(verify=self._certificates, timeout=seconds, trust_env=False) as http_client:
+            transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
+            async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
                 reward = await play(
                     self.agent,
                     example,
@@ -182,10 +193,19 @@ class EpisodeMaker(GroupMaker):
         # An agent may raise anything, and one failed episode must not end the others.
         except Exception as error:  # noqa: BLE001
             failure = as_failure(error)
+            if failure.reason == "exception" and await self._was_refused(session_id):
+                failure.reason = "limit"
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
         return example.result_of(reward), None
+
+    async def _was_refused(self, session_id: str) -> bool:
+        """Return whether the gateway refused the newest call over a limit, which an agent's own error may not tell."""
+        try:
+            return (await self.gateway.session(session_id)).refused is not None
+        except (DependencyLostError, RequestRefusedError):
+            return False
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got an episode."""
@@ -195,7 +215,8 @@ class EpisodeMaker(GroupMaker):
             isinstance(failure, AgentFailedError) and failure.reason == "server"
         ):
             return DependencyLostError(reason)
-        return ConfigurationError(f"{reason}; can `scripts.evaluate --agent {self.settings.agent}` measure the agent?")
+        option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
+        return ConfigurationError(f"{reason}; can `scripts.evaluate {option}` measure the agent?")
 
 
 def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
@@ -210,20 +231,16 @@ def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
 
 
 def as_failure(error: Exception) -> AgentFailedError:
-    """Return an agent's error with its reason: ``limit`` (of turns or tokens), ``server``, or what the agent says.
+    """Return an agent's error with its reason: ``server``, what the agent says, or ``exception``.
 
     The errors of httpx and of OpenAI's and Anthropic's clients have the reply as ``response``.
     """
     if isinstance(error, AgentFailedError):
         return error
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status == httpx.codes.TOO_MANY_REQUESTS:
-        reason = "limit"
-    elif (isinstance(status, int) and status >= 500) or isinstance(error.__cause__ or error, httpx.TransportError):
-        reason = "server"
-    else:
-        reason = "exception"
-    return AgentFailedError(f"{type(error).__name__}: {error}", reason)
+    is_server = isinstance(status, int) and status >= 500
+    is_server |= isinstance(error.__cause__ or error, httpx.TransportError)
+    return AgentFailedError(f"{type(error).__name__}: {error}", "server" if is_server else "exception")
 
 
 def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:

@@ -148,14 +148,14 @@ class Engine:
         return self._between_steps(resume)
 
     def flush(self) -> Future[None]:
-        """Drop cached prompts; the result is NotIdleError while sequences run."""
+        """Drop cached keys and values; the result is NotIdleError while sequences run."""
 
         def flush() -> None:
             if self._scheduler.running:
                 raise NotIdleError(
                     f"{len(self._scheduler.running)} sequences run; pause with retract or abort, or wait"
                 )
-            self._scheduler.drop_cached_prompts()
+            self._scheduler.drop_caches()
 
         return self._between_steps(flush)
 
@@ -175,7 +175,7 @@ class Engine:
                 )
             self._scheduler.model.weights = weights
             self._scheduler.version = version
-            self._scheduler.drop_cached_prompts()
+            self._scheduler.drop_caches()
             return running
 
         return self._between_steps(change, changes_weights=True)
@@ -192,7 +192,7 @@ class Engine:
                 raise NotIdleError(f"{running} sequences are paused in place: pause with retract or abort")
             self._scheduler.model.adapter = adapter
             self.adapter_name = name if adapter is not None else None
-            self._scheduler.drop_cached_prompts()
+            self._scheduler.drop_caches()
             if not self.is_paused:
                 self._abort_without_adapter()
 

@@ -11,15 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from services.embedded_engine.compute.attention import round_up
 from services.embedded_engine.compute.weights import Architecture
 
-STEP = 64
+ROW_STEP = 64
 """Row lengths are multiples of this."""
-
-
-def round_up(length: int, step: int = STEP) -> int:
-    """Return ``length``, rounded up to a multiple of ``step``."""
-    return -(-length // step) * step
 
 
 class KVCache:
@@ -38,18 +34,18 @@ class KVCache:
         self._view = self._memory
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._divide(min(STEP, max_tokens))
+        self._divide(min(ROW_STEP, max_tokens))
 
     def capacity(self, length: int) -> int:
         """Return the number of sequences of up to ``length`` tokens that fit at once."""
-        return min(self.max_rows, self.max_tokens // min(round_up(length), self.max_tokens))
+        return min(self.max_rows, self.max_tokens // min(round_up(length, ROW_STEP), self.max_tokens))
 
     def ensure(self, length: int, used_rows: int, used_length: int) -> None:
         """Make rows of ``length`` tokens, keeping the first ``used_length`` tokens of the first ``used_rows`` rows.
 
         Rows shrink only when none is in use, because the rows in use must be copied.
         """
-        wanted = min(round_up(length), self.max_tokens)
+        wanted = min(round_up(length, ROW_STEP), self.max_tokens)
         if wanted == self.row_length or (wanted < self.row_length and used_rows):
             return
         old = [(self.keys[i], self.values[i]) for i in range(self.num_layers)]
@@ -65,9 +61,9 @@ class KVCache:
         """Copy a row's first ``length`` tokens onto another row."""
         self._view[:, :, target, :, :length] = self._view[:, :, source, :, :length]
 
-    def read(self, row: int, length: int) -> Tensor:
-        """Return a copy of a row's keys and values, [2, layers, heads, length, head dim]."""
-        return self._view[:, :, row, :, :length].clone()
+    def read(self, row: int, start: int, stop: int) -> Tensor:
+        """Return a copy of the keys and values of some of a row's tokens, [2, layers, heads, tokens, head dim]."""
+        return self._view[:, :, row, :, start:stop].clone()
 
     def write(self, rows: slice, content: Tensor) -> None:
         """Write keys and values, as returned by ``read``, into each of ``rows``."""

@@ -20,12 +20,10 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
-from services.embedded_engine.compute.kv_cache import KVCache, round_up
+from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
+from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
-
-ATTENTION_STEP = 32
-"""Decoding reads the cache up to a multiple of this, and masks the rest."""
 
 StoreKeysValues = Callable[[int, int, Tensor, Tensor], None]
 """A function of layer, sequence, and the sequence's keys and values, each [K, tokens, D]."""
@@ -103,40 +101,52 @@ class Model:
         self.device = device
         self.context_length = context_length
         self._cos, self._sin = _rotary_tables(config, context_length, dtype, device)
-        self._scale = self.architecture.head_dim**-0.5
+        shape = self.architecture
+        self._scale = shape.head_dim**-0.5
+        self._joins_rows = joins_rows(shape.num_heads // shape.num_kv_heads, shape.head_dim, dtype, device)
 
     def prefill(
-        self, sequences: Sequence[Sequence[int]], store: StoreKeysValues | None, use_adapter: Sequence[bool] = ()
+        self,
+        sequences: Sequence[Sequence[int]],
+        store: StoreKeysValues | None,
+        use_adapter: Sequence[bool] = (),
+        prefixes: Sequence[Tensor | None] = (),
     ) -> Tensor:
-        """Compute whole sequences from their first token, packed one after the other.
+        """Compute sequences from their first token on or from where their prefixes end, packed one after the other.
 
         Args:
-            sequences: token ids.
-            store: takes the keys and values; None where nothing will be generated.
+            sequences: token ids without those of the prefixes.
+            store: takes the keys and values, including the prefixes'; None where nothing will be generated.
             use_adapter: whether to compute each sequence with the LoRA adapter; empty: none of them.
+            prefixes: keys and values of the tokens before each sequence, [2, layers, K, tokens, D], or None; empty:
+                there are none.
 
         Returns:
             Hidden states [N, H] after the last norm, for ``logits``.
         """
         weights = self.weights
+        prefixes = prefixes or [None] * len(sequences)
+        starts = [0 if prefix is None else prefix.shape[3] for prefix in prefixes]
         lengths = [len(sequence) for sequence in sequences]
         tokens = torch.tensor([token for sequence in sequences for token in sequence], device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
+        spans = zip(starts, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length, device=self.device) for start, length in spans])
         cos, sin = self._cos[positions], self._sin[positions]
         rows = self._adapted_rows(use_adapter, torch.tensor(lengths, device=self.device))
         x = weights.embedding[tokens].float()
         for index, (layer, adapter) in enumerate(zip(weights.layers, self._layer_adapters(), strict=True)):
-            query, key, value = self._project(layer, adapter, self._norm(x, layer.attention_norm), rows, cos, sin)
-            attended = torch.empty_like(query)
-            start = 0
-            for number, length in enumerate(lengths):
-                span = slice(start, start + length)
-                keys, values = key[span].transpose(0, 1).contiguous(), value[span].transpose(0, 1).contiguous()
-                attended[span] = self._attend_causally(query[span], keys, values)
+            projected = self._project(layer, adapter, self._norm(x, layer.attention_norm), rows, cos, sin)
+            attended = []
+            for number, (query, key, value) in enumerate(
+                zip(*(part.split(lengths) for part in projected), strict=True)
+            ):
+                prefix = prefixes[number]
+                keys, values = _whole(None if prefix is None else prefix[:, index], key, value)
+                start, end = starts[number], starts[number] + lengths[number]
+                attended.append(attend_causally(query, keys, values, start, self._scale, joins=self._joins_rows))
                 if store is not None:
-                    store(index, number, keys, values)
-                start += length
-            x = x + adapted(layer.output, adapter.output, attended.flatten(1), rows)
+                    store(index, number, keys[:, :end], values[:, :end])
+            x = x + adapted(layer.output, adapter.output, torch.cat(attended).flatten(1), rows)
             x = x + self._mlp(layer, adapter, x, rows)
         return self._norm(x, weights.norm)
 
@@ -158,11 +168,9 @@ class Model:
         weights, shape = self.weights, self.architecture
         batch, kv_heads = len(tokens), shape.num_kv_heads
         groups = shape.num_heads // kv_heads
-        length = min(round_up(longest, ATTENTION_STEP), cache.row_length)
+        length = min(round_up(longest), cache.row_length)
         cos, sin = self._cos[positions], self._sin[positions]
-        mask = torch.where(torch.arange(length, device=self.device) <= positions[:, None], 0.0, -torch.inf)
-        mask = mask.to(self.dtype)[:, None, None, :].expand(batch, kv_heads, groups, length)
-        mask = mask.reshape(batch * kv_heads, groups, length)
+        mask = causal_mask(positions, length, self.dtype).repeat_interleave(kv_heads, 0)[:, None].expand(-1, groups, -1)
         # The places of the new keys in a layer's keys, viewed as [rows * K * row length, D].
         heads = torch.arange(batch * kv_heads, device=self.device)
         places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
@@ -173,10 +181,9 @@ class Model:
             keys, values = cache.keys[index], cache.values[index]
             keys.view(-1, shape.head_dim).index_copy_(0, places, key.reshape(-1, shape.head_dim))
             values.view(-1, shape.head_dim).index_copy_(0, places, value.reshape(-1, shape.head_dim))
-            seen_keys = keys[:batch, :, :length].flatten(0, 1).transpose(1, 2)
             grouped = query.reshape(batch * kv_heads, groups, shape.head_dim)
-            scores = torch.baddbmm(mask, grouped, seen_keys, alpha=self._scale)
-            attended = torch.bmm(torch.softmax(scores, -1), values[:batch, :, :length].flatten(0, 1))
+            seen_keys, seen_values = (side[:batch, :, :length].flatten(0, 1) for side in (keys, values))
+            attended = attend(grouped, seen_keys, seen_values, mask, self._scale)
             x = x + adapted(layer.output, adapter.output, attended.view(batch, -1), rows)
             x = x + self._mlp(layer, adapter, x, rows)
         return self.logits(self._norm(x, weights.norm))
@@ -213,20 +220,20 @@ class Model:
         rotated = torch.addcmul(rotated * cos, torch.cat([second, first], -1), sin)
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, -shape.num_kv_heads :]
 
-    def _attend_causally(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Return one sequence's causal self-attention [n, Q, D] of queries [n, Q, D] to keys and values [K, n, D]."""
-        groups = self.architecture.num_heads // self.architecture.num_kv_heads
-        attended = functional.scaled_dot_product_attention(
-            query.transpose(0, 1).contiguous().unsqueeze(0),
-            keys.repeat_interleave(groups, 0).unsqueeze(0),
-            values.repeat_interleave(groups, 0).unsqueeze(0),
-            is_causal=True,
-        )
-        return attended[0].transpose(0, 1)
-
     def _mlp(self, layer: Layer, adapter: LayerAdapter, x: Tensor, rows: Tensor | None) -> Tensor:
         gate, up = adapted(layer.gate_up, adapter.gate_up, self._norm(x, layer.mlp_norm), rows).chunk(2, -1)
         return adapted(layer.down, adapter.down, functional.silu(gate) * up, rows)
+
+
+def _whole(prefix: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [K, L, D] of a prefix [2, K, p, D] and n tokens after it [n, K, D], and zeros to L."""
+    start = 0 if prefix is None else prefix.shape[2]
+    end = start + len(key)
+    whole = key.new_zeros(2, key.shape[1], round_up(end), key.shape[2])
+    if prefix is not None:
+        whole[:, :, :start] = prefix
+    whole[0, :, start:end], whole[1, :, start:end] = key.transpose(0, 1), value.transpose(0, 1)
+    return whole[0], whole[1]
 
 
 def _rotary_tables(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from prometheus_client import Counter, Gauge
 from torch import Tensor
 
 from services.embedded_engine.compute.loading import Loaded
+from services.embedded_engine.compute.prefix_cache import PrefixCache, common_length
 from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
 from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request
 from services.embedded_engine.compute.sequences import Sequence as Completion
@@ -23,6 +24,7 @@ from services.embedded_engine.compute.sequences import Sequence as Completion
 # SGLang's names where it has the metric, so that the same dashboards show both engines.
 GENERATED = Counter("sglang:generation_tokens", "Completion tokens sampled.")
 PROMPT_TOKENS = Counter("sglang:prompt_tokens", "Prompt tokens computed.")
+CACHED_TOKENS = Counter("sglang:cached_tokens", "Prompt tokens taken from the prefix cache.")
 STEPS = Counter("engine_steps", "Decoding steps.")
 FINISHED = Counter("engine_completions", "Completions that ended, by finish reason.", ["finish_reason"])
 RUNNING = Gauge("sglang:num_running_reqs", "Sequences being decoded.")
@@ -31,17 +33,25 @@ FIRST_VERSION = "0"
 """The version of the weights that the engine starts with."""
 PREFILL_TOKENS = 2048
 """Prompt tokens computed between two decode steps: more would let the running sequences wait noticeably."""
+SHARED_TOKENS = 32
+"""A prompt waits a step for another one's prefill if that saves it at least so many tokens, as in SGLang."""
 LOGITS_ROWS = 128
 """Rows of logits computed at once for a long prompt: 128 rows of 150,000 float32 take 77 MB."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Sequences taken from a queue entry, and the cache rows that they get."""
+    """Sequences taken from a queue entry, the cache rows that they get, and the keys and values known of its tokens."""
 
     entry: QueueEntry
     sequences: list[Completion]
     rows: slice
+    prefix: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of tokens of the prefix."""
+        return sum(part.shape[3] for part in self.prefix)
 
 
 class Scheduler:
@@ -56,6 +66,7 @@ class Scheduler:
         self.unfinished: set[Request] = set()
         """All requests with a completion that has not ended."""
         self._cache = loaded.cache
+        self._prefixes = PrefixCache(loaded.cache.max_tokens // 2)
         self._decode_text = loaded.decode_text
         self._prefill_tokens = prefill_tokens
         self._sampler: Sampler | None = None
@@ -73,6 +84,7 @@ class Scheduler:
             "generated_tokens": self._num_generated,
             "prompt_tokens": self._num_prompt_tokens,
             "steps": self._num_steps,
+            "prefix_cache_tokens": self._prefixes.num_tokens,
         }
 
     def abort(self, matches: Callable[[Completion], bool], reason: str) -> int:
@@ -97,8 +109,9 @@ class Scheduler:
         self.running.clear()
         self._sampler = None
 
-    def drop_cached_prompts(self) -> None:
-        """Drop the prefill of prompts with queued completions, so that it is computed anew."""
+    def drop_caches(self) -> None:
+        """Drop the prefix cache and the prefill of prompts with queued completions, so that they are computed anew."""
+        self._prefixes.clear()
         for entry in self.queue:
             entry.cached = None
 
@@ -132,6 +145,7 @@ class Scheduler:
         ):
             if logprob != logprob:
                 self._has_nonfinite_cache = True
+                self._prefixes.clear()
                 self._finish(sequence, {"type": "abort", "message": "the model's logits are not finite"})
                 continue
             if not sequence.versions or sequence.versions[-1][0] != self.version:
@@ -179,6 +193,7 @@ class Scheduler:
         for row in range(len(running) - 1, -1, -1):
             if running[row].finish is None:
                 continue
+            self._keep_ended(running[row], row)
             last = running.pop()
             if row < len(running):
                 running[row] = last
@@ -189,6 +204,17 @@ class Scheduler:
             self._cache.clear()
             self._has_nonfinite_cache = False
         RUNNING.set(len(running))
+
+    def _keep_ended(self, sequence: Completion, row: int) -> None:
+        request = sequence.request
+        # Nobody continues all completions of a group, and keys and values of replaced weights are of no use.
+        if len(request.sequences) == 1 and sequence.generation == self._prefixes.generation:
+            # The newest token is not in the cache yet.
+            self._keep(request.use_adapter, request.prompt_ids + sequence.output_ids[:-1], row)
+
+    def _keep(self, use_adapter: bool, tokens: list[int], row: int) -> None:
+        """Keep the keys and values of tokens that a row begins with, for what continues them."""
+        self._prefixes.insert(use_adapter, tokens, lambda start, stop: self._cache.read(row, start, stop))
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -214,23 +240,32 @@ class Scheduler:
         longest = self._cache.row_length if self.running else 0
         while self.queue:
             entry = self.queue[0]
-            cost = 0 if entry.cached else len(entry.tokens)
-            if chosen and cost > budget:
-                break
-            taken: list[Completion] = []
+            free = 0
             if entry.request.stopping.max_new_tokens:
                 longest = max(longest, entry.request.longest)
                 free = self._cache.capacity(longest) - used
                 if free <= 0:
                     break
-                taken, entry.sequences = entry.sequences[:free], entry.sequences[free:]
+            prefix = self._find_prefix(entry)
+            rows = slice(used, used + min(free, len(entry.sequences)))
+            admission = Admission(entry, entry.sequences[:free], rows, prefix)
+            cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
+            if chosen and (cost > budget or any(_shares_more(admission, other) for other in chosen)):
+                break
+            entry.sequences = entry.sequences[free:]
             budget -= cost
-            chosen.append(Admission(entry, taken, slice(used, used + len(taken))))
-            used += len(taken)
-            if taken and entry.sequences:
+            chosen.append(admission)
+            used = rows.stop
+            if free and entry.sequences:
                 break
             self.queue.popleft()
         return chosen
+
+    def _find_prefix(self, entry: QueueEntry) -> list[Tensor]:
+        """Return known keys and values of an entry's tokens but the last, which is computed for its logits."""
+        if entry.cached is not None or entry.request.logprob_start is not None:
+            return []
+        return self._prefixes.find(entry.request.use_adapter, entry.tokens[:-1])
 
     def _prefill(self, admissions: Sequence[Admission]) -> dict[QueueEntry, Tensor]:
         """Compute prompts into their cache rows; return the logits [1, V] after each prompt."""
@@ -245,12 +280,17 @@ class Scheduler:
                 cache.values[layer][rows, :, : values.shape[1]] = values
 
         entries = [admission.entry for admission in admissions]
+        tokens = [admission.entry.tokens[admission.num_cached :] for admission in admissions]
         hidden = self.model.prefill(
-            [entry.tokens for entry in entries], store, [entry.request.use_adapter for entry in entries]
+            tokens,
+            store,
+            [entry.request.use_adapter for entry in entries],
+            [torch.cat(admission.prefix, 3) if admission.prefix else None for admission in admissions],
         )
         PROMPT_TOKENS.inc(len(hidden))
+        CACHED_TOKENS.inc(sum(admission.num_cached for admission in admissions))
         self._num_prompt_tokens += len(hidden)
-        ends = np.cumsum([len(entry.tokens) for entry in entries]).tolist()
+        ends = np.cumsum([len(computed) for computed in tokens]).tolist()
         last = self.model.logits(hidden[[end - 1 for end in ends]])
         for entry, end in zip(entries, ends, strict=True):
             request = entry.request
@@ -262,22 +302,27 @@ class Scheduler:
     def _start(self, admission: Admission, logits: Tensor | None) -> None:
         """Start sequences: the logits after the prompt, just computed or cached, give their first tokens."""
         entry, started, rows = admission.entry, admission.sequences, admission.rows
+        is_fresh = entry.cached is None
         if not started:
             for sequence in entry.sequences:
                 self._finish(sequence, {"type": "length", "length": 0})
             return
-        # The first sequence of a fresh prefill paid for the prompt.
-        for sequence in started if entry.cached else started[1:]:
-            sequence.cached_tokens = len(entry.tokens)
+        for place, sequence in enumerate(started):
+            sequence.generation = self._prefixes.generation
+            if not sequence.output_ids:
+                # The first sequence of a fresh prefill paid for the prompt.
+                sequence.cached_tokens = admission.num_cached if is_fresh and place == 0 else len(entry.tokens)
         if entry.cached is not None:
             self._cache.write(rows, entry.cached.keys_values)
             logits = entry.cached.logits
         assert logits is not None
         if entry.sequences and entry.cached is None:
-            entry.cached = CachedPrompt(self._cache.read(rows.start, len(entry.tokens)), logits.clone())
+            entry.cached = CachedPrompt(self._cache.read(rows.start, 0, len(entry.tokens)), logits.clone())
         sampler = Sampler([sequence.sampling for sequence in started], self.model.device)
         self.running.extend(started)
         self._sample(started, logits.repeat(len(started), 1), sampler)
+        if is_fresh and started[0].generation == self._prefixes.generation:
+            self._keep(entry.request.use_adapter, entry.tokens, rows.start)
 
     def _input_logprobs(self, prompt_ids: list[int], start: int, hidden: Tensor) -> list[float | None]:
         """Return the log-probabilities of a prompt's tokens from ``start`` on; the first token has none."""
@@ -288,6 +333,16 @@ class Scheduler:
             if len(rows):
                 found += log_softmax_of(self.model.logits(rows), tokens).tolist()
         return found
+
+
+def _shares_more(admission: Admission, other: Admission) -> bool:
+    """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
+    entry, before = admission.entry, other.entry
+    if entry.cached or entry.request.logprob_start is not None or not other.sequences:
+        return False
+    if entry.request.use_adapter != before.request.use_adapter:
+        return False
+    return common_length(entry.tokens[:-1], before.tokens) - admission.num_cached >= SHARED_TOKENS
 
 
 def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:

@@ -39,6 +39,9 @@ class Sequence:
     top_logprobs: list[list[tuple[float, int]]] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
     cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for this sequence."""
+    generation: int = -1
+    """The generation of the prefix cache in which its keys and values in the cache were begun."""
     finish: dict[str, Any] | None = None
 
     @property

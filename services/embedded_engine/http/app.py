@@ -78,6 +78,7 @@ async def _serve_model(app: FastAPI, settings: EngineSettings) -> AsyncIterator[
         drain.cancel()
         await asyncio.to_thread(engine.stop)
         receiver.close()
+        log.info("engine stopped", generated_tokens=engine.stats()["generated_tokens"])
 
 
 async def _abort_after_drain(lifecycle: Lifecycle, engine: Engine) -> None:

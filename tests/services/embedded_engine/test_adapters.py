@@ -92,6 +92,20 @@ def test_a_sequence_gets_the_same_results_whatever_adapter_others_ask_for(
     assert sampled(alone) != sampled(plain)
 
 
+def test_a_conversation_is_continued_with_the_adapter_that_computed_it_only(
+    engine: RunningEngine, adapters: list[Path]
+) -> None:
+    load_into(engine, adapters[0])
+    turn = engine.generate(use_adapter=True, sampling_seed=5)
+    following = [*turn.prompt_ids, *turn.sequences[0].output_ids, 3]
+    plain, adapted = (engine.generate(following, use_adapter=use, sampling_seed=6) for use in (False, True))
+    assert [request.sequences[0].cached_tokens for request in (plain, adapted)] == [0, len(following) - 2]
+    load_into(engine, adapters[0])
+    again = engine.generate(following, use_adapter=True, sampling_seed=6)
+    assert again.sequences[0].cached_tokens == 0
+    assert sampled(again) == sampled(adapted)
+
+
 def test_an_adapter_is_exchanged_under_paused_requests_which_go_on_with_the_new_one(
     engine: RunningEngine, adapters: list[Path], tiny_model: Path
 ) -> None:

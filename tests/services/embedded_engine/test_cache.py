@@ -45,7 +45,7 @@ def test_rows_keep_their_content_when_they_grow() -> None:
     cache.ensure(150, 5, 50)
     assert cache.row_length == 192
     for row, content in enumerate(contents):
-        assert torch.equal(cache.read(row, 50), content)
+        assert torch.equal(cache.read(row, 0, 50), content)
     cache.ensure(60, 5, 50)
     assert cache.row_length == 192
     cache.ensure(60, 0, 0)
@@ -57,7 +57,7 @@ def test_a_row_moves_onto_another() -> None:
     fill(cache, 0, 30, 0)
     content = fill(cache, 3, 40, 1)
     cache.move(3, 0, 40)
-    assert torch.equal(cache.read(0, 40), content)
+    assert torch.equal(cache.read(0, 0, 40), content)
 
 
 def test_what_was_never_written_is_zero_and_takes_no_memory() -> None:
@@ -65,6 +65,6 @@ def test_what_was_never_written_is_zero_and_takes_no_memory() -> None:
     cache = make(max_tokens=1_000_000)
     assert psutil.Process().memory_info().rss - before < 100 * 2**20  # of 768
     cache.ensure(1000, 0, 0)
-    assert not cache.read(0, 1000).any()
+    assert not cache.read(0, 0, 1000).any()
     cache.write(slice(0, 2), torch.ones(2, cache.num_layers, cache.num_heads, 5, cache.head_dim))
-    assert cache.read(1, 6)[..., :5, :].all()
+    assert cache.read(1, 0, 6)[..., :5, :].all()

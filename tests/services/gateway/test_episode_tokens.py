@@ -14,14 +14,18 @@ import orjson
 import pytest
 
 from services.clients.gateway import GatewayClient
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import Endpoint
 from services.protocol.groups import Group, RewardResult
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
+from services.protocol.sessions import CreateSessionRequest
+from services.weights.adapter_files import ADAPTER_NAME
+from tests.adapters import adapted_logprobs, save_adapter
 from tests.e2e import agents
 from tests.services.conftest import RunningService, StartService
 from tests.trainer.tiny import plain_logprobs, plain_model
-from tests.waiting import wait_until
+from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.rollouts.episodes import EpisodeMaker
@@ -134,3 +138,33 @@ def test_a_seed_gives_the_same_episodes_again(gateway: RunningService, tiny_mode
     first, again = (play(agents.twice, gateway, tiny_model, seed=3) for _ in range(2))
     ids = [[e.completion_ids for group in groups for e in group.experiences] for groups in (first, again)]
     assert ids[0] == ids[1]
+
+
+async def test_an_adapter_that_changes_in_mid_episode_has_the_tokens_that_it_sampled(
+    engine: RunningService, gateway: RunningService, tiny_model: Path, tmp_path: Path
+) -> None:
+    adapters = {
+        version: save_adapter(tiny_model, tmp_path / str(version), seed=version, size=0.1) for version in (1, 2)
+    }
+    async with (
+        WorkerAdmin(engine.url, timeout=IDLE_SECONDS) as worker,
+        GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client,
+        httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as http,
+    ):
+        request = CreateSessionRequest(id="adapted", seed=1, max_turn_tokens=4, lora_path=ADAPTER_NAME)
+        await client.create(request)
+        messages: list[dict[str, str]] = []
+        for version, question in ((1, "3+4="), (2, "9-2="), (2, "5+5=")):
+            await worker.load_adapter(adapters[version], version)
+            messages.append({"role": "user", "content": question})
+            reply = await http.post(f"{client.agent_url(request.id)}/chat/completions", json={"messages": messages})
+            messages.append(reply.raise_for_status().json()["choices"][0]["message"])
+        [sequence] = (await client.finish(request.id)).sequences
+    versions = [span.version for span in sequence.policy_versions for _ in range(span.start, span.end)]
+    ids = sequence.prompt_ids + sequence.completion_ids
+    wanted = {v: adapted_logprobs(tiny_model, path, ids)[-len(versions) :] for v, path in adapters.items()}
+    sampled = [place for place, is_sampled in enumerate(sequence.loss_mask) if is_sampled]
+    assert {versions[place] for place in sampled} == {1, 2}
+    for place in sampled:
+        assert abs(wanted[versions[place]][place] - sequence.logprobs[place]) < 1e-4
+    assert max(abs(wanted[1][place] - wanted[2][place]) for place in sampled) > 1e-2, "the adapters differ"

@@ -1,58 +1,210 @@
-"""The gateway in front of the embedded engine: real tokens, log-probabilities, seeds and versions."""
+"""The gateway in front of a real router and engine: the same tests against the embedded engine and the real SGLang."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from services.clients.gateway import GatewayClient
+from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, Endpoint
-from services.protocol.sessions import CreateSessionRequest, Trace
+from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
+from tests.services.rollout_server.conftest import server
+from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
+
+__all__ = ["server"]
 
 QUESTIONS = ("3+4=", "9-2=", "5+5=")
 
 
-async def test_the_engines_log_probabilities_of_the_whole_sequence_are_those_of_the_trace(
-    start_service: Any, tiny_model: Path
-) -> None:
-    engine = start_service("services.embedded_engine", healthy=False, MODEL_NAME=str(tiny_model))
-    mapping = {"rollout-server-0:30000": f"127.0.0.1:{engine.port}", "gateway-0:8005": "127.0.0.1:0"}
-    service = start_service(
-        "services.gateway", healthy=False, MODEL_NAME=str(tiny_model), **{ENDPOINTS_VARIABLE: json.dumps(mapping)}
+@pytest.fixture(scope="module")
+def gateway(server: Nodes, start_service_once: Any) -> Iterator[Endpoint]:
+    """A gateway in front of the server's router."""
+    mapping = {"rollout-server-0:30000": server.router.url.removeprefix("http://"), "gateway-0:8005": "127.0.0.1:0"}
+    service = start_service_once(
+        "services.gateway",
+        MODEL_NAME=str(server.model),
+        JOBGROUP_TOKEN=TOKEN,
+        **{ENDPOINTS_VARIABLE: json.dumps(mapping)},
     )
-    engine.wait_healthy()
-    service.wait_healthy()
+    yield Endpoint("127.0.0.1", service.port)
+    service.end()
+
+
+class Episode:
+    """An open session, as agent and trainer see it."""
+
+    def __init__(self, client: GatewayClient, http: httpx.AsyncClient, name: str) -> None:
+        self._client, self._http, self._name = client, http, name
+        self.messages: list[dict[str, Any]] = []
+
+    async def ask(self, question: str, **fields: Any) -> dict[str, Any]:
+        """Ask a question after the conversation so far, which goes on with the first choice; return the reply."""
+        self.messages.append({"role": "user", "content": question})
+        reply = await self.post({"messages": self.messages, **fields})
+        assert reply.status_code == 200, reply.text
+        body: dict[str, Any] = reply.json()
+        self.messages.append(body["choices"][0]["message"])
+        return body
+
+    async def post(self, body: dict[str, Any]) -> httpx.Response:
+        url = f"{self._client.agent_url(self._name)}/chat/completions"
+        return await self._http.post(url, json=body, headers={"Authorization": f"Bearer {self._name}"})
+
+    async def trace(self) -> Trace:
+        await self._client.reward(self._name, 1.0)
+        return await self._client.finish(self._name)
+
+
+@asynccontextmanager
+async def episode(gateway: Endpoint, name: str, **limits: Any) -> AsyncIterator[Episode]:
     async with (
-        GatewayClient(Endpoint("127.0.0.1", service.port)) as client,
+        GatewayClient(gateway, TOKEN) as client,
         httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as http,
     ):
-        traces = [await _episode(client, http, name) for name in ("one", "two")]
-        sampled = [trace.sequences[0] for trace in traces]
-        assert sampled[0] == sampled[1]  # the same seed samples the same tokens
-        traces += [await _by_anthropic(client, service.url), await _by_responses(client, service.url)]
-        for trace in traces[1:]:
-            await _check(trace, http, engine.url)
+        await client.create(CreateSessionRequest(id=name, **{"seed": 1, "max_turn_tokens": 4, **limits}))
+        yield Episode(client, http, name)
+        await client.delete(name)
 
 
-async def _check(trace: Trace, http: httpx.AsyncClient, engine_url: str) -> None:
-    """Compare a trace of one sequence with the engine's log-probabilities of the whole sequence."""
+def generate(server: Nodes, ids: list[int], **fields: Any) -> dict[str, Any]:
+    """The ``meta_info`` of token ids sent to the worker itself."""
+    reply = server.post(server.worker(), "/generate", {"input_ids": ids, "return_logprob": True, **fields})
+    assert reply.status_code == 200, reply.text
+    meta: dict[str, Any] = reply.json()["meta_info"]
+    return meta
+
+
+def rescored(server: Nodes, sequence: TraceSequence) -> list[float]:
+    """The engine's log-probabilities of a sequence's completion, computed at once."""
+    ids = sequence.prompt_ids + sequence.completion_ids
+    meta = generate(server, ids, sampling_params={"max_new_tokens": 0}, logprob_start_len=0)
+    return [pair[0] for pair in meta["input_token_logprobs"]][len(sequence.prompt_ids) :]
+
+
+def trained(sequence: TraceSequence) -> list[int]:
+    return [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained]
+
+
+def check_logprobs(server: Nodes, trace: Trace) -> None:
+    """Check that each sampled token is trained once, with the log-probability that the engine gives it at once."""
+    assert sum(len(trained(sequence)) for sequence in trace.sequences) == trace.sampled_tokens
+    for sequence in trace.sequences:
+        scores = rescored(server, sequence)
+        given = [sequence.logprobs[place] for place in trained(sequence)]
+        assert given == pytest.approx([scores[place] for place in trained(sequence)], abs=engine_tolerance())
+
+
+async def test_the_engines_log_probabilities_of_the_whole_sequence_are_those_of_the_trace(
+    server: Nodes, gateway: Endpoint
+) -> None:
+    async with episode(gateway, "whole") as one:
+        replies = [await one.ask(question) for question in QUESTIONS]
+        trace = await one.trace()
+    assert trace.reward == 1.0
+    assert len(trace.sequences) == 1
+    assert trace.sampled_tokens == sum(reply["usage"]["completion_tokens"] for reply in replies)
+    assert {span.version for span in trace.sequences[0].policy_versions} == {0}
+    check_logprobs(server, trace)
+
+
+async def test_the_engine_has_the_conversation_in_its_cache(server: Nodes, gateway: Endpoint) -> None:
+    async with episode(gateway, "cached") as one:
+        for question in QUESTIONS:
+            await one.ask(question)
+        [sequence] = (await one.trace()).sequences
+    ids = sequence.prompt_ids + sequence.completion_ids
+    meta = generate(server, ids, sampling_params={"max_new_tokens": 1})
+    # The last token is always computed.
+    assert meta["cached_tokens"] == len(ids) - 1
+    assert generate(server, ids, sampling_params={"max_new_tokens": 1}, logprob_start_len=0)["cached_tokens"] == 0
+
+
+async def test_choices_and_edited_history_are_branches(server: Nodes, gateway: Endpoint) -> None:
+    async with episode(gateway, "branches") as one:
+        first = await one.ask(QUESTIONS[0], n=3)
+        assert len(first["choices"]) == 3
+        await one.ask(QUESTIONS[1])
+        one.messages = [{"role": "user", "content": "3+3="}]
+        await one.ask(QUESTIONS[2])
+        trace = await one.trace()
+    assert len(trace.sequences) == 4
+    check_logprobs(server, trace)
+
+
+async def test_turns_end_by_length_and_by_stop_strings(server: Nodes, gateway: Endpoint) -> None:
+    async with episode(gateway, "ends", temperature=0.0, max_turn_tokens=6) as one:
+        reply = await one.ask(QUESTIONS[0], max_tokens=1)
+        assert reply["choices"][0]["finish_reason"] in ("length", "stop")
+        assert reply["usage"]["completion_tokens"] == 1
+        one.messages.clear()
+        whole = await one.ask(QUESTIONS[0])
+        text = whole["choices"][0]["message"]["content"]
+        assert text
+        one.messages.clear()
+        stopped = await one.ask(QUESTIONS[0], stop=[text[0]])
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert stopped["choices"][0]["message"]["content"] == ""
+        check_logprobs(server, await one.trace())
+
+
+async def test_weights_that_change_between_turns_show_in_the_versions(server: Nodes, gateway: Endpoint) -> None:
+    async with (
+        WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker,
+        episode(gateway, "versions") as one,
+    ):
+        await one.ask(QUESTIONS[0])
+        await worker.update_from_disk(server.model, 1)
+        try:
+            await one.ask(QUESTIONS[1])
+            trace = await one.trace()
+        finally:
+            await worker.update_from_disk(server.model, 0)
     [sequence] = trace.sequences
-    rescoring = {
-        "input_ids": sequence.prompt_ids + sequence.completion_ids,
-        "sampling_params": {"max_new_tokens": 0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-    reply = (await http.post(f"{engine_url}/generate", json=rescoring)).json()
-    scored = [pair[0] for pair in reply["meta_info"]["input_token_logprobs"]][len(sequence.prompt_ids) :]
-    trained = [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained]
-    assert (trace.turns, len(trained)) == (3, trace.sampled_tokens)
-    assert max(abs(scored[place] - sequence.logprobs[place]) for place in trained) < 1e-4
-    assert {span.version for span in sequence.policy_versions} == {0}
+    versions = [span.version for span in sequence.policy_versions for _ in range(span.start, span.end)]
+    assert {versions[place] for place in trained(sequence)} == {0, 1}
+    check_logprobs(server, trace)
+
+
+async def test_a_conversation_longer_than_the_context_is_refused(gateway: Endpoint) -> None:
+    async with episode(gateway, "long") as one:
+        refused = await one.post({"messages": [{"role": "user", "content": "1+" * 5000 + "1="}]})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        await one.ask(QUESTIONS[0])
+
+
+async def test_the_same_seed_samples_the_same_tokens_with_and_without_the_cache(
+    server: Nodes, gateway: Endpoint
+) -> None:
+    sequences = []
+    for name in ("one", "two"):
+        async with episode(gateway, name) as one:
+            for question in QUESTIONS:
+                await one.ask(question)
+            trace = await one.trace()
+            check_logprobs(server, trace)
+            sequences.append(trace.sequences)
+        assert server.post(server.worker(), "/flush_cache", {}).status_code == 200
+    # SGLang honours seeds only with --enable-deterministic-inference, which needs a GPU.
+    assert server.engine == "sglang" or sequences[0] == sequences[1]
+
+
+async def test_conversations_by_other_apis_are_one_sequence_with_the_engines_log_probabilities(
+    server: Nodes, gateway: Endpoint
+) -> None:
+    async with GatewayClient(gateway, TOKEN) as client:
+        for play in (_by_anthropic, _by_responses):
+            trace = await play(client, gateway.url)
+            assert (trace.turns, len(trace.sequences)) == (3, 1)
+            check_logprobs(server, trace)
 
 
 async def _by_anthropic(client: GatewayClient, url: str) -> Trace:
@@ -77,18 +229,3 @@ async def _by_responses(client: GatewayClient, url: str) -> Trace:
     for question in QUESTIONS:
         previous = (await agent.responses.create(model="m", input=question, previous_response_id=previous)).id
     return await client.finish("responses")
-
-
-async def _episode(client: GatewayClient, http: httpx.AsyncClient, name: str) -> Trace:
-    """Ask three questions in one conversation; one answer may be cut off."""
-    await client.create(CreateSessionRequest(id=name, seed=1, max_turn_tokens=4))
-    messages: list[dict[str, str]] = []
-    for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
-        reply = await http.post(f"{client.agent_url(name)}/chat/completions", json={"messages": messages})
-        messages.append(reply.raise_for_status().json()["choices"][0]["message"])
-    await client.reward(name, 1.0)
-    trace = await client.finish(name)
-    await client.delete(name)
-    assert trace.reward == 1.0
-    return trace

@@ -115,8 +115,8 @@ def test_extra_flags_with_an_open_quotation_are_refused(name: str) -> None:
 def test_the_router_is_set_for_requests_of_minutes_and_starts_without_workers() -> None:
     command = router_command(settings(), choose_addresses(has_token=False))
     expected = {
-        "--policy": "cache_aware",
-        "--balance-abs-threshold": "1",
+        "--policy": "manual",
+        "--assignment-mode": "min_load",
         "--health-check-interval-secs": "2",
         "--health-failure-threshold": "3",
         "--request-timeout-secs": "1800",

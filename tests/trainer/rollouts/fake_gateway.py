@@ -31,6 +31,7 @@ class Session:
     """The conversation of each sequence, rendered."""
     reward: dict[str, Any] | None = None
     turns: int = 0
+    refused: str | None = None
 
 
 class FakeGateway(dict[str, Route]):
@@ -40,6 +41,8 @@ class FakeGateway(dict[str, Route]):
         super().__init__()
         self.says = says
         self.sessions: dict[str, Session] = {}
+        """All sessions, the deleted ones included."""
+        self.deleted: list[str] = []
         self.version = 1
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -48,12 +51,25 @@ class FakeGateway(dict[str, Route]):
             return self[name]
         if name == "POST /sessions":
             return self.create
-        found = re.fullmatch(r"POST /sessions/([\w.-]+)/(reward|finish|v1/chat/completions)", name)
-        if found is None or found[1] not in self.sessions:
+        found = re.fullmatch(r"(\w+) /sessions/([\w.-]+)(?:/(reward|finish|v1/chat/completions))?", name)
+        if found is None or found[2] not in self.sessions:
             return default
-        session = self.sessions[found[1]]
-        route = {"reward": self.set_reward, "finish": self.finish}.get(found[2], self.complete)
+        session = self.sessions[found[2]]
+        routes = {
+            ("GET", None): self.state,
+            ("DELETE", None): self.delete,
+            ("POST", "reward"): self.set_reward,
+            ("POST", "finish"): self.finish,
+        }
+        route = routes.get((found[1], found[3]), self.complete)
         return lambda request: route(session, request)
+
+    def state(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
+        return {"id": session.request["id"], "status": "open", "refused": session.refused}
+
+    def delete(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
+        self.deleted.append(session.request["id"])
+        return {}
 
     def create(self, request: dict[str, Any]) -> dict[str, Any]:
         session = self.sessions.setdefault(request["id"], Session(request, self.version))
@@ -66,6 +82,7 @@ class FakeGateway(dict[str, Route]):
     def complete(self, session: Session, request: dict[str, Any]) -> dict[str, Any] | int:
         messages = request["messages"]
         said = 429 if session.turns == session.request["max_turns"] else self.says(messages)
+        session.refused = "max_turns" if said == 429 else None
         if isinstance(said, int):
             return said
         session.turns += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +28,6 @@ from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
-from trainer.rollouts import episodes
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
 from trainer.rollouts.evaluate import Evaluator
@@ -123,8 +124,8 @@ class Stage:
         assert isinstance(maker, EpisodeMaker)
         return maker
 
-    def group(self, agent: Any, **fields: Any) -> Group | None:
-        return self.thread.call(self.maker(agent, **fields).make_group(PROMPT))
+    def group(self, agent: Any, prompt: Prompt = PROMPT, /, **fields: Any) -> Group | None:
+        return self.thread.call(self.maker(agent, **fields).make_group(prompt))
 
 
 def score(request: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent:
 
 def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
     stage.gateway.says = lambda _: 503
-    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES)
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
     with pytest.raises(DependencyLostError, match="every episode of 8 prompts in a row failed: HTTPStatusError"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
@@ -334,8 +335,72 @@ def test_engines_from_which_no_token_came_within_the_deadline_are_lost(stage: St
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
+TWO_TURNS = """
+import json, os, sys, urllib.request
+
+task, messages = json.load(sys.stdin), []
+url, key = os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]
+for role, content in (("user", task["prompt"]), ("tool", "tool says 42")):
+    messages.append({"role": role, "content": content})
+    body = json.dumps({"model": task["model"], "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as reply:
+        messages.append(json.load(reply)["choices"][0]["message"])
+answer = messages[-1]["content"]
+print(answer if task["ground_truth"] == "42" else json.dumps({"reward": 0.5}))
+"""
+
+
+@pytest.fixture
+def two_turns_program(tmp_path: Path) -> dict[str, Any]:
+    """Settings by which a program in Python plays as ``two_turns`` does."""
+    path = tmp_path / "program.py"
+    path.write_text(TWO_TURNS)
+    return {"rollout": "program", "agent": "", "agent_command": f"{sys.executable} -S {path}"}
+
+
+def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns_program: dict[str, Any]) -> None:
+    played, wanted = stage.group(one_turn, **two_turns_program), stage.group(two_turns)
+    assert played is not None
+    assert wanted is not None
+    assert played.model_dump() == wanted.model_dump()
+    group = stage.group(one_turn, PROMPT.model_copy(update={"ground_truth": "unknown"}), **two_turns_program)
+    assert group is not None
+    assert group.rewards == [0.5, 0.5]
+
+
+def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
+    stage: Stage, two_turns_program: dict[str, Any]
+) -> None:
+    maker = stage.maker(one_turn, agent_max_turns=1, group_size=1, **two_turns_program)
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert maker._failed == {"limit": 1}
+    [session] = stage.gateway.sessions.values()
+    assert session.reward is not None
+    assert "HTTP Error 429" in session.reward["reason"]
+
+
+def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
+    maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
+    with pytest.raises(ConfigurationError, match=r"exit code 127.*no-such-agent.*evaluate --agent-command"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
+def test_sessions_are_deleted_once_their_traces_are_here(stage: Stage) -> None:
+    assert stage.group(two_turns) is not None
+    assert sorted(stage.gateway.deleted) == sorted(stage.gateway.sessions)
+    stage.gateway.delete = lambda *_: 404  # type: ignore[method-assign, assignment]
+    assert stage.group(two_turns) is not None, "the gateway deletes it after its deadline"
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, None), (8, "policy")])
+def test_the_trained_adapter_is_that_of_the_sessions(stage: Stage, rank: int, name: str | None) -> None:
+    assert stage.group(one_turn, lora_rank=rank) is not None
+    assert {session.request["lora_path"] for session in stage.gateway.sessions.values()} == {name}
+
+
 def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "EPISODES_AT_ONCE", 3)
     now, most = 0, 0
 
     async def counting(example: Any, **endpoint: Any) -> float | None:
@@ -347,7 +412,7 @@ def test_so_many_episodes_are_played_at_once(stage: Stage, monkeypatch: pytest.M
         return reward
 
     monkeypatch.setitem(globals(), "counting", counting)
-    assert stage.group(counting, group_size=8) is not None
+    assert stage.group(counting, group_size=8, agent_concurrency=3) is not None
     assert most == 3
 
 
@@ -397,10 +462,12 @@ def test_an_agent_that_cannot_be_had_ends_the_run_at_its_start(stage: Stage, age
     ("changes", "said"),
     [
         ({"agent": ""}, "AGENT is '', but ROLLOUT is agent"),
+        ({"agent_command": "x"}, "AGENT_COMMAND is 'x', but ROLLOUT is agent; set ROLLOUT=program"),
+        ({"rollout": "program"}, "but ROLLOUT is program; set ROLLOUT=agent"),
+        ({"rollout": "program", "agent": "", "agent_command": " "}, "AGENT_COMMAND is empty, but ROLLOUT is program"),
         ({"rollout": "completion"}, "but ROLLOUT is completion; set ROLLOUT=agent"),
         ({"agent_max_tokens": 8}, "AGENT_MAX_TOKENS is 8; allowed is at least MAX_NEW_TOKENS"),
         ({"overlong_buffer": 2}, "OVERLONG_BUFFER is set, but ROLLOUT is agent"),
-        ({"lora_rank": 8}, "LORA_RANK is set, but ROLLOUT is agent"),
         ({"group_size": 1024, "agent_max_turns": 65}, "GROUP_SIZE times AGENT_MAX_TURNS is 66560"),
     ],
     ids=str,

@@ -1,0 +1,155 @@
+"""The life of sessions: none stays for ever, and the account of their tokens adds up, also after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from services.gateway import gateway as gateway_module
+from services.gateway.app import create_app
+from services.gateway.gateway import GRACE_SECONDS, Gateway
+from services.protocol.sessions import GatewayStats
+from tests.services.gateway.conftest import Running, StartGateway
+from tests.waiting import eventually
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def gateways(monkeypatch: pytest.MonkeyPatch) -> list[Gateway]:
+    """The gateways that the test starts, for what no route does."""
+    made: list[Gateway] = []
+
+    class Kept(Gateway):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(create_app.__module__ + ".Gateway", Kept)
+    return made
+
+
+async def stats_of(running: Running) -> GatewayStats:
+    """Return the account, which must add up at any time."""
+    stats = GatewayStats.model_validate((await running.client.get("/stats")).json())
+    assert stats.engine_tokens == stats.trace_tokens + stats.open_tokens + sum(stats.lost_tokens.values())
+    return stats
+
+
+def has_asked(running: Running, times: int) -> bool:
+    return len(running.engine.requests) == times
+
+
+def expired() -> float:
+    return REGISTRY.get_sample_value("gateway_sessions_expired_total") or 0.0
+
+
+async def test_sessions_whose_owner_died_are_removed_after_their_deadline(
+    gateway: StartGateway, gateways: list[Gateway]
+) -> None:
+    before = expired()
+    async with gateway(answers=["Hi."]) as running:
+        for name, seconds in (("left", 50.0), ("finished", 50.0), ("long", 5000.0)):
+            await running.chat(await running.open(name, deadline_seconds=seconds), HELLO)
+        await running.finish("finished")
+        turn = running.engine.completion_tokens // 3
+        now = time.time()
+        await gateways[0].expire(now + 40 + GRACE_SECONDS)
+        assert (await stats_of(running)).open_sessions == 2
+        await gateways[0].expire(now + 60 + GRACE_SECONDS)
+        gone = [(await running.client.get(f"/sessions/{name}")).status_code for name in ("left", "finished", "long")]
+        assert gone == [404, 404, 200]
+        stats = await stats_of(running)
+        assert (stats.engine_tokens, stats.trace_tokens, stats.open_tokens) == (3 * turn, turn, turn)
+        assert stats.lost_tokens == {"expired": turn}
+    assert expired() == before + 2
+
+
+async def test_a_gateway_looks_for_late_sessions_by_itself(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(gateway_module, "EXPIRY_SECONDS", 0.02)
+    async with gateway(answers=["Hi."]) as running:
+        await running.open("left", deadline_seconds=0.01)
+        await eventually(lambda: open_sessions() == 0)
+        assert (await running.client.get("/sessions/left")).status_code == 404
+
+
+def open_sessions() -> float:
+    return REGISTRY.get_sample_value("gateway_sessions_open") or 0.0
+
+
+async def test_the_account_has_every_token_that_the_engine_sampled_also_after_a_restart(gateway: StartGateway) -> None:
+    sampled = 0
+    for life in range(2):
+        async with gateway(answers=["one two", "three", "four five six"]) as running:
+            for name in ("kept", "dropped", "open"):
+                await running.chat(await running.open(f"{name}-{life}"), HELLO)
+            running.engine.troubles = [2]
+            await running.chat(f"/sessions/kept-{life}/v1/chat/completions", [*HELLO, *HELLO])
+            await running.finish(f"kept-{life}")
+            await running.client.delete(f"/sessions/kept-{life}")
+            await running.client.delete(f"/sessions/dropped-{life}")
+            late = asyncio.create_task(running.chat(f"/sessions/open-{life}/v1/chat/completions", [*HELLO, *HELLO]))
+            running.engine.seconds = 0.2
+            await eventually(partial(has_asked, running, 6))
+            await running.finish(f"open-{life}")
+            with pytest.raises(AssertionError, match="session_finished"):
+                await late
+            sampled += running.engine.completion_tokens
+            stats = await stats_of(running)
+            assert stats.engine_tokens == sampled
+            assert set(stats.lost_tokens) == {"aborted", "deleted", "finished"}
+            assert stats.open_sessions == stats.open_tokens == 0
+
+
+async def test_sessions_that_come_and_go_leave_the_disk_as_it_is(gateway: StartGateway, tmp_path: Path) -> None:
+    path = tmp_path / "gateway" / "gateway.sqlite"
+    sizes, wals = [], []
+    async with gateway(answers=["word " * 300]) as running:
+        for number in range(100):
+            await running.chat(await running.open(f"s{number}"), HELLO)
+            await running.finish(f"s{number}")
+            await running.client.delete(f"/sessions/s{number}")
+            if number % 25 == 24:
+                sizes.append(path.stat().st_size)
+                wals.append(path.with_name(path.name + "-wal").stat().st_size)
+    assert max(wals) < 6e6, "SQLite copies its log of 1000 pages into the file"
+    assert path.stat().st_size < 2e5, "what is deleted makes room"
+    assert sizes[-1] < 2e5
+    with sqlite3.connect(path) as db:
+        assert [db.execute(f"SELECT COUNT(*) FROM {table}").fetchone() for table in ("sessions", "calls", "lost")] == [
+            (0,),
+            (0,),
+            (0,),
+        ]
+
+
+@pytest.mark.parametrize("adapter", [None, "policy"])
+async def test_the_engine_samples_with_the_sessions_adapter(gateway: StartGateway, adapter: str | None) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        await running.chat(await running.open(lora_path=adapter), HELLO)
+        assert [request.get("lora_path") for request in running.engine.requests] == [adapter]
+
+
+async def test_the_state_of_a_session_names_the_limit_over_which_its_last_call_was_refused(
+    gateway: StartGateway,
+) -> None:
+    async with gateway(answers=["a b c"]) as running:
+        seen: dict[str, str] = {}
+        for limit, limits in (("max_turns", {"max_turns": 1}), ("max_tokens", {"max_tokens": 2})):
+            path = await running.open(limit, **limits)
+            await running.chat(path, HELLO)
+            before = (await running.client.get(f"/sessions/{limit}")).json()
+            assert before["refused"] is None
+            assert (await running.client.post(path, json={"messages": HELLO * 2})).status_code == 429
+            seen[limit] = (await running.client.get(f"/sessions/{limit}")).json()["refused"]
+        assert seen == {"max_turns": "max_turns", "max_tokens": "max_tokens"}

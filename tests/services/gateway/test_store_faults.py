@@ -1,0 +1,138 @@
+"""Faults of the gateway's disk: every call is answered, and what was acknowledged is there after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.errors import DependencyLostError
+from services.gateway import store
+from services.gateway.store import Store
+from services.http.problems import ProblemError
+from tests.services.gateway.conftest import Running, StartGateway
+
+SECONDS = 60
+INSERT = "INSERT INTO lost VALUES (?, ?, ?)"
+
+
+def said(number: int, length: int = 5) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"{number} " + "long " * length}]}
+
+
+async def post(running: Running, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    """Return the status of the reply, and its detail if it is a refusal."""
+    reply = await asyncio.wait_for(running.client.post(path, json=body), SECONDS)
+    return reply.status_code, reply.json().get("detail", "")
+
+
+@contextmanager
+def full_disk(file: Path) -> Iterator[None]:
+    """Let no file of this process grow beyond the size of ``file``."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (os.stat(file).st_size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+async def test_a_full_disk_answers_507_and_what_was_acknowledged_is_there(
+    gateway: StartGateway, tmp_path: Path
+) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        assert (await post(running, path, said(0)))[0] == 200
+        with full_disk(tmp_path / "gateway/gateway.sqlite-wal"):
+            bodies = [said(number, length=200) for number in range(1, 5)]
+            replies = await asyncio.gather(*(post(running, path, body) for body in bodies))
+            assert {status for status, _ in replies} == {507}
+            assert "free" in replies[0][1]
+            assert (await post(running, path, said(0)))[0] == 200
+        assert (await post(running, path, bodies[0]))[0] == 200
+        before = (await running.client.get("/sessions/s/trace")).json()
+    async with gateway(answers=["Hi."]) as running:
+        after = await running.finish()
+        assert after["sequences"] == before["sequences"]
+        assert after["turns"] == 2
+
+
+async def test_a_removed_directory_answers_507(gateway: StartGateway, tmp_path: Path) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        shutil.rmtree(tmp_path / "gateway")
+        for number in range(3):
+            status, detail = await post(running, path, said(number))
+            assert (status, "No such file" in detail) == (507, True)
+
+
+async def test_a_replaced_database_answers_507(gateway: StartGateway, tmp_path: Path) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        (tmp_path / "gateway/gateway.sqlite").rename(tmp_path / "gateway/other")
+        (tmp_path / "gateway/gateway.sqlite").touch()
+        status, detail = await post(running, path, said(1))
+        assert (status, "took the place" in detail) == (507, True)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), sqlite3.DatabaseError("malformed")])
+async def test_any_other_error_answers_500_and_the_next_call_goes_on(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "_commit", fail)
+            replies = await asyncio.gather(*(post(running, path, said(number)) for number in range(3)))
+            assert [status for status, _ in replies] == [500] * 3
+        assert (await post(running, path, said(0)))[0] == 200
+
+
+async def test_a_write_that_cannot_be_executed_costs_the_others_nothing(tmp_path: Path) -> None:
+    made = Store(tmp_path)
+    await made.open()
+    rows = [("s", "x", 1), ("s", "too large", 2**70), ("s", "y", 2), ("s", object(), 3)]
+    writes = [made.write((INSERT, row)) for row in rows]
+    results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), SECONDS)
+    refused = [result.status_code if isinstance(result, ProblemError) else None for result in results]
+    assert refused == [None, 500, None, 500]
+    assert await made.read("SELECT reason FROM lost") == [("x",), ("y",)]
+    await made.close()
+
+
+async def test_a_damaged_record_costs_its_session_alone(gateway: StartGateway, tmp_path: Path) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        for name in ("good", "bad"):
+            assert (await post(running, await running.open(name), said(1)))[0] == 200
+    with closing(sqlite3.connect(tmp_path / "gateway/gateway.sqlite")) as database, database:
+        database.execute("UPDATE calls SET record = substr(record, 1, 40) WHERE session = 'bad'")
+    async with gateway(answers=["Hi."]) as running:
+        assert (await running.finish("good"))["turns"] == 1
+        for path in ("/sessions/bad/finish", "/sessions/bad/v1/chat/completions"):
+            status, detail = await post(running, path, said(1))
+            assert (status, "session bad is damaged" in detail) == (500, True)
+        assert (await running.client.delete("/sessions/bad")).status_code == 204
+        assert (await running.client.get("/sessions/bad")).status_code == 404
+
+
+async def test_a_second_gateway_is_refused_and_the_first_one_goes_on(
+    gateway: StartGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        with pytest.raises(DependencyLostError, match="another process uses"):
+            await Store(tmp_path / "gateway").open()
+        assert (await post(running, path, said(1)))[0] == 200
