@@ -48,9 +48,12 @@ class GatewayClient(ServiceClient):
         """Return the trace of the calls so far."""
         return await self.call("GET", f"/sessions/{session_id}/trace", Trace)
 
-    async def delete(self, session_id: str) -> None:
-        """Delete a session and everything stored of it; an unknown session is no error."""
-        await self.request("DELETE", f"/sessions/{session_id}")
+    async def delete(self, session_id: str, *, deadline: float | None = None) -> None:
+        """Delete a session and everything stored of it; an unknown session is no error.
+
+        ``deadline`` is in seconds, instead of the client's own.
+        """
+        await self.request("DELETE", f"/sessions/{session_id}", deadline=deadline)
 
     async def stats(self, *, deadline: float | None = None) -> GatewayStats:
         """Return the account of sampled tokens; ``deadline`` seconds instead of the client's own."""

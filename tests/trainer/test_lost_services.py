@@ -120,6 +120,9 @@ class Outside:
         stderr = math.sqrt(accuracy * (1 - accuracy) / 64)
         return {"accuracy": accuracy, "accuracy_stderr": stderr, "eval_prompts": 64.0, "eval_left_out": 0.0}
 
+    def episode_tokens(self) -> dict[str, float]:
+        return {}
+
     def _reach(self, call: str, step: int) -> None:
         if call == self.lost and step == LAST:
             raise DependencyLostError(f"{call} found nobody")

@@ -44,6 +44,9 @@ LOST_TOKENS = Counter(
     "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
 )
 
+DELETE_SECONDS = 10.0
+"""Longest wait for the deletion of a session, which the gateway makes up for."""
+
 OVER_LIMIT = ("timeout", "limit")
 """Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
 
@@ -158,7 +161,7 @@ class EpisodeMaker(GroupMaker):
     async def _delete(self, session_id: str) -> None:
         """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
         try:
-            await self.gateway.delete(session_id)
+            await self.gateway.delete(session_id, deadline=DELETE_SECONDS)
         except (DependencyLostError, RequestRefusedError) as error:
             log.warning("session not deleted", session=session_id, reason=str(error))
 
