@@ -100,3 +100,33 @@ def random_groups(
             sequences.append(TrainingSequence(completion, logprobs, [advantage] * len(completion)))
         groups.append(TrainingGroup(ids(8), sequences, f"group-{g}"))
     return groups
+
+
+def random_trees(
+    seed: int, n_groups: int = 3, n_sequences: int = 6, vocabulary: int = VOCABULARY
+) -> list[TrainingGroup]:
+    """Return groups of sequences that begin like earlier ones of their group: episodes of several turns, with branches.
+
+    Turns and tools' results take turns; a sampled token is trained by the first sequence that has it.
+    """
+    draw = random.Random(seed)
+
+    def ids(most: int) -> list[int]:
+        return [draw.randrange(2, vocabulary) for _ in range(draw.randint(1, most))]
+
+    groups = []
+    for g in range(n_groups):
+        sequences: list[TrainingSequence] = []
+        for _ in range(n_sequences):
+            earlier = draw.choice([[], *(s.completion_ids for s in sequences)])
+            tokens = earlier[: draw.randint(0, len(earlier))]
+            loss_mask = [False] * len(tokens)
+            for turn in range(draw.randint(1, 4)):
+                new = ids(7)
+                tokens = tokens + new
+                loss_mask += [turn % 2 == 0] * len(new)
+            logprobs = [draw.uniform(-4, -1) for _ in tokens]
+            advantages = [draw.choice([-1.0, 0.5, 1.0])] * len(tokens)
+            sequences.append(TrainingSequence(tokens, logprobs, advantages, loss_mask))
+        groups.append(TrainingGroup(ids(8), sequences, f"tree-{g}"))
+    return groups

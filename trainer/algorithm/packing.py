@@ -1,20 +1,24 @@
-"""Packing of groups into micro-batches without padding, and sharing of the micro-batches among the ranks.
+"""Packing of groups into micro-batches: their tokens as trees in depth-first order, without padding.
 
-A *piece* is a prompt with some of its group's completions. The tokens of a micro-batch's pieces lie one after the other
-in one row: prompt, completion, completion, ..., prompt, ... A completion's positions continue its prompt's, and it
-attends to its prompt and to itself only. So a prompt is computed once, however many completions share it. The last
-token of a completion is not in the row, because no token is predicted from it.
+The prompt and completions of a group are a prefix tree: equal tokens after equal tokens are one node, whether they are
+the prompt, an episode's earlier turns, or what two completions happen to begin with. The nodes lie one after the other
+in depth-first order, and the trees of a micro-batch in one row. A token sees the token at k before it as long as the
+subtree of k has not ended. So every distinct token is computed once. The last token of a completion is not in the row,
+unless another one goes on from it, because no token is predicted from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import compress
+from functools import cached_property
+from itertools import chain, compress, pairwise
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from trainer.algorithm.attention_layout import AttentionLayout
 
 T = TypeVar("T")
 
@@ -65,6 +69,24 @@ class TrainingSequence:
 
 
 @dataclass(frozen=True)
+class Branch:
+    """A completion's way through its group's prefix tree, from the prompt's first token on."""
+
+    sequence: TrainingSequence
+    index: int
+    """The place of the completion in its group."""
+    shared: int
+    """Tokens that are also those of the branch before, in depth-first order."""
+    length: int
+    """Tokens that a forward pass reads."""
+
+    @property
+    def new(self) -> int:
+        """Tokens that the branches before do not have."""
+        return self.length - self.shared
+
+
+@dataclass(frozen=True)
 class TrainingGroup:
     """One prompt with its completions as the loss sees them."""
 
@@ -81,10 +103,19 @@ class TrainingGroup:
                 f"group {self.group_id!r} has no prompt_ids: the first completion token is predicted from the prompt"
             )
 
+    @cached_property
+    def branches(self) -> list[Branch]:
+        """The completions in depth-first order of the group's prefix tree."""
+        reads = [sequence.read_ids for sequence in self.sequences]
+        order = sorted(range(len(reads)), key=reads.__getitem__)
+        prompt = len(self.prompt_ids)
+        shared = [0, *(prompt + _common(reads[i], reads[j]) for i, j in pairwise(order))]
+        return [Branch(self.sequences[i], i, shared[n], prompt + len(reads[i])) for n, i in enumerate(order)]
+
     @property
     def tokens(self) -> int:
-        """Tokens that a forward pass reads: the prompt once, and all but the last of every completion."""
-        return len(self.prompt_ids) + sum(len(sequence.read_ids) for sequence in self.sequences)
+        """Distinct tokens that a forward pass reads: the nodes of the group's prefix tree."""
+        return sum(branch.new for branch in self.branches)
 
     @property
     def trained_tokens(self) -> int:
@@ -105,51 +136,19 @@ class TrainingGroup:
 
 
 @dataclass(frozen=True)
-class AttentionLayout:
-    """The places of prompts and completions among the T packed tokens of a micro-batch.
-
-    B is the number of pieces, S the number of completions, P the length of the longest prompt, and C the tokens read of
-    the longest completion (at least 1). Inside attention, rows are padded with index 0; results there are never used.
-    """
-
-    prompt_rows: Tensor
-    """[B, P] int64: packed index of each prompt token."""
-    completion_rows: Tensor
-    """[S, C] int64: packed index of each token read of a completion."""
-    piece_of_completion: Tensor
-    """[S] int64: index of the piece whose prompt the completion follows."""
-    mask: Tensor
-    """[S, 1, C, P + C]: the tokens of its prompt and completion that a completion token attends to, as bool or as
-    numbers to add to the scores, 0 and -inf."""
-    unpack: Tensor
-    """[T] int64: index of each packed token in cat(prompt_rows.flatten(), completion_rows.flatten())."""
-
-    def to(self, device: torch.device) -> AttentionLayout:
-        """Return a copy on ``device``."""
-        return replace(self, **_moved(self, device))
-
-    def with_additive_mask(self, dtype: torch.dtype) -> AttentionLayout:
-        """Return a copy whose mask holds numbers, its rows aligned for CUDA's attention kernels.
-
-        The kernels would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
-        """
-        *shape, keys = self.mask.shape
-        padded = torch.zeros(*shape, -(-keys // 8) * 8, dtype=dtype, device=self.mask.device)
-        mask = padded[..., :keys]
-        return replace(self, mask=mask.masked_fill_(~self.mask, -torch.inf))
-
-
-@dataclass(frozen=True)
 class MicroBatch:
-    """T packed tokens of B pieces with S completions, which have N trained tokens in all."""
+    """T packed tokens of pieces with S completions, which have N trained tokens in all, predicted from U states."""
 
     input_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
-    """[T] int64."""
+    """[T] int64: the depth in the tree."""
     layout: AttentionLayout
     predict_rows: Tensor
-    """[N] int64: the packed index whose hidden state predicts each trained token."""
+    """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
+    state_ids: Tensor
+    """[N] int64 in [0, U): which of the states predicts each trained token. Where completions part, one predicts
+    several."""
     targets: Tensor
     """[N] int64: the trained tokens."""
     sequence_ids: Tensor
@@ -172,122 +171,8 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy on ``device``."""
-        return replace(self, layout=self.layout.to(device), **_moved(self, device))
-
-
-def _moved(record: AttentionLayout | MicroBatch, device: torch.device) -> dict[str, Any]:
-    values = {f.name: getattr(record, f.name) for f in fields(record)}
-    return {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
-
-
-KEYS_PER_TOKEN = 4
-"""Most keys in attention for each token of the budget. Attention pads the completions of a micro-batch to the longest
-and gives each a copy of its prompt's keys and values, so its memory depends on this number."""
-
-
-@dataclass(frozen=True)
-class _Size:
-    """The size of pieces packed together."""
-
-    tokens: int = 0
-    completions: int = 0
-    longest_prompt: int = 0
-    longest_completion: int = 0
-
-    @classmethod
-    def of(cls, group: TrainingGroup) -> _Size:
-        lengths = [len(sequence.read_ids) for sequence in group.sequences]
-        return cls(group.tokens, len(lengths), len(group.prompt_ids), max(lengths, default=0))
-
-    def __add__(self, other: _Size) -> _Size:
-        return _Size(
-            self.tokens + other.tokens,
-            self.completions + other.completions,
-            max(self.longest_prompt, other.longest_prompt),
-            max(self.longest_completion, other.longest_completion),
-        )
-
-    def fits(self, max_tokens: int) -> bool:
-        keys = self.completions * (self.longest_prompt + self.longest_completion)
-        return self.tokens <= max_tokens and keys <= KEYS_PER_TOKEN * max_tokens
-
-
-def share_out(groups: Sequence[TrainingGroup], n_ranks: int, max_tokens: int) -> list[list[list[TrainingGroup]]]:
-    """Share groups among ranks and micro-batches: ``result[rank][micro_batch]`` is a list of pieces.
-
-    Every rank gets the same number of micro-batches (some may be empty). Each has at most ``max_tokens`` tokens and,
-    padding included, ``KEYS_PER_TOKEN`` times as many keys in attention; a completion beyond that gets a micro-batch of
-    its own. The same groups are always shared in the same way.
-
-    Args:
-        groups: the groups to train on.
-        n_ranks: the number of ranks.
-        max_tokens: tokens in one micro-batch.
-    """
-    pieces = [piece for group in groups for piece in _split(group, max_tokens)]
-    # With fewer pieces than ranks, halve the largest piece: an idle rank costs more than a second copy of the prompt.
-    while len(pieces) < n_ranks:
-        largest = max(pieces, key=lambda piece: len(piece.sequences), default=None)
-        if largest is None or len(largest.sequences) < 2:
-            break
-        pieces.remove(largest)
-        middle = len(largest.sequences) // 2
-        pieces += [
-            replace(largest, sequences=largest.sequences[:middle]),
-            replace(largest, sequences=largest.sequences[middle:]),
-        ]
-    by_rank = _balance(pieces, n_ranks)
-    filled = [_fill(own, max_tokens) for own in by_rank]
-    most = max(len(batches) for batches in filled)
-    return [batches + [[] for _ in range(most - len(batches))] for batches in filled]
-
-
-def _split(group: TrainingGroup, max_tokens: int) -> list[TrainingGroup]:
-    """Cut a group that exceeds the budget into pieces with completions of similar length; each repeats the prompt."""
-    if not group.sequences:
-        return []
-    if _Size.of(group).fits(max_tokens):
-        return [group]
-    pieces: list[list[TrainingSequence]] = []
-    size = _Size()
-    for sequence in sorted(group.sequences, key=lambda sequence: len(sequence.completion_ids), reverse=True):
-        length = len(sequence.read_ids)
-        grown = size + _Size(length, 1, 0, length)
-        if not pieces or not grown.fits(max_tokens):
-            pieces.append([])
-            prompt = len(group.prompt_ids)
-            grown = _Size(prompt + length, 1, prompt, length)
-        pieces[-1].append(sequence)
-        size = grown
-    return [replace(group, sequences=sequences) for sequences in pieces]
-
-
-def _balance(pieces: list[TrainingGroup], n_ranks: int) -> list[list[TrainingGroup]]:
-    """Give each piece, the longest first, to the rank with the fewest tokens so far."""
-    loads = [0] * n_ranks
-    by_rank: list[list[TrainingGroup]] = [[] for _ in range(n_ranks)]
-    for piece in sorted(pieces, key=lambda piece: piece.tokens, reverse=True):
-        rank = loads.index(min(loads))
-        by_rank[rank].append(piece)
-        loads[rank] += piece.tokens
-    return by_rank
-
-
-def _fill(pieces: list[TrainingGroup], max_tokens: int) -> list[list[TrainingGroup]]:
-    """Fill micro-batches by first fit, longest completions first, so that similar lengths share one and pad little."""
-    batches: list[list[TrainingGroup]] = []
-    sizes: list[_Size] = []
-    measured = [(piece, _Size.of(piece)) for piece in pieces]
-    for piece, size in sorted(measured, key=lambda pair: pair[1].longest_completion, reverse=True):
-        for i, used in enumerate(sizes):
-            if used.tokens + size.tokens <= max_tokens and (grown := used + size).fits(max_tokens):
-                batches[i].append(piece)
-                sizes[i] = grown
-                break
-        else:
-            batches.append([piece])
-            sizes.append(size)
-    return batches
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: x.to(device) if hasattr(x, "to") else x for name, x in own.items()})
 
 
 def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
@@ -295,35 +180,18 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
     is_filler = not pieces
     if is_filler:
         pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
-    ids: list[int] = []
-    positions: list[int] = []
-    predict: list[int] = []
-    prompt_starts: list[tuple[int, int]] = []
-    completion_starts: list[tuple[int, int]] = []
-    piece_of_completion: list[int] = []
-    sequences: list[TrainingSequence] = []
-    for piece_index, piece in enumerate(pieces):
-        prompt_length = len(piece.prompt_ids)
-        last_of_prompt = len(ids) + prompt_length - 1
-        prompt_starts.append((len(ids), prompt_length))
-        ids += piece.prompt_ids
-        positions += range(prompt_length)
-        for sequence in piece.sequences:
-            start, length = len(ids), len(sequence.read_ids)
-            completion_starts.append((start, length))
-            piece_of_completion.append(piece_index)
-            rows = [last_of_prompt, *range(start, start + length)] if sequence.completion_ids else []
-            predict += sequence.trained(rows)
-            ids += sequence.read_ids
-            positions += range(prompt_length, prompt_length + length)
-            sequences.append(sequence)
+    trees = _Trees()
+    predicting = [row for piece in pieces for row in trees.add(piece)]
+    predict_rows, state_ids = torch.tensor(predicting, dtype=torch.int64).unique(return_inverse=True)
+    sequences = [sequence for piece in pieces for sequence in piece.sequences]
     groups = [piece for piece in pieces for _ in piece.sequences]
     lengths = torch.tensor([s.trained_tokens for s in sequences])
     return MicroBatch(
-        input_ids=torch.tensor(ids),
-        position_ids=torch.tensor(positions),
-        layout=_attention_layout(prompt_starts, completion_starts, piece_of_completion, len(ids)),
-        predict_rows=torch.tensor(predict, dtype=torch.int64),
+        input_ids=torch.tensor(trees.ids),
+        position_ids=torch.tensor(trees.depths),
+        layout=AttentionLayout.of(torch.tensor(trees.ends)),
+        predict_rows=predict_rows,
+        state_ids=state_ids,
         targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
         behaviour_logprobs=_per_token(sequences, [s.behaviour_logprobs for s in sequences]),
@@ -343,25 +211,37 @@ def _per_token(sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence
     return torch.tensor([x for s, own in zip(sequences, full, strict=True) for x in s.trained(own)]).float()
 
 
-def _attention_layout(
-    prompts: list[tuple[int, int]], completions: list[tuple[int, int]], piece_of_completion: list[int], n_tokens: int
-) -> AttentionLayout:
-    prompt_start, prompt_length = torch.tensor(prompts).unbind(1)
-    completion_start, completion_length = torch.tensor(completions).unbind(1)
-    piece = torch.tensor(piece_of_completion)
-    p, c = torch.arange(int(prompt_length.max())), torch.arange(max(int(completion_length.max()), 1))
-    prompt_valid, completion_valid = p < prompt_length[:, None], c < completion_length[:, None]
-    prompt_rows = torch.where(prompt_valid, prompt_start[:, None] + p, 0)
-    completion_rows = torch.where(completion_valid, completion_start[:, None] + c, 0)
-    causal = (c[:, None] >= c[None, :]).expand(len(completions), -1, -1)
-    sees_prompt = prompt_valid[piece][:, None, :].expand(-1, len(c), -1)
-    unpack = torch.empty(n_tokens, dtype=torch.int64)
-    unpack[prompt_rows[prompt_valid]] = prompt_valid.flatten().nonzero().squeeze(1)
-    unpack[completion_rows[completion_valid]] = prompt_valid.numel() + completion_valid.flatten().nonzero().squeeze(1)
-    return AttentionLayout(
-        prompt_rows=prompt_rows,
-        completion_rows=completion_rows,
-        piece_of_completion=piece,
-        mask=torch.cat([sees_prompt, causal], dim=2)[:, None],
-        unpack=unpack,
-    )
+class _Trees:
+    """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.depths: list[int] = []
+        self.ends: list[int] = []
+
+    def add(self, group: TrainingGroup) -> Iterator[int]:
+        """Append a group's tokens; return the packed index that predicts each trained token, by completion."""
+        n_prompt = len(group.prompt_ids)
+        predicting: list[list[int]] = [[] for _ in group.sequences]
+        path: list[int] = []
+        for branch in group.branches:
+            self._end(path[branch.shared :])
+            start = len(self.ids)
+            path[branch.shared :] = range(start, start + branch.new)
+            self.ids += [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
+            self.depths += range(branch.shared, branch.length)
+            self.ends += [0] * branch.new
+            rows = path[n_prompt - 1 : n_prompt - 1 + len(branch.sequence.completion_ids)]
+            predicting[branch.index] = branch.sequence.trained(rows)
+        self._end(path)
+        return chain.from_iterable(predicting)
+
+    def _end(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.ends[row] = len(self.ids)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the longest common prefix."""
+    differs = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differs, min(len(first), len(second)))

@@ -1,8 +1,7 @@
-"""Attention over packed groups, registered with transformers under the name ``shared_prompt``.
+"""Attention over packed trees of tokens, registered with transformers under the name ``token_tree``.
 
-The packed row of a micro-batch (see packing.py) is cut into two batches: prompts, which attend causally to themselves,
-and completions, which attend to their prompt and causally to themselves. So the work grows with the size of the groups
-and not with the square of the row. Any model can use it whose attention goes through transformers' attention interface.
+It is computed in the blocks of attention_layout.py, so the work grows with the lengths of the trees' paths and not with
+the square of the packed row. Any model can use it whose attention goes through transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -11,20 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from services.core.errors import ConfigurationError
-from trainer.algorithm.packing import AttentionLayout
+from trainer.algorithm.attention_layout import AttentionLayout
 from trainer.model.supported import FAMILIES
 
-SHARED_PROMPT_ATTENTION = "shared_prompt"
+TREE_ATTENTION = "token_tree"
 
 UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
 """Options with which models ask for sliding windows, capped scores or attention sinks."""
 
 
-def shared_prompt_attention(
+def tree_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -46,7 +45,7 @@ def shared_prompt_attention(
         attention_mask: not used, because the layout has the mask.
         scaling: factor of the scores; 1 / sqrt(D) by default.
         dropout: must be 0.
-        layout: the places of prompts and completions.
+        layout: the blocks of the micro-batch, with their masks.
         options: other options of the model; those in UNSUPPORTED_OPTIONS must be None, the rest is ignored.
 
     Returns:
@@ -62,17 +61,22 @@ def shared_prompt_attention(
             f"choose a model of another family ({FAMILIES})"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for block in layout.blocks:
+        own_q, seen_k, seen_v = _heads(q, block.query_rows), _heads(k, block.key_rows), _heads(v, block.key_rows)
+        output = _attend(own_q, seen_k, seen_v, attn_mask=block.mask, is_causal=block.is_causal, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return _rows(torch.cat(outputs), layout.unpack)[None], None
 
-    prompt_q, prompt_k, prompt_v = (x[layout.prompt_rows].transpose(1, 2) for x in (q, k, v))
-    prompts = _attend(prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling)
 
-    own_q, own_k, own_v = (x[layout.completion_rows].transpose(1, 2) for x in (q, k, v))
-    seen_k = torch.cat([prompt_k[layout.piece_of_completion], own_k], dim=2)
-    seen_v = torch.cat([prompt_v[layout.piece_of_completion], own_v], dim=2)
-    completions = _attend(own_q, seen_k, seen_v, attn_mask=layout.mask, scale=scaling)
+def _heads(states: Tensor, rows: Tensor) -> Tensor:
+    """Return the states [T, H, D] at ``rows`` [R, L] as [R, H, L, D]."""
+    return _rows(states, rows).transpose(1, 2)
 
-    rows = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (prompts, completions)])
-    return rows[layout.unpack][None], None
+
+def _rows(states: Tensor, rows: Tensor) -> Tensor:
+    """Return ``states[rows]``. The gradient of indexing would add up repeated rows number by number."""
+    return embedding(rows, states.flatten(1)).view(*rows.shape, *states.shape[1:])
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -86,4 +90,4 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor
     return scaled_dot_product_attention(query, key, value, enable_gqa=repeats > 1, **options)
 
 
-AttentionInterface.register(SHARED_PROMPT_ATTENTION, shared_prompt_attention)
+AttentionInterface.register(TREE_ATTENTION, tree_attention)

@@ -47,7 +47,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's N trained tokens."""
-        return cast("Tensor", self.value_head(predicting_states(self.decoder, batch)))
+        return cast("Tensor", self.value_head(predicting_states(self.decoder, batch))[batch.state_ids])
 
 
 def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:

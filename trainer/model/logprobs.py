@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, computed a chunk of tokens at a time.
+"""Log-probabilities of given tokens, computed a chunk of hidden states at a time.
 
-Logits [N, V] in float32 would take more memory than everything else in a step (N = 16,000 and V = 152,000: 10 GB). So
-they exist for one chunk of tokens at a time, and the backward pass computes them again, except for the last chunk,
+Logits [U, V] in float32 would take more memory than everything else in a step (U = 16,000 and V = 152,000: 10 GB). So
+they exist for one chunk of states at a time, and the backward pass computes them again, except for the last chunk,
 whose logits still exist when it begins.
 
 Logits are accumulated in float32 and stay float32, whatever the compute type: rounding a logit of 20 to bfloat16 would
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LOGIT_CHUNK_TOKENS = 256
-"""Tokens whose logits exist at the same time: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep matrix
+"""States whose logits exist at the same time: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep matrix
 products fast."""
 
 
@@ -26,72 +26,85 @@ def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    state_ids: Tensor,
     temperature: float = 1.0,
     chunk_tokens: int = LOGIT_CHUNK_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
 
+    The logits of a state are computed once, however many targets it predicts.
+
     Both are differentiable with respect to ``hidden`` and ``weight``. With bfloat16 inputs, GPUs and processors with
     AMX round the gradient of the logits to bfloat16 for the backward pass's products, as in any linear layer.
 
     Args:
-        hidden: [N, D] float32 or bfloat16, the hidden states that predict the targets.
+        hidden: [U, D] float32 or bfloat16, the hidden states that predict the targets.
         weight: [V, D] output embedding, of the same type.
         targets: [N] int64.
+        state_ids: [N] int64 in [0, U), the state that predicts each target.
         temperature: temperature of the sampling distribution.
-        chunk_tokens: tokens whose logits exist at the same time.
+        chunk_tokens: states whose logits exist at the same time.
 
     Returns:
         logprobs [N] float32 and entropies [N] float32 (in nats).
     """
-    return _apply(hidden, weight, targets, temperature, chunk_tokens)
+    return _apply(hidden, weight, targets, state_ids, temperature, chunk_tokens)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk_tokens: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        state_ids: Tensor,
+        temperature: float,
+        chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropies = torch.empty_like(logprobs)
-        normalisers = torch.empty_like(logprobs)
+        normalisers, entropies = (logprobs.new_empty(len(hidden)) for _ in range(2))
         head, log_p = _Head(hidden, weight, chunk_tokens), None
-        for rows in _chunks(targets, chunk_tokens):
+        for rows in _chunks(hidden, chunk_tokens):
             logits = head.logits(rows, temperature)
             normalisers[rows] = logits.logsumexp(1)
             log_p = logits.sub_(normalisers[rows, None])
-            logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+            places, is_here = _places(log_p, rows, targets, state_ids)
+            logprobs = torch.where(is_here, log_p.view(-1)[places], logprobs)
             entropies[rows] = -torch.linalg.vecdot(head.exp(log_p), log_p)
-        ctx.save_for_backward(hidden, weight, targets, normalisers, entropies)
+        ctx.save_for_backward(hidden, weight, targets, state_ids, normalisers, entropies)
         ctx.temperature, ctx.chunk_tokens = temperature, chunk_tokens
         ctx.last = head, log_p
         ctx.set_materialize_grads(False)
-        return logprobs, entropies
+        return logprobs, entropies[state_ids]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        logprob_gradient, entropy_gradient = gradients
-        hidden, weight, targets, normalisers, entropies = ctx.saved_tensors
-        if logprob_gradient is None:
-            logprob_gradient = torch.zeros_like(normalisers)
+        hidden, weight, targets, state_ids, normalisers, entropies = ctx.saved_tensors
+        logprob_gradient = entropies.new_zeros(len(targets)) if gradients[0] is None else gradients[0]
+        by_state = torch.zeros_like(entropies).index_add_(0, state_ids, logprob_gradient)
+        entropy_gradient = None
+        if gradients[1] is not None:
+            entropy_gradient = torch.zeros_like(entropies).index_add_(0, state_ids, gradients[1])
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         hidden_gradient = torch.empty_like(hidden, dtype=torch.float32) if needs_hidden else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         # The first backward pass uses up the last chunk; another backward pass computes all logits again.
         head, log_p = ctx.last or (_Head(hidden, weight, ctx.chunk_tokens), None)
         ctx.last = None
-        for rows in reversed(_chunks(targets, ctx.chunk_tokens)):
+        for rows in reversed(_chunks(hidden, ctx.chunk_tokens)):
             if log_p is None:
                 logits = head.logits(rows, ctx.temperature)
                 log_p = logits.sub_(normalisers[rows, None])
             p = head.exp(log_p)
             # d logp[target] / d logits = onehot - p;  d H / d logits = -p (log p + H)
             if entropy_gradient is None:
-                gradient = p.mul_(-logprob_gradient[rows, None])
+                gradient = p.mul_(-by_state[rows, None])
             else:
                 scale = log_p.add_(entropies[rows, None]).mul_(entropy_gradient[rows, None])
-                gradient = p.mul_(scale.add_(logprob_gradient[rows, None])).neg_()
-            gradient.scatter_add_(1, targets[rows, None], logprob_gradient[rows, None])
+                gradient = p.mul_(scale.add_(by_state[rows, None])).neg_()
+            places, is_here = _places(gradient, rows, targets, state_ids)
+            gradient.view(-1).scatter_add_(0, places, logprob_gradient * is_here)
             if ctx.temperature != 1:
                 gradient.div_(ctx.temperature)
             gradient = gradient.to(head.weight.dtype)
@@ -104,11 +117,22 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_gradient = hidden_gradient.to(hidden.dtype)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
-        return hidden_gradient, weight_gradient, None, None, None
+        return hidden_gradient, weight_gradient, None, None, None, None
 
 
-def _chunks(targets: Tensor, chunk_tokens: int) -> list[slice]:
-    return [slice(start, start + chunk_tokens) for start in range(0, len(targets), chunk_tokens)]
+def _chunks(hidden: Tensor, chunk_tokens: int) -> list[slice]:
+    return [slice(start, start + chunk_tokens) for start in range(0, len(hidden), chunk_tokens)]
+
+
+def _places(chunk: Tensor, rows: slice, targets: Tensor, state_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index [N] of each target in the flattened chunk, and which targets [N] the chunk's states predict.
+
+    The index of a target that it does not predict is that of another of its numbers. To leave these out would need
+    their number, and on CUDA the host would have to wait for it.
+    """
+    n_rows, vocabulary = chunk.shape
+    own = state_ids - rows.start
+    return own.clamp(0, n_rows - 1) * vocabulary + targets, (own >= 0) & (own < n_rows)
 
 
 class _Head:
@@ -161,4 +185,4 @@ def _bfloat16_factors(are_bfloat16: bool) -> Iterator[None]:
         products.fp32_precision = before
 
 
-_apply: Callable[[Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+_apply: Callable[[Tensor, Tensor, Tensor, Tensor, float, int], tuple[Tensor, Tensor]] = _TokenLogprobs.apply

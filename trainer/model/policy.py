@@ -39,7 +39,7 @@ from trainer.algorithm.packing import MicroBatch
 from trainer.checkpoints.fingerprint import weights_digest
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import CriticModel, TrainerSettings
-from trainer.model.attention import SHARED_PROMPT_ATTENTION
+from trainer.model.attention import TREE_ATTENTION
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
 from trainer.model.reduce_scatter import PairwiseReduceScatter
@@ -107,8 +107,9 @@ class Policy(nn.Module):
         weight = cast("nn.Linear", model.get_output_embeddings()).weight
         temperature = self.temperature if temperature is None else temperature
         states = predicting_states(model.base_model, batch)
-        logprobs, entropies = token_logprobs(states, weight, batch.targets, temperature)
-        return PolicyOutputs(logprobs, entropies, None if self.value_head is None else self.value_head(states))
+        logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
+        values = None if self.value_head is None else self.value_head(states)[batch.state_ids]
+        return PolicyOutputs(logprobs, entropies, values)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's trained tokens.
@@ -118,7 +119,7 @@ class Policy(nn.Module):
         assert self.value_head is not None, "only the policy with a shared critic has values"
         with torch.no_grad():
             states = predicting_states(self._causal_lm().base_model, batch)
-        return cast("Tensor", self.value_head(states))
+        return cast("Tensor", self.value_head(states)[batch.state_ids])
 
     @property
     def config(self) -> PretrainedConfig:
@@ -199,10 +200,8 @@ class ValueHead(nn.Linear):
 
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """Return the hidden states [N, D], in the compute type, from which a micro-batch's tokens are predicted."""
-    weight, layout = cast("nn.Embedding", decoder.get_input_embeddings()).weight, batch.layout
-    if weight.is_cuda:
-        layout = layout.with_additive_mask(weight.dtype)
+    """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
+    layout = batch.layout.with_masks(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
     return cast("Tensor", states[batch.predict_rows])
@@ -322,7 +321,7 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
         ConfigurationError: the model cannot be loaded, or its architecture is not supported.
     """
     trust = settings.trust_remote_code
-    options = {"dtype": torch.float32, "attn_implementation": SHARED_PROMPT_ATTENTION, "trust_remote_code": trust}
+    options = {"dtype": torch.float32, "attn_implementation": TREE_ATTENTION, "trust_remote_code": trust}
     with _as_configuration_error(settings.model_name):
         config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=trust)
         check_config(config)

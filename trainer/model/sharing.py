@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trainer.algorithm.loss import StepSize
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack, share_out
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.share_out import share_out
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.model.ranks import Ranks
 

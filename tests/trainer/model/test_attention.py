@@ -1,8 +1,7 @@
-"""Packed groups with shared prompts give what a plain forward pass of each completion gives."""
+"""Packed trees of tokens give what a plain forward pass of each completion gives."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.core.errors import ConfigurationError
-from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, save_model
+from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
 from trainer.model import policy as policies
-from trainer.model.attention import SHARED_PROMPT_ATTENTION, shared_prompt_attention
+from trainer.model.attention import TREE_ATTENTION, tree_attention
 from trainer.model.logprobs import token_logprobs
 from trainer.model.policy import Policy
 from trainer.model.supported import check_config, check_model
 
-CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -37,9 +36,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed_policy(directory: Path, temperature: float = 1.0) -> Policy:
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation=SHARED_PROMPT_ATTENTION
-    )
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
     return Policy(model, temperature)
 
 
@@ -58,6 +55,10 @@ def test_the_gradient_is_the_sum_of_the_completions_own(directory: Path) -> None
     weights = torch.randn(pack(groups).targets.shape, generator=torch.Generator().manual_seed(0))
     (policy(pack(groups))[0] * weights).sum().backward()
     (torch.cat([x for group in groups for x in plain_logprobs(model, group)]) * weights).sum().backward()
+    assert_same_gradients(policy, model)
+
+
+def assert_same_gradients(policy: Policy, model: torch.nn.Module) -> None:
     ours = dict(policy.model.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -73,11 +74,20 @@ def test_a_completion_does_not_depend_on_what_it_is_packed_with(directory: Path)
     torch.testing.assert_close(logprobs[-n_tokens:], expected, **CLOSE)
 
 
-def test_an_additive_mask_gives_the_same(directory: Path) -> None:
-    policy, batch = packed_policy(directory), pack(random_groups(1, longest=20))
-    expected = policy(batch).logprobs
-    logprobs = policy(replace(batch, layout=batch.layout.with_additive_mask(torch.float32))).logprobs
-    torch.testing.assert_close(logprobs, expected, **CLOSE)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: int) -> None:
+    trees, policy, model = random_trees(seed), packed_policy(directory), plain_model(directory)
+    batch = pack(trees)
+    expected = [x for tree in trees for x in plain_logprobs(model, tree)]
+    masks = [torch.tensor(s.loss_mask) for tree in trees for s in tree.sequences]
+    trained = torch.cat([x[mask] for x, mask in zip(expected, masks, strict=True)])
+    logprobs = policy(batch).logprobs
+    torch.testing.assert_close(logprobs, trained, **CLOSE)
+    assert len(batch.input_ids) < 0.7 * sum(len(t.prompt_ids) + len(s.read_ids) for t in trees for s in t.sequences)
+    weights = torch.randn(trained.shape, generator=torch.Generator().manual_seed(seed))
+    (logprobs * weights).sum().backward()
+    (trained * weights).sum().backward()
+    assert_same_gradients(policy, model)
 
 
 @pytest.mark.gpu
@@ -139,11 +149,11 @@ def test_attention_dropout_is_refused() -> None:
     batch = pack(random_groups(0, n_groups=1))
     states = torch.zeros(1, 2, len(batch.input_ids), 4)
     with pytest.raises(ConfigurationError, match="dropout"):
-        shared_prompt_attention(torch.nn.Identity(), states, states, states, None, dropout=0.1, layout=batch.layout)
+        tree_attention(torch.nn.Identity(), states, states, states, None, dropout=0.1, layout=batch.layout)
 
 
 def load_as_the_trainer_does(config: PretrainedConfig) -> None:
     check_config(config)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=SHARED_PROMPT_ATTENTION)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=TREE_ATTENTION)
     check_model(model)
     Policy(model, 1.0)(pack(random_groups(0, n_groups=1)))

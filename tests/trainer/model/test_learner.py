@@ -21,7 +21,8 @@ from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
 from tests.trainer.tiny import FAMILIES, VOCABULARY, plain_logprobs, plain_model, random_groups, save_model
-from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack, share_out
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.share_out import share_out
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import StopRequestedError, learning_rate
 from trainer.model.ranks import Ranks, join_ranks

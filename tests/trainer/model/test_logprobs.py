@@ -11,26 +11,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model.logprobs import token_logprobs
 
-N, D, V = 37, 12, 53
+N, U, D, V = 37, 29, 12, 53
+
+STATES = torch.randint(0, U, (N,), generator=torch.Generator().manual_seed(2))
+"""The state that predicts each target. Some predict several, some of the same token, and some predict none."""
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """In float64, and back to float32."""
-    logprobs = (hidden.double() @ weight.T.double() / temperature).log_softmax(-1)
+    logprobs = (hidden[STATES].double() @ weight.T.double() / temperature).log_softmax(-1)
     return logprobs.gather(1, targets[:, None]).squeeze(1).float(), -(logprobs.exp() * logprobs).sum(1).float()
 
 
 def random_inputs(scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, D, generator=generator) * scale for rows in (N, V))
-    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (N,), generator=generator)
+    hidden, weight = (torch.randn(rows, D, generator=generator) * scale for rows in (U, V))
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[torch.isin(STATES, STATES[:1])] = targets[0]
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 37, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_are_those_of_the_whole_logits(chunk: int, temperature: float) -> None:
     hidden, weight, targets = random_inputs()
-    results = token_logprobs(hidden, weight, targets, temperature, chunk)
+    results = token_logprobs(hidden, weight, targets, STATES, temperature, chunk)
     for result, expected in zip(results, naive(hidden, weight, targets, temperature), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-5)
 
@@ -46,7 +51,7 @@ def test_gradients_are_those_of_the_whole_logits(chunk: int, of: str) -> None:
         chosen: Tensor = {"logprobs": parts[0], "entropies": parts[1], "both": parts[0] + parts[1]}[of]
         return chosen
 
-    ours = torch.autograd.grad(loss(token_logprobs(hidden, weight, targets, 0.8, chunk)), (hidden, weight))
+    ours = torch.autograd.grad(loss(token_logprobs(hidden, weight, targets, STATES, 0.8, chunk)), (hidden, weight))
     expected = torch.autograd.grad(loss(naive(hidden, weight, targets, 0.8)), (hidden, weight))
     for result, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(result, other, rtol=1e-4, atol=1e-4)
@@ -56,7 +61,7 @@ def test_gradients_are_those_of_the_whole_logits(chunk: int, of: str) -> None:
 def test_a_second_backward_pass_gives_the_same_gradients(chunk: int) -> None:
     """The first backward pass uses up the logits that the forward pass left."""
     hidden, weight, targets = random_inputs()
-    logprobs, entropies = token_logprobs(hidden, weight, targets, 0.8, chunk)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, STATES, 0.8, chunk)
     loss = logprobs.sum() + entropies.square().sum()
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight))
@@ -69,13 +74,13 @@ def test_only_what_is_trained_gets_a_gradient(trained: tuple[bool, bool]) -> Non
     hidden, weight, targets = random_inputs()
     hidden.requires_grad_(trained[0])
     weight.requires_grad_(trained[1])
-    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    token_logprobs(hidden, weight, targets, STATES)[0].sum().backward()
     assert (hidden.grad is not None, weight.grad is not None) == trained
 
 
 def test_logits_far_apart_give_finite_numbers() -> None:
     hidden, weight, targets = random_inputs(scale=30.0)
-    logprobs, entropies = token_logprobs(hidden, weight, targets, chunk_tokens=8)
+    logprobs, entropies = token_logprobs(hidden, weight, targets, STATES, chunk_tokens=8)
     (logprobs.sum() + entropies.sum()).backward()
     assert hidden.grad is not None
     assert logprobs.isfinite().all()
@@ -86,7 +91,7 @@ def test_logits_far_apart_give_finite_numbers() -> None:
 def test_bfloat16_inputs_give_float32_numbers() -> None:
     hidden, weight, targets = random_inputs()
     low = (hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_())
-    logprobs, entropies = token_logprobs(*low, targets, chunk_tokens=8)
+    logprobs, entropies = token_logprobs(*low, targets, STATES, chunk_tokens=8)
     assert logprobs.dtype == entropies.dtype == torch.float32
     logprobs.sum().backward()
     assert low[0].grad is not None
@@ -105,7 +110,7 @@ def bfloat16_inputs() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_bfloat16_inputs_have_the_values_of_a_float32_head(temperature: float) -> None:
     hidden, weight, targets = bfloat16_inputs()
-    results = token_logprobs(hidden, weight, targets, temperature, 8)
+    results = token_logprobs(hidden, weight, targets, STATES, temperature, 8)
     for result, expected in zip(results, naive(hidden, weight, targets, temperature), strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
 
@@ -114,7 +119,7 @@ def test_bfloat16_inputs_have_the_values_of_a_float32_head(temperature: float) -
 def test_bfloat16_inputs_have_the_gradients_of_a_float32_head(of: int) -> None:
     """Up to the rounding of the gradients themselves, which are bfloat16 (and on some processors their factors)."""
     hidden, weight, targets = bfloat16_inputs()
-    ours = torch.autograd.grad(token_logprobs(hidden, weight, targets, 1.0, 8)[of].sum(), (hidden, weight))
+    ours = torch.autograd.grad(token_logprobs(hidden, weight, targets, STATES, 1.0, 8)[of].sum(), (hidden, weight))
     exact = hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_()
     expected = torch.autograd.grad(naive(*exact, targets, 1.0)[of].sum(), exact)
     for result, other in zip(ours, expected, strict=True):
@@ -126,7 +131,7 @@ def test_the_products_of_a_gpu_have_the_right_types() -> None:
     hidden, weight, targets = (x.detach().to("meta") for x in bfloat16_inputs())
     hidden.requires_grad_()
     weight.requires_grad_()
-    results = token_logprobs(hidden, weight, targets, 1.0, 8)
+    results = token_logprobs(hidden, weight, targets, STATES.to("meta"), 1.0, 8)
     assert [result.dtype for result in results] == [torch.float32] * 2
     gradients = torch.autograd.grad(results[0].sum(), (hidden, weight))
     assert [gradient.dtype for gradient in gradients] == [torch.bfloat16] * 2
@@ -137,13 +142,13 @@ def test_other_products_keep_their_precision() -> None:
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision
     hidden, weight, targets = bfloat16_inputs()
-    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    token_logprobs(hidden, weight, targets, STATES)[0].sum().backward()
     assert matmul.fp32_precision == before
 
 
 def test_no_tokens_have_no_logprobs_and_no_gradient() -> None:
     hidden, weight, _ = random_inputs()
-    logprobs, entropies = token_logprobs(hidden[:0], weight, torch.tensor([], dtype=torch.int64))
+    logprobs, entropies = token_logprobs(hidden[:0], weight, *torch.empty(2, 0, dtype=torch.int64))
     assert logprobs.shape == entropies.shape == (0,)
     logprobs.sum().backward()
     assert weight.grad is not None
@@ -171,7 +176,9 @@ def largest_tensor(n_tokens: int, vocabulary: int, chunk: int) -> int:
     weight = torch.randn(vocabulary, 4, requires_grad=True)
     largest = LargestTensor()
     with largest:
-        logprobs, entropies = token_logprobs(hidden, weight, torch.zeros(n_tokens, dtype=torch.int64), 1.0, chunk)
+        logprobs, entropies = token_logprobs(
+            hidden, weight, torch.zeros(n_tokens, dtype=torch.int64), torch.arange(n_tokens), 1.0, chunk
+        )
         (logprobs.sum() + entropies.sum()).backward()
     return largest.numbers
 

@@ -1,0 +1,84 @@
+"""A token sees its ancestors and itself, said by one integer a token and by the blocks of attention alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
+from trainer.algorithm.attention_layout import ALIGNMENT, AttentionLayout
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+
+
+@fast
+@given(groups=groups_of_many_shapes(most=4))
+def test_a_token_sees_its_own_past_and_its_position_is_its_depth(groups: list[TrainingGroup]) -> None:
+    groups = [g for g in groups if g.sequences]
+    if not groups:
+        return
+    batch = pack(groups)
+    pasts = {prefix[-1]: list(prefix) for group in groups for prefix in prefixes(group)}
+    rows, ends = torch.arange(len(batch.input_ids)), batch.layout.ends
+    for q, token in enumerate(batch.input_ids.tolist()):
+        assert batch.input_ids[(rows <= q) & (q < ends)].tolist() == pasts[token]
+    assert batch.position_ids.tolist() == [len(pasts[token]) - 1 for token in batch.input_ids.tolist()]
+
+
+@fast
+@given(groups=groups_of_many_shapes(most=4))
+def test_the_blocks_of_attention_show_each_token_what_the_ends_say(groups: list[TrainingGroup]) -> None:
+    groups = [g for g in groups if g.sequences]
+    if not groups:
+        return
+    layout = pack(groups).layout.with_masks(torch.float32)
+    queries, shown = [], []
+    for block in layout.blocks:
+        n_runs, longest, keys = *block.query_rows.shape, block.key_rows.shape[1]
+        mask = block.mask
+        if mask is None:
+            assert block.is_causal
+            mask = torch.full((longest, keys), -torch.inf).triu(1).expand(n_runs, 1, -1, -1)
+        assert mask.shape == (n_runs, 1, longest, keys)
+        for run, rows in enumerate(block.query_rows.tolist()):
+            for place, row in enumerate(rows):
+                queries.append(row)
+                shown.append(block.key_rows[run][mask[run, 0, place] == 0].tolist())
+    every = torch.arange(len(layout.ends))
+    assert [queries[i] for i in layout.unpack.tolist()] == every.tolist()
+    for q, i in enumerate(layout.unpack.tolist()):
+        assert shown[i] == ((every <= q) & (q < layout.ends)).nonzero().squeeze(1).tolist()
+
+
+def group_of(prompt: int, lengths: list[int]) -> TrainingGroup:
+    """Return a group whose completions share nothing but the prompt."""
+    return TrainingGroup(
+        [0] * prompt, [TrainingSequence([i] * n, [0.0] * n, [1.0] * n) for i, n in enumerate(lengths, start=1)]
+    )
+
+
+def padded_pairs(layout: AttentionLayout) -> int:
+    return sum(block.query_rows.numel() * block.key_rows.shape[1] for block in layout.blocks)
+
+
+def test_a_prompt_with_completions_is_two_blocks() -> None:
+    layout = pack([group_of(40, [12] * 8) for _ in range(8)]).layout
+    assert [block.is_causal for block in layout.blocks] == [False, True]
+    assert [tuple(block.key_rows.shape) for block in layout.blocks] == [(56, 56), (8, 51)]
+
+
+def test_one_long_completion_does_not_pad_many_short_ones() -> None:
+    layout = pack([group_of(150, [4096] + [100] * 120)]).layout
+    assert padded_pairs(layout) < 1.1 * (4245**2 + 120 * 99 * 256)
+    assert sum(block.key_rows.numel() for block in layout.blocks) < 1.1 * (4245 + 120 * 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_are_numbers_in_aligned_rows(dtype: torch.dtype) -> None:
+    layout = pack([group_of(5, [3, 2, 7]), group_of(2, [4, 4])]).layout.with_masks(dtype)
+    masks = [block.mask for block in layout.blocks if block.mask is not None]
+    assert masks
+    for mask in masks:
+        assert mask.dtype == dtype
+        assert set(mask.unique().tolist()) == {0.0, -torch.inf}
+        assert all(stride % ALIGNMENT == 0 for stride in mask.stride()[:-1])
