@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ import torch
 from prometheus_client import Counter, Gauge
 from torch import Tensor
 
+from services.embedded_engine.compute.admission import Admission, choose
 from services.embedded_engine.compute.loading import Loaded
-from services.embedded_engine.compute.prefix_cache import PrefixCache, common_length
+from services.embedded_engine.compute.prefix_cache import PrefixCache
 from services.embedded_engine.compute.sampling import Sampler, log_softmax_of
 from services.embedded_engine.compute.sequences import CachedPrompt, QueueEntry, Request
 from services.embedded_engine.compute.sequences import Sequence as Completion
@@ -33,25 +33,8 @@ FIRST_VERSION = "0"
 """The version of the weights that the engine starts with."""
 PREFILL_TOKENS = 2048
 """Prompt tokens computed between two decode steps: more would let the running sequences wait noticeably."""
-SHARED_TOKENS = 32
-"""A prompt waits a step for another one's prefill if that saves it at least so many tokens, as in SGLang."""
 LOGITS_ROWS = 128
 """Rows of logits computed at once for a long prompt: 128 rows of 150,000 float32 take 77 MB."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Sequences taken from a queue entry, the cache rows that they get, and the keys and values known of its tokens."""
-
-    entry: QueueEntry
-    sequences: list[Completion]
-    rows: slice
-    prefix: list[Tensor] = field(default_factory=list)
-
-    @property
-    def num_cached(self) -> int:
-        """The number of tokens of the prefix."""
-        return sum(part.shape[3] for part in self.prefix)
 
 
 class Scheduler:
@@ -220,7 +203,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Take as many sequences from the queue as fit, compute their prompts, and sample their first tokens."""
-        admissions = self._choose()
+        admissions = choose(self.queue, self._cache, self._prefixes, len(self.running), self._prefill_tokens)
         if not admissions:
             return
         longest = max((admission.entry.request.longest for admission in admissions if admission.sequences), default=0)
@@ -232,40 +215,6 @@ class Scheduler:
             self._start(admission, logits.get(admission.entry))
         self._sampler = None
         self._remove_finished()
-
-    def _choose(self) -> list[Admission]:
-        """Take entries from the queue, in order, as far as free rows and the budget of prompt tokens allow."""
-        chosen: list[Admission] = []
-        used, budget = len(self.running), self._prefill_tokens
-        longest = self._cache.row_length if self.running else 0
-        while self.queue:
-            entry = self.queue[0]
-            free = 0
-            if entry.request.stopping.max_new_tokens:
-                longest = max(longest, entry.request.longest)
-                free = self._cache.capacity(longest) - used
-                if free <= 0:
-                    break
-            prefix = self._find_prefix(entry)
-            rows = slice(used, used + min(free, len(entry.sequences)))
-            admission = Admission(entry, entry.sequences[:free], rows, prefix)
-            cost = 0 if entry.cached else len(entry.tokens) - admission.num_cached
-            if chosen and (cost > budget or any(_shares_more(admission, other) for other in chosen)):
-                break
-            entry.sequences = entry.sequences[free:]
-            budget -= cost
-            chosen.append(admission)
-            used = rows.stop
-            if free and entry.sequences:
-                break
-            self.queue.popleft()
-        return chosen
-
-    def _find_prefix(self, entry: QueueEntry) -> list[Tensor]:
-        """Return known keys and values of an entry's tokens but the last, which is computed for its logits."""
-        if entry.cached is not None or entry.request.logprob_start is not None:
-            return []
-        return self._prefixes.find(entry.request.use_adapter, entry.tokens[:-1])
 
     def _prefill(self, admissions: Sequence[Admission]) -> dict[QueueEntry, Tensor]:
         """Compute prompts into their cache rows; return the logits [1, V] after each prompt."""
@@ -333,16 +282,6 @@ class Scheduler:
             if len(rows):
                 found += log_softmax_of(self.model.logits(rows), tokens).tolist()
         return found
-
-
-def _shares_more(admission: Admission, other: Admission) -> bool:
-    """Return whether ``admission`` could take many more tokens from the prefix cache after the prefill of ``other``."""
-    entry, before = admission.entry, other.entry
-    if entry.cached or entry.request.logprob_start is not None or not other.sequences:
-        return False
-    if entry.request.use_adapter != before.request.use_adapter:
-        return False
-    return common_length(entry.tokens[:-1], before.tokens) - admission.num_cached >= SHARED_TOKENS
 
 
 def _top_logprobs(logits: Tensor, count: int) -> list[tuple[float, int]]:

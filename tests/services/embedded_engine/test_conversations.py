@@ -39,7 +39,8 @@ def test_a_turn_computes_new_tokens_only_and_gives_what_it_gives_without_a_cache
     assert [turn.sequences[0].cached_tokens for turn in without] == [0] * 4
     engine.engine.flush().result(IDLE_SECONDS)
     before = computed(engine)
-    others = [engine.submit([2 + i] * (5 + i), n=2, max_new_tokens=60) for i in range(5)]
+    # They begin with other tokens than the conversation.
+    others = [engine.submit([7 + i] * (5 + i), n=2, max_new_tokens=60) for i in range(5)]
     busy = sum(len(range(5 + i)) for i in range(5))
     turns = play(engine)
     assert [outputs(turn) for turn in turns] == [outputs(turn) for turn in without]
@@ -78,6 +79,8 @@ def test_a_group_leaves_its_prompt_but_not_its_completions(engine: RunningEngine
     group = engine.generate(n=3, max_new_tokens=20)
     again = engine.generate([*PROMPT, *group.sequences[0].output_ids])
     assert again.sequences[0].cached_tokens == len(PROMPT)
+    # A completion is kept at the end of the step that ends it.
+    engine.engine.change_version("0").result(IDLE_SECONDS)
     assert engine.engine.stats()["prefix_cache_tokens"] == len(PROMPT) + 20 + 7
 
 
