@@ -35,8 +35,10 @@ async def solve(example: Any, *, base_url: str, api_key: str, http_client: httpx
             reward: float | None = await example.score(message.content or "")
             return reward
         messages.append(message.model_dump(exclude_none=True))
-        for call in message.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": multiply(call.function.arguments)})
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": multiply(call.function.arguments)}
+            for call in message.tool_calls
+        ]
     return 0.0
 
 

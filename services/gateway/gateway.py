@@ -257,7 +257,7 @@ class Gateway:
         messages = request.fitted()
         keys = request.keys(messages)
         call = self._place(session, request, messages, keys)
-        prompt_ids = call.prompt_ids
+        prompt_ids = [*(call.parent.held_ids if call.parent else ()), *call.added_ids]
         room = self.context - len(prompt_ids)
         if room < 1:
             detail = f"the conversation has {len(prompt_ids)} tokens; the context length is {self.context} tokens"
