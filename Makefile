@@ -1,4 +1,4 @@
-# Two commands do all the set-up they need: `make demo` and `make test`.
+# Three commands do all the set-up they need: `make demo`, `make demo-agent` and `make test`.
 
 PYTHON ?= python3
 VENV ?= .venv

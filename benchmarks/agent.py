@@ -49,7 +49,7 @@ class Result:
     seconds: float
 
 
-def run(seed: int, more: Mapping[str, str]) -> Result:
+def run(seed: int, more: dict[str, str]) -> Result:
     """Train with a seed, and evaluate.
 
     Raises:
