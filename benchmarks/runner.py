@@ -71,6 +71,7 @@ BENCHMARKS = (
     Benchmark("learning", "Learning by the settings of replay", "learning", LEARNING),
     Benchmark("learning-methods", "PPO, GRPO, RLOO and LoRA on the tiny task", "learning", METHODS),
     Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
+    Benchmark("agent", "Learning to use a tool", "agent"),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"

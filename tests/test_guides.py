@@ -222,6 +222,11 @@ def test_a_guide_is_run_whole(page: str, desk: Desk) -> None:
         assert steps == list(range(1, len(steps) + 1))
 
 
+def test_the_guides_agent_is_that_of_the_demo() -> None:
+    [shown] = [block.text for block in blocks("agent") if block.file == "my_agent.py"]
+    assert shown == (ROOT / "evaluation/multiplying_agent.py").read_text()
+
+
 def test_what_a_page_shows_must_have_been_printed() -> None:
     assert missing('{"reward":...,"status":"scored"\nstep 2/2\n', '{"reward":0.5,"status":"scored"}\n') == ["step 2/2"]
 

@@ -1,4 +1,7 @@
-"""Tool calls in a completion's text, in the form that Hermes and Qwen models are trained on.
+"""Tool calls in a completion, read as the counterpart of the chat template that writes them.
+
+A tokenizer with a ``response_template`` (transformers' description of how a model answers) reads its model's calls by
+it. Any other one is read in the form that Hermes and Qwen models are trained on:
 
     <tool_call>
     {"name": "add", "arguments": {"a": 3, "b": 4}}
@@ -12,8 +15,12 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -32,8 +39,46 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
+def has_own_form(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer has a ``response_template``."""
+    return getattr(tokenizer, "response_template", None) is not None
+
+
+def read(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    raw: str,
+    prompt_ids: Sequence[int],
+    tools: Sequence[dict[str, Any]],
+) -> tuple[str, list[ToolCall], int]:
+    """Return a completion's text without its calls, these calls, and the number of calls that cannot be parsed.
+
+    By a ``response_template``, one call that cannot be parsed leaves the whole completion as text.
+
+    Args:
+        tokenizer: the model's.
+        text: the completion without special tokens.
+        raw: the completion with its special tokens, which may bound a call.
+        prompt_ids: the prompt's tokens; a template may have begun the turn in them.
+        tools: the tools that the model was offered, as OpenAI's API has them; their schemas give arguments a type.
+    """
+    if not has_own_form(tokenizer):
+        rest, calls = parse(text)
+        return rest, calls, rest.count(OPENING)
+    try:
+        message = tokenizer.parse_response(raw, prefix=list(prompt_ids), tools=list(tools))
+    # According to where the completion leaves the form.
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        return text, [], 1
+    found = [_call_of(call.get("function", call)) for call in message.get("tool_calls") or []]
+    calls = [call for call in found if call is not None]
+    if len(calls) < len(found):
+        return text, [], 1
+    return (message.get("content") or "", calls, 0) if calls else (text, [], 0)
+
+
 def parse(text: str) -> tuple[str, list[ToolCall]]:
-    """Return the text without its well-formed calls, and these calls, in order."""
+    """Return the text without its well-formed calls in the form of Hermes, and these calls, in order."""
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -65,9 +110,13 @@ def overlap(text: str, marker: str) -> int:
 
 def _read(body: str) -> ToolCall | None:
     try:
-        content = json.loads(body)
-    except ValueError:
+        return _call_of(json.loads(body))
+    except (RecursionError, ValueError):
         return None
+
+
+def _call_of(content: Any) -> ToolCall | None:
+    """Return the call that ``name`` and ``arguments`` describe; None if they are not a text and an object."""
     if not isinstance(content, dict) or not isinstance(content.get("name"), str):
         return None
     arguments = content.get("arguments", content.get("parameters", {}))

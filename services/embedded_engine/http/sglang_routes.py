@@ -142,13 +142,13 @@ def add_information_routes(app: FastAPI) -> None:
         )
 
 
-def completion_text(sequence: Sequence, loaded: Loaded) -> str:
-    """Return a completion's text, without the stop token or stop string that ended it."""
+def completion_text(sequence: Sequence, loaded: Loaded, *, whole: bool = False) -> str:
+    """Return a completion's text up to the stop string that ended it; ``whole``: with special tokens and stop token."""
     ids, finish = sequence.output_ids, sequence.finish or {}
     matched = finish.get("matched")
-    if isinstance(matched, int):
+    if isinstance(matched, int) and not whole:
         ids = ids[:-1]
-    text = loaded.decode_text(ids, sequence.request.stopping.skip_special_tokens)
+    text = loaded.decode_text(ids, sequence.request.stopping.skip_special_tokens and not whole)
     if isinstance(matched, str):
         text = text[: text.find(matched)]
     return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -214,6 +215,31 @@ async def test_a_streamed_tool_call_shows_nothing_of_its_markup(connect: Callabl
     assert [(call.index, call.function.name) for call in calls] == [(0, "add")]
     assert json.loads(calls[0].function.arguments) == {"a": 3, "b": 4}
     assert reason == "tool_calls"
+
+
+async def test_a_response_template_says_what_is_a_call(serving: Serving, tool_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tool_model, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    call = {"open_pattern": r"so <tool_call>\{\"name\": \"(?P<name>\w+)\", \"arguments\": ", "close": "}</tool_call>"}
+    call |= {
+        "content": "json",
+        "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+        "repeats": True,
+    }
+    fields = {"tool_calls": call, "content": {"close": "<end>"}}
+    settings["response_template"] = {"start_anchor": "a:", "fields": fields}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    body = {"model": "any", "messages": QUESTION, "temperature": 0, "tools": [TOOL]}
+    async with serving(create_app(settings_for(model))) as http:
+        choice = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        stream = (await http.post("/v1/chat/completions", json=body | {"stream": True})).text
+        [cut] = (await http.post("/v1/chat/completions", json=body | {"stop": "4"})).json()["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    function = choice["message"]["tool_calls"][0]["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("add", {"a": 3, "b": 4})
+    assert "<tool_call>" not in stream
+    assert '"so' not in stream
+    assert cut["message"] == {"role": "assistant", "content": f"so {CALL.partition('4')[0]}"}
 
 
 async def test_an_agent_calls_its_tool_and_answers(connect: Callable[[], Any]) -> None:

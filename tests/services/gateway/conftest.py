@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from scripts.prepare_demo_model import CHAT_TEMPLATE, RESPONSE_TEMPLATE
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
@@ -22,6 +23,7 @@ SPECIALS = {
     "qwen2.5": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "qwen3": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "smollm2": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    "demo": ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     "llama3": ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
 """The special tokens by model; the last one ends a turn."""
@@ -40,7 +42,7 @@ def make_model(directory: Path, name: str) -> Path:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    template = (TEMPLATES / f"{name}.jinja").read_text()
+    template = (CHAT_TEMPLATE if name == "demo" else TEMPLATES / f"{name}.jinja").read_text()
     specials = SPECIALS[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,6 +59,8 @@ def make_model(directory: Path, name: str) -> Path:
         tokenizer.add_tokens([AddedToken(t, special=False) for t in ("<tool_call>", "</tool_call>")])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=specials[-1], pad_token=specials[0])
     fast.chat_template = template
+    if name == "demo":
+        fast.response_template = json.loads(RESPONSE_TEMPLATE.read_text())
     fast.save_pretrained(directory)
     config = {"model_type": "qwen2", "vocab_size": len(fast), "max_position_embeddings": 4096}
     (directory / "config.json").write_text(json.dumps(config))

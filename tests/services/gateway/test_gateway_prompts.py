@@ -52,13 +52,14 @@ def _logprob(prompt: list[int], place: int) -> float:
     return logprob(prompt, place)
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "smollm2", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "smollm2", "qwen3", "demo"])
 @pytest.mark.parametrize("with_tools", [False, True])
 async def test_an_append_only_conversation_is_one_sequence_of_the_templates_own_tokens(
     gateway: StartGateway, name: str, with_tools: bool
 ) -> None:
-    calls_tools = with_tools and name in ("qwen2.5", "qwen3")
-    answers = [CALL, "It is 42.", f"Again:\n{CALL}", "Still 42."] if calls_tools else ["It is 42.", "Still 42!"]
+    calls_tools = with_tools and name in ("qwen2.5", "qwen3", "demo")
+    call = 'add{"a": 12, "b": 30}' if name == "demo" else CALL
+    answers = [call, "It is 42.", f"Again:\n{call}", "Still 42."] if calls_tools else ["It is 42.", "Still 42!"]
     if name == "llama3" and with_tools:
         answers = ['{"name": "add", "parameters": {"a": 12, "b": 30}}', "42"]
     async with gateway(name, answers=[*answers, "Bye."]) as running:

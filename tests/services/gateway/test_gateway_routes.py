@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from typing import Any
 
@@ -207,6 +208,31 @@ async def test_calls_that_cannot_be_parsed_stay_text(gateway: StartGateway) -> N
         trace = await running.finish()
         assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (2, 2)
         assert len(trace["sequences"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "unparsed"),
+    [
+        ('add{"a": 1, "b": 2}', [("add", {"a": 1, "b": 2})], 0),
+        ('so\nadd{"a": 1}\nadd{"b": "2"}', [("add", {"a": 1}), ("add", {"b": 2})], 0),
+        ('add{"a": 1', [], 1),
+        ('add{"a": 1} makes 3', [], 1),
+        ("add{" + '"a": {' * 2000, [], 1),
+        ("The sum is 3.", [], 0),
+        ('add{"a": 1}, then add{"a": 2}', [], 1),
+    ],
+)
+async def test_a_response_template_says_what_is_a_call(
+    gateway: StartGateway, text: str, calls: list[tuple[str, dict[str, int]]], unparsed: int
+) -> None:
+    async with gateway("demo", answers=[text], engine_context_length=100_000) as running:
+        path = await running.open(max_turn_tokens=50_000, max_tokens=50_000)
+        message = await running.chat(path, HELLO, tools=[ADD])
+        found = [call["function"] for call in message.get("tool_calls", [])]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+        assert message["content"] == (("so" if text.startswith("so") else None) if calls else text)
+        trace = await running.finish()
+        assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (len(calls), unparsed)
 
 
 async def test_a_full_disk_refuses_the_call_and_loses_nothing_that_was_answered(
