@@ -195,37 +195,3 @@ async def test_the_same_seed_samples_the_same_tokens_with_and_without_the_cache(
         assert server.post(server.worker(), "/flush_cache", {}).status_code == 200
     # SGLang honours seeds only with --enable-deterministic-inference, which needs a GPU.
     assert server.engine == "sglang" or sequences[0] == sequences[1]
-
-
-async def test_conversations_by_other_apis_are_one_sequence_with_the_engines_log_probabilities(
-    server: Nodes, gateway: Endpoint
-) -> None:
-    async with GatewayClient(gateway, TOKEN) as client:
-        for play in (_by_anthropic, _by_responses):
-            trace = await play(client, gateway.url)
-            assert (trace.turns, len(trace.sequences)) == (3, 1)
-            check_logprobs(server, trace)
-
-
-async def _by_anthropic(client: GatewayClient, url: str) -> Trace:
-    import anthropic
-
-    await client.create(CreateSessionRequest(id="messages", seed=1, max_turn_tokens=4))
-    agent = anthropic.AsyncAnthropic(base_url=url, api_key="messages")
-    messages: list[Any] = []
-    for question in QUESTIONS:
-        messages.append({"role": "user", "content": question})
-        async with agent.messages.stream(model="m", max_tokens=100, messages=messages) as stream:
-            messages.append((await stream.get_final_message()).to_param())
-    return await client.finish("messages")
-
-
-async def _by_responses(client: GatewayClient, url: str) -> Trace:
-    import openai
-
-    await client.create(CreateSessionRequest(id="responses", seed=1, max_turn_tokens=4))
-    agent = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="responses")
-    previous: Any = openai.omit
-    for question in QUESTIONS:
-        previous = (await agent.responses.create(model="m", input=question, previous_response_id=previous)).id
-    return await client.finish("responses")
