@@ -80,8 +80,8 @@ def attend_causally(query: Tensor, keys: Tensor, values: Tensor, start: int, sca
             attended[:, part] = found.view_as(attended[:, part])
             continue
         for head in range(kv_heads):
-            shared = (side[head].expand(len(positions), -1, -1) for side in (seen_keys, seen_values))
-            attended[head, part] = attend(grouped[head, part], *shared, mask, scale)
+            own_keys, own_values = (side[head].expand(len(positions), -1, -1) for side in (seen_keys, seen_values))
+            attended[head, part] = attend(grouped[head, part], own_keys, own_values, mask, scale)
     return attended.transpose(0, 1).reshape(count, num_queries, head_dim)
 
 

@@ -170,7 +170,8 @@ class Model:
         groups = shape.num_heads // kv_heads
         length = min(round_up(longest), cache.row_length)
         cos, sin = self._cos[positions], self._sin[positions]
-        mask = causal_mask(positions, length, self.dtype).repeat_interleave(kv_heads, 0)[:, None].expand(-1, groups, -1)
+        mask = causal_mask(positions, length, self.dtype)[:, None].expand(-1, kv_heads * groups, -1)
+        mask = mask.reshape(batch * kv_heads, groups, length)
         # The places of the new keys in a layer's keys, viewed as [rows * K * row length, D].
         heads = torch.arange(batch * kv_heads, device=self.device)
         places = heads * cache.row_length + positions.repeat_interleave(kv_heads)
