@@ -64,12 +64,17 @@ METHODS = (
     *("--plots", "docs/benchmarks/methods", "--task", "tiny"),
     *("--variants", "grpo", "rloo", "dr_grpo", "gae", "lora"),
 )
+DEMO_METHODS = (
+    *("--plots", "docs/benchmarks/methods", "--task", "demo"),
+    *("--variants", "grpo", "rloo", "gae", "lora"),
+)
 
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "step", TRL),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
     Benchmark("learning", "Learning by the settings of replay", "learning", LEARNING),
     Benchmark("learning-methods", "PPO, GRPO, RLOO and LoRA on the tiny task", "learning", METHODS),
+    Benchmark("learning-demo-methods", "PPO, GRPO, RLOO and LoRA on the demo's task", "learning", DEMO_METHODS),
     Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
     Benchmark("agent", "Learning to use a tool", "agent"),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
