@@ -76,6 +76,7 @@ BENCHMARKS = (
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
     ),
     Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
+    Benchmark("trees", "Agents' episodes as trees of tokens, against their sequences one by one", "trees"),
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
