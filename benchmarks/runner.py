@@ -83,6 +83,7 @@ BENCHMARKS = (
     ),
     Benchmark("conversations", "Episodes of several turns", "conversations"),
     Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
+    Benchmark("trees", "Agents' episodes as trees of tokens, against their sequences one by one", "trees"),
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common.harness import ROOT
@@ -20,6 +21,16 @@ HALF_A_BILLION = {
 }
 """The shape of Qwen2.5-0.5B."""
 
+FIFTH = {
+    "vocab_size": 9_830,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+"""The widths of SmolLM2-135M, with a fifth of its layers and of its vocabulary."""
+
 
 def directory(size: str, new: Path) -> Path:
     """Return the model directory of a size; a model other than the pretrained one is written to ``new``."""
@@ -28,17 +39,17 @@ def directory(size: str, new: Path) -> Path:
     if size == "tiny":
         make(new)
     else:
-        _make_half_a_billion(new)
+        make_random(new, HALF_A_BILLION)
     return new
 
 
-def _make_half_a_billion(new: Path) -> None:
-    """Write a Qwen2 with random weights and the tiny model's tokenizer."""
+def make_random(new: Path, shape: Mapping[str, int]) -> None:
+    """Write a Qwen2 of a shape with random weights and the tiny model's tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tiny = build_model().config.to_dict()
     # transformers derives the list, one entry a layer, from the other values.
     del tiny["layer_types"]
-    config = Qwen2Config(**(tiny | HALF_A_BILLION))
+    config = Qwen2Config(**(tiny | dict(shape)))
     Qwen2ForCausalLM(config).save_pretrained(new)
     build_tokenizer().save_pretrained(new)

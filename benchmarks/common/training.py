@@ -8,7 +8,7 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -35,9 +35,16 @@ class Work:
     group_size: int = 8
     prompt_tokens: int = 40
     completion_tokens: int = 12
+    """Tokens that the model samples in each turn."""
+    turns: int = 1
+    result_tokens: int = 0
+    """Tokens of a tool's result, between two turns."""
+    rewrites_history: bool = False
+    """True for an agent that keeps the second half of a turn only, as chat templates without earlier reasoning do. Each
+    turn is then a sequence of its own; otherwise an episode is one."""
     rounds: int = 3
     shares_prompts: bool = True
-    """True to compute a group's prompt once; otherwise every completion comes as its own group."""
+    """True to compute equal prefixes of a group once; otherwise every sequence comes as its own group."""
     is_bare: bool = False
     """True for the bare pass instead of the trainer's update."""
 
@@ -53,14 +60,24 @@ class Work:
         def ids(count: int) -> list[int]:
             return [rng.randrange(vocabulary) for _ in range(count)]
 
-        def sequence(index: int) -> TrainingSequence:
-            logprobs = [-rng.random() for _ in range(self.completion_tokens)]
-            advantages = [1.0 if index % 2 else -1.0] * self.completion_tokens
-            return TrainingSequence(ids(self.completion_tokens), logprobs, advantages)
+        def sequences(index: int) -> Iterator[TrainingSequence]:
+            history: list[int] = []
+            trained: list[bool] = []
+            for turn in range(self.turns):
+                sampled, result = ids(self.completion_tokens), ids(self.result_tokens)
+                tokens, mask = history + sampled, trained + [True] * len(sampled)
+                if self.rewrites_history or turn == self.turns - 1:
+                    logprobs = [-rng.random() for _ in tokens]
+                    yield TrainingSequence(tokens, logprobs, [1.0 if index % 2 else -1.0] * len(tokens), mask)
+                if self.rewrites_history:
+                    history += sampled[len(sampled) // 2 :] + result
+                    trained = [False] * len(history)
+                else:
+                    history, trained = tokens + result, mask + [False] * len(result)
 
         groups = [
-            TrainingGroup(ids(self.prompt_tokens), [sequence(i) for i in range(self.group_size)], str(number))
-            for number in range(self.prompts)
+            TrainingGroup(ids(self.prompt_tokens), [s for i in range(self.group_size) for s in sequences(i)], str(n))
+            for n in range(self.prompts)
         ]
         if self.shares_prompts:
             return groups
