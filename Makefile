@@ -133,7 +133,7 @@ $(VENV)-oracles/.oracles: pyproject.toml constraints.txt | python-version
 $(VENV)-openenv/.openenv: | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-openenv
 	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile openenv==0.10.0 'openai<3' \
-		anthropic gepa loguru math-verify msgpack 'prime-pydantic-config[toml]' prime-runs prime-sandboxes prime-tunnel pyzmq \
+		aiohttp anthropic gepa loguru math-verify msgpack 'prime-pydantic-config[toml]' prime-runs prime-sandboxes prime-tunnel pyzmq \
 		renderers tenacity
 	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verifiers==0.4.0
 	$(VENV)-openenv/bin/python -c 'import openenv.core, verifiers.v1'
