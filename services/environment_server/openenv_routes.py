@@ -150,7 +150,7 @@ async def _answer(sessions: Sessions, session: Session, text: str) -> dict[str, 
             case "step" if message.data is not None:
                 return {"type": "observation", "data": await session.step(message.data)}
             case "state":
-                return {"type": "state", "data": session.state()}
+                return {"type": "state", "data": await session.state()}
             case "mcp" if message.data is not None:
                 return {"type": "mcp", "data": await openenv_mcp.answer(sessions, message.data)}
             case "step" | "mcp":

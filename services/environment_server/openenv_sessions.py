@@ -81,14 +81,18 @@ class Session:
         """Note that the client has said something."""
         self.used = time.monotonic()
 
-    def state(self) -> dict[str, Any]:
-        """Return the session's state; ``last`` has the last observation, for a client that lost it."""
-        return {
-            "episode_id": self._episode_id,
-            "step_count": self._steps,
-            "session_id": self.id,
-            "last": self._last,
-        }
+    async def state(self) -> dict[str, Any]:
+        """Return the session's state after a step in progress.
+
+        ``last`` has the last observation, for a client that lost its socket before the observation came.
+        """
+        async with self._lock:
+            return {
+                "episode_id": self._episode_id,
+                "step_count": self._steps,
+                "session_id": self.id,
+                "last": self._last,
+            }
 
     async def end(self) -> None:
         """End the session's episode, after a step in progress."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import websockets
 from pydantic import SecretStr
 
 from services.environment_server import openenv_sessions
+from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS, eventually
@@ -142,6 +144,25 @@ async def test_a_session_that_lost_its_socket_goes_on_at_another(app: Any) -> No
             assert json.loads(await late.socket.recv())["data"]["code"] == "SESSION_ERROR"
             assert await sessions_of(client) == 0
             assert (await client.get("/stats")).json()["active"] == 0
+
+
+async def test_a_step_that_its_client_did_not_await_is_seen_by_the_next_socket(app: Any) -> None:
+    with served_ready(app(environment=f"{ODD}Sleepy-v0")) as url:
+        odd_environments.HANGING.clear()
+        async with playing(url) as player:
+            session = (await player.say("reset", {}))["data"]["metadata"]["session_id"]
+            await player.socket.send('{"type": "step", "data": {"action": 1}}')
+            await eventually(odd_environments.HANGING.is_set)
+            player.socket.transport.abort()
+        try:
+            async with playing(url, session) as again:
+                await again.socket.send('{"type": "state"}')
+                await asyncio.sleep(0.1)
+                odd_environments.RELEASE.set()
+                state = json.loads(await again.socket.recv())["data"]
+                assert (state["step_count"], state["last"]["reward"]) == (1, 1.0)
+        finally:
+            odd_environments.RELEASE.clear()
 
 
 async def test_the_newest_socket_takes_the_session_of_one_that_may_be_half_open(app: Any) -> None:
