@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles coverage bench bench-quick bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv coverage bench bench-quick bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not gpu and not sglang and not skypilot and not oracles
+HERE = not gpu and not sglang and not skypilot and not oracles and not openenv
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15
@@ -62,6 +62,9 @@ test-skypilot: $(VENV)/.test $(VENV)/.sky  ## `sky jobs launch` by SkyPilot's re
 
 test-oracles: $(VENV)-oracles/.oracles  ## the algorithm against the real verl and TRL, which it installs: 1.5 GB
 	$(VENV)-oracles/bin/python -m pytest tests/trainer/algorithm/test_*oracles.py -m oracles --require-all
+
+test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
+	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all
 
 coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage
@@ -88,7 +91,7 @@ clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="-
 	@$(RUN) -m scripts.clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:
@@ -130,6 +133,17 @@ $(VENV)-oracles/.oracles: pyproject.toml constraints.txt | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-oracles
 	$(VENV)-oracles/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt $(TORCH) --editable '.[oracles]'
 	$(VENV)-oracles/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verl==0.9.1
+	@touch $@
+
+# verifiers pins mcp 2, openenv's fastmcp a lower one; verifiers' part that is tested needs none. The last line writes the
+# bytecode, without which each import takes a minute.
+$(VENV)-openenv/.openenv: | python-version
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-openenv
+	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile openenv==0.10.0 'openai<3' \
+		aiohttp anthropic gepa loguru math-verify msgpack 'prime-pydantic-config[toml]' prime-runs prime-sandboxes prime-tunnel pyzmq \
+		renderers tenacity
+	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verifiers==0.4.0
+	$(VENV)-openenv/bin/python -c 'import openenv.core, verifiers.v1'
 	@touch $@
 
 # TRL has its own pins.

@@ -56,7 +56,9 @@ def test_every_target_that_tests_requires_all_but_the_one_that_runs_what_it_can(
     recipes = re.findall(r"^([\w-]+):[^\n]*\n((?:\t[^\n]*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     with_pytest = {target: recipe for target, recipe in recipes if "-m pytest" in recipe}
     assert {target for target, recipe in with_pytest.items() if "--require-all" not in recipe} == {"tests"}
-    assert with_pytest.keys() == {"tests", "test-slow", "test-sglang", "test-skypilot", "test-oracles", "coverage"}
+    assert with_pytest.keys() == {
+        *("tests", "test-slow", "test-sglang", "test-skypilot", "test-oracles", "test-openenv", "coverage")
+    }
 
 
 def test_skypilot_says_which_programs_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

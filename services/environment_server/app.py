@@ -15,7 +15,11 @@ from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.environment_server.catalogue import open_environment
+from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
+from services.environment_server.openenv_routes import add_openenv_routes
+from services.environment_server.openenv_sessions import Sessions
+from services.environment_server.openenv_tasks import add_task_routes
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
 from services.http.app import create_service_app, model_response
@@ -43,9 +47,10 @@ KEPT_REPLIES = 1000
 
 
 class Server:
-    """The state behind the routes. ``table`` exists while the server runs."""
+    """The state behind the routes. ``table`` and ``sessions`` exist while the server runs."""
 
     table: EpisodeTable
+    sessions: Sessions
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
@@ -78,6 +83,7 @@ class Server:
             )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.callback(self.table.drop_idle, 0.0)
+            self.sessions = Sessions(self.table, make if isinstance(make, Tasks) else None, getattr(trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())
@@ -100,6 +106,7 @@ class Server:
             "active": len(self.table.active),
             "episodes": self.table.counts,
             "stuck": self.table.stuck,
+            "openenv_sessions": len(self.sessions),
             "push": None if self.player is None else self.player.stats(),
         }
 
@@ -129,6 +136,7 @@ class Server:
             await asyncio.sleep(SWEEP_SECONDS)
             if dropped := self.table.drop_idle(IDLE_SECONDS):
                 log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
+            await self.sessions.sweep()
 
 
 def create_app(settings: EnvironmentSettings) -> FastAPI:
@@ -160,4 +168,6 @@ def create_app(settings: EnvironmentSettings) -> FastAPI:
         closed = await server.table.close(request.episodes)
         return model_response(CloseReply(closed=closed, unknown=len(set(request.episodes)) - closed))
 
+    add_openenv_routes(app, settings.token, lambda: server.sessions)
+    add_task_routes(app, lambda: server.sessions)
     return app

@@ -10,8 +10,9 @@ from functools import partial
 from services.environment_server.environments import Conversation
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
+from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, open_server
 
-Environment = GymnasiumEnvironment | Conversation
+Environment = GymnasiumEnvironment | Conversation | OpenEnvEnvironment
 MakeEnvironment = Callable[[], Environment]
 
 
@@ -20,21 +21,24 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
     """Load the data of an environment, and yield a function that makes it for one episode, in any thread.
 
     Args:
-        name: a gymnasium id, ``module:Id``, ``module:Class`` for a Conversation, ``gsm8k`` or ``guessing``.
+        name: a gymnasium id, ``module:Id``, ``module:Class`` for a Conversation, ``gsm8k``, ``guessing``, or
+            ``openenv+http://host:port`` for an OpenEnv server.
         turns: answers that a built-in text environment allows.
 
     Raises:
         ImportError: there is no such module.
-        ConfigurationError: the environment's data cannot be loaded.
+        ConfigurationError: the environment's data cannot be loaded, or its server does not answer.
     """
     if name == "guessing":
         yield partial(GuessingGame, turns)
+    elif name.startswith(PREFIX):
+        yield await open_server(name)
     elif name == "gsm8k":
         # Needs the packages of data-server and reward-server, which the other environments do without.
         from services.environment_server import gsm8k
 
         async with gsm8k.open_questions() as questions:
-            yield partial(gsm8k.QuestionWithCalculator, questions, turns)
+            yield gsm8k.QuestionTasks(questions, turns)
     else:
         module, _, attribute = name.partition(":")
         found = getattr(importlib.import_module(module), attribute, None) if attribute else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
@@ -31,11 +32,26 @@ class Transition:
     truncated: bool = False
 
 
+@dataclass(frozen=True)
+class Tool:
+    """A function that policies may call beside the episode's actions.
+
+    ``parameters`` is the JSON schema of the arguments. ``call`` takes them by name and returns text; it raises
+    ValueError with a message for the policy.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    call: Callable[..., str]
+
+
 class Conversation(ABC):
     """An environment of text for one episode: a state is the list of messages so far, an action the policy's answer."""
 
     state_spec: ClassVar = StateSpec(kind=StateKind.MESSAGES)
     action_spec: ClassVar = ActionSpec(kind=ActionKind.TEXT)
+    tools: ClassVar[tuple[Tool, ...]] = ()
 
     @abstractmethod
     async def reset(self, seed: int) -> State:
@@ -52,3 +68,24 @@ class Conversation(ABC):
 
     def close(self) -> None:  # noqa: B027  # most conversations hold nothing
         """Release what the conversation holds, such as files. Called in a thread of its own."""
+
+
+class Tasks(ABC):
+    """A maker of environments whose episodes can play a numbered task: ``splits`` has the number of tasks by name.
+
+    Called without a task, it makes an environment that chooses one by its seed.
+    """
+
+    splits: Mapping[str, int]
+
+    @abstractmethod
+    def __call__(self) -> Conversation:
+        """Return the environment for an episode of any task."""
+
+    @abstractmethod
+    def make(self, split: str, index: int) -> Conversation:
+        """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
+
+    @abstractmethod
+    def describe(self, split: str, index: int) -> dict[str, Any]:
+        """Return a task without its solution, as JSON has it."""

@@ -90,8 +90,10 @@ class EpisodeTable:
         """Environments that hang."""
         return self._runner.stuck
 
-    async def reset(self, count: int, seed: int | None) -> ResetReply:
+    async def reset(self, count: int, seed: int | None, make: MakeEnvironment | None = None) -> ResetReply:
         """Begin ``count`` episodes, the i-th with ``seed`` + i; without a seed, draw one.
+
+        ``make`` makes their environments, for episodes of one task.
 
         Raises:
             ProblemError: there is no room for the episodes, or the environment fails.
@@ -108,16 +110,16 @@ class EpisodeTable:
         first = secrets.randbelow(2**31) if seed is None else seed
         self._beginning += count
         try:
-            starts = await self._begin([(first + i) % 2**31 for i in range(count)])
+            starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make)
         finally:
             self._beginning -= count
         return ResetReply.model_construct(environment=self.info, episodes=starts)
 
-    async def _begin(self, seeds: Sequence[int]) -> list[EpisodeStart]:
+    async def _begin(self, seeds: Sequence[int], make: MakeEnvironment) -> list[EpisodeStart]:
         made: dict[int, Environment] = {}
 
         def begin(seed: int) -> State | Awaitable[State]:
-            made[seed] = self._make()
+            made[seed] = make()
             return made[seed].reset(seed)
 
         states: list[State | Exception] = await self._runner.run([partial(begin, seed) for seed in seeds])

@@ -7,12 +7,13 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from services.core.tasks import in_background
 from services.data_server import sources
 from services.data_server.settings import DataSettings
 from services.environment_server.calculator import CalculationError, calculate
-from services.environment_server.environments import Conversation, EnvironmentBrokenError, Transition
+from services.environment_server.environments import Conversation, EnvironmentBrokenError, Tasks, Tool, Transition
 from services.environment_server.guessing import text_of
 from services.protocol.evaluation import Action, State
 from services.protocol.rewards import RewardItem
@@ -23,6 +24,12 @@ from services.reward_server.settings import RewardSettings
 RULES = (
     "Solve the question step by step. To calculate, write <calc>12*3.5</calc> and stop; the result comes as the next "
     "message. End with the answer as a number behind ####."
+)
+CALCULATOR = Tool(
+    name="calculate",
+    description="Return the value of an expression of numbers, + - * / and parentheses.",
+    parameters={"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    call=lambda expression: calculate(str(expression)),
 )
 _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
@@ -53,18 +60,25 @@ async def open_questions() -> AsyncIterator[Questions]:
 
 
 class QuestionWithCalculator(Conversation):
-    """One question. The first message without a call of the calculator is the answer, which ends the episode."""
+    """One question. The first message without a call of the calculator is the answer, which ends the episode.
 
-    def __init__(self, questions: Questions, turns: int) -> None:
+    ``index`` is the question's; without one, the seed draws it.
+    """
+
+    tools: ClassVar = (CALCULATOR,)
+
+    def __init__(self, questions: Questions, turns: int, index: int | None = None) -> None:
         self._questions = questions
+        self._index = index
         self._left = turns
         self._messages: list[dict[str, str]] = []
         self._question = self._ground_truth = ""
 
     async def reset(self, seed: int) -> State:
-        """Draw a question."""
+        """Ask the question, or draw one."""
         rows = self._questions.rows
-        row = rows.take([random.Random(seed).randrange(len(rows))])[0]
+        index = random.Random(seed).randrange(len(rows)) if self._index is None else self._index
+        row = rows.take([index])[0]
         self._question, self._ground_truth = row.question, row.ground_truth
         self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": row.question}]
         return list(self._messages)
@@ -88,6 +102,27 @@ class QuestionWithCalculator(Conversation):
             # Never 0, because an answer that could not be scored may be right.
             raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
         return result.reward
+
+
+class QuestionTasks(Tasks):
+    """The questions as numbered tasks of the split ``test``."""
+
+    def __init__(self, questions: Questions, turns: int) -> None:
+        self._questions = questions
+        self._turns = turns
+        self.splits = {"test": len(questions.rows)}
+
+    def __call__(self) -> QuestionWithCalculator:
+        """See Tasks."""
+        return QuestionWithCalculator(self._questions, self._turns)
+
+    def make(self, split: str, index: int) -> QuestionWithCalculator:
+        """See Tasks."""
+        return QuestionWithCalculator(self._questions, self._turns, index)
+
+    def describe(self, split: str, index: int) -> dict[str, Any]:
+        """See Tasks."""
+        return {"split": split, "index": index, "question": self._questions.rows.take([index])[0].question}
 
 
 def _answer(expression: str) -> str:

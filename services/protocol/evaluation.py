@@ -19,7 +19,7 @@ from services.protocol.base import Count, Finite, Seed, StrictModel, WireModel
 State = StrictFloat | list[Any]
 Action = StrictInt | StrictFloat | str | list[Any]
 
-Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@-]*$")]
+Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@+-]*$")]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._:-]+$")]
 
 MAX_STATES = 4096

@@ -11,6 +11,8 @@ from tests.waiting import IDLE_SECONDS
 
 RELEASE = threading.Event()
 """Set by a test to end hanging steps."""
+HANGING = threading.Event()
+"""Set when a step hangs."""
 
 
 class Plain(gymnasium.Env):
@@ -44,6 +46,7 @@ class Sleepy(Plain):
 
     def step(self, action):
         if action == 1:
+            HANGING.set()
             RELEASE.wait(IDLE_SECONDS)
         return super().step(action)
 

@@ -1,0 +1,256 @@
+"""OpenEnv's sessions: each plays one episode at a time, and outlives its socket for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from services.core.logs import get_logger
+from services.environment_server.catalogue import MakeEnvironment
+from services.environment_server.environments import ActionRefusedError, Tasks, Tool
+from services.environment_server.episodes import MAX_EPISODES, EpisodeTable
+from services.environment_server.openenv_wire import OpenEnvError, decode_action, encode_observation
+from services.http.problems import ProblemError
+from services.protocol.evaluation import State, StepItem, StepStatus
+
+log = get_logger(__name__)
+
+GRACE_SECONDS = 60.0
+"""A session that has lost its socket is kept for so long, so that its client can attach again."""
+IDLE_SECONDS = 300.0
+"""A session whose client says nothing for so long is ended: the socket may be half open."""
+
+
+class ResetData(BaseModel):
+    """The data of a message ``reset``; fields of other environments are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    episode_id: Annotated[str, Field(max_length=255)] | None = None
+    split: str | None = None
+    index: Annotated[int, Field(ge=0)] | None = None
+
+
+class Session:
+    """A client's session. ``is_kept`` says that it ends by a request alone, not with its socket."""
+
+    def __init__(self, table: EpisodeTable, tasks: Tasks | None, *, is_kept: bool) -> None:
+        self.id = secrets.token_hex(16)
+        self.is_kept = is_kept
+        self.taken_over: asyncio.Event | None = None
+        """Set when another socket attaches to the session; None while it has no socket."""
+        self.used = time.monotonic()
+        self._table = table
+        self._tasks = tasks
+        self._lock = asyncio.Lock()
+        self._episode: str | None = None
+        self._episode_id: str | None = None
+        self._steps = 0
+        self._state: State | None = None
+        self._last: dict[str, Any] | None = None
+
+    async def reset(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode in the place of the session's last one; return its first observation.
+
+        Raises:
+            OpenEnvError: the data does not fit, or no episode can be begun.
+        """
+        try:
+            request = ResetData.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise OpenEnvError("VALIDATION_ERROR", f"{first['loc'][0]}: {first['msg']}") from error
+        make = self._make_of(request)
+        return await self._finish(self._reset(request, make))
+
+    async def step(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Take an action; return the observation after it.
+
+        Raises:
+            OpenEnvError: the action does not fit and changed nothing, or the episode is over.
+        """
+        return await self._finish(self._step(data))
+
+    def touch(self) -> None:
+        """Note that the client has said something."""
+        self.used = time.monotonic()
+
+    async def state(self) -> dict[str, Any]:
+        """Return the session's state after a step in progress.
+
+        ``last`` has the last observation, for a client that lost its socket before the observation came.
+        """
+        async with self._lock:
+            return {
+                "episode_id": self._episode_id,
+                "step_count": self._steps,
+                "session_id": self.id,
+                "last": self._last,
+            }
+
+    async def end(self) -> None:
+        """End the session's episode, after a step in progress."""
+        async with self._lock:
+            await self._close_episode()
+
+    async def _finish(self, work: Any) -> dict[str, Any]:
+        """Return the result of a coroutine that ends even if the client leaves meanwhile."""
+        result: dict[str, Any] = await asyncio.shield(asyncio.ensure_future(work))
+        self.touch()
+        return result
+
+    async def _reset(self, request: ResetData, make: MakeEnvironment | None) -> dict[str, Any]:
+        async with self._lock:
+            await self._close_episode()
+            try:
+                reply = await self._table.reset(1, request.seed, make)
+            except ProblemError as error:
+                code = "CAPACITY_REACHED" if error.status_code == 429 else "EXECUTION_ERROR"
+                raise OpenEnvError(code, error.detail) from error
+            start = reply.episodes[0]
+            self._episode, self._episode_id = start.episode, request.episode_id or start.episode
+            observation = encode_observation(self._table.info.state, None, start.state)
+            self._state = start.state
+            return self._observe(observation, None, StepStatus.RUNNING)
+
+    async def _step(self, data: dict[str, Any]) -> dict[str, Any]:
+        async with self._lock:
+            if self._episode is None:
+                raise OpenEnvError("EXECUTION_ERROR", "there is no episode yet; send reset first")
+            try:
+                action = decode_action(self._table.info.action, data)
+            except ActionRefusedError as error:
+                raise OpenEnvError("VALIDATION_ERROR", str(error)) from error
+            item = StepItem.model_construct(episode=self._episode, step=self._steps, action=action)
+            [result] = await self._table.step([item])
+            if result.status is StepStatus.REFUSED:
+                is_over = self._episode not in self._table.active
+                code = "EXECUTION_ERROR" if is_over else "VALIDATION_ERROR"
+                raise OpenEnvError(code, f"{result.detail}; send reset" if is_over else str(result.detail))
+            if result.status is StepStatus.LOST:
+                raise OpenEnvError("EXECUTION_ERROR", f"the episode is lost: {result.detail}")
+            assert result.state is not None
+            observation = encode_observation(self._table.info.state, self._state, result.state)
+            self._steps, self._state = result.steps, result.state
+            return self._observe(observation, result.reward, result.status)
+
+    def _observe(self, observation: dict[str, Any], reward: float | None, status: StepStatus) -> dict[str, Any]:
+        metadata = {
+            "session_id": self.id,
+            "episode_id": self._episode_id,
+            "step_count": self._steps,
+            "truncated": status is StepStatus.TRUNCATED,
+        }
+        done = status is not StepStatus.RUNNING
+        self._last = {"observation": observation, "reward": reward, "done": done, "metadata": metadata}
+        return self._last
+
+    async def _close_episode(self) -> None:
+        if self._episode is not None:
+            await self._table.close([self._episode])
+        self._episode = self._episode_id = self._state = self._last = None
+        self._steps = 0
+
+    def _make_of(self, request: ResetData) -> MakeEnvironment | None:
+        """Return the maker of the task that a reset names; None where it names none."""
+        if request.split is None and request.index is None:
+            return None
+        if self._tasks is None:
+            raise OpenEnvError("VALIDATION_ERROR", f"{self._table.info.id} has no tasks: leave out split and index")
+        splits = self._tasks.splits
+        split = next(iter(splits)) if request.split is None else request.split
+        if split not in splits:
+            raise OpenEnvError("VALIDATION_ERROR", f"split is {split[:60]!r}; there are {', '.join(splits)}")
+        if request.index is None:
+            return None
+        if request.index >= splits[split]:
+            raise OpenEnvError("VALIDATION_ERROR", f"index is {request.index}; {split} has {splits[split]} tasks")
+        return partial(self._tasks.make, split, request.index)
+
+
+class Sessions:
+    """All OpenEnv sessions of a server. ``tasks`` and ``tools`` are the environment's, where it has any."""
+
+    def __init__(self, table: EpisodeTable, tasks: Tasks | None, tools: tuple[Tool, ...]) -> None:
+        self.table = table
+        self.tasks = tasks
+        self.tools = {tool.name: tool for tool in tools}
+        self._all: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def create(self, *, is_kept: bool = False) -> Session:
+        """Add a session.
+
+        Raises:
+            OpenEnvError: there are too many.
+        """
+        if len(self._all) >= MAX_EPISODES:
+            raise OpenEnvError(
+                "CAPACITY_REACHED", f"{len(self._all)} sessions are held; end some, or ask another server"
+            )
+        session = Session(self.table, self.tasks, is_kept=is_kept)
+        self._all[session.id] = session
+        return session
+
+    def attach(self, session_id: str | None) -> tuple[Session, asyncio.Event]:
+        """Return a session for a new socket, and an event that is set when yet another socket takes the session.
+
+        Without ``session_id`` the session is new. The newest socket wins, because an older one may be half open.
+
+        Raises:
+            OpenEnvError: there is no such session, or there are too many.
+        """
+        session = self.create() if session_id is None else self.find(session_id)
+        if session.taken_over is not None:
+            session.taken_over.set()
+        session.taken_over = asyncio.Event()
+        session.used = time.monotonic()
+        return session, session.taken_over
+
+    def find(self, session_id: Any) -> Session:
+        """Return a session.
+
+        Raises:
+            OpenEnvError: there is none of that id.
+        """
+        session = self._all.get(session_id) if isinstance(session_id, str) else None
+        if session is None:
+            raise OpenEnvError(
+                "SESSION_ERROR", f"Unknown session_id: {str(session_id)[:60]}; it ended, or the server was restarted"
+            )
+        return session
+
+    async def detach(self, session: Session, event: asyncio.Event, *, is_over: bool) -> None:
+        """Note that a socket has left; end the session if the client is done with it."""
+        if session.taken_over is not event:
+            return
+        session.taken_over = None
+        session.used = time.monotonic()
+        if is_over and not session.is_kept:
+            await self.end(session)
+
+    async def end(self, session: Session) -> None:
+        """End a session and its episode, and send its socket away."""
+        if self._all.pop(session.id, None) is not None:
+            if session.taken_over is not None:
+                session.taken_over.set()
+            await session.end()
+
+    async def sweep(self) -> None:
+        """End the sessions that lost their socket GRACE_SECONDS ago, and those that are silent for IDLE_SECONDS."""
+        now = time.monotonic()
+        for session in list(self._all.values()):
+            is_away = session.taken_over is None and not session.is_kept
+            if now - session.used > (GRACE_SECONDS if is_away else IDLE_SECONDS):
+                log.warning(
+                    "ended an OpenEnv session", reason="its socket was lost" if is_away else "its client is silent"
+                )
+                await self.end(session)

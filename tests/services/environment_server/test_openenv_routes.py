@@ -1,0 +1,277 @@
+"""OpenEnv's wire on this server: sessions over a WebSocket, errors, sockets that are lost, tools and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import websockets
+from pydantic import SecretStr
+
+from services.environment_server import openenv_sessions
+from tests.services.environment_server import odd_environments
+from tests.services.environment_server.conftest import ODD
+from tests.services.run_page.serving import served_ready
+from tests.waiting import IDLE_SECONDS, eventually
+
+
+class Player:
+    """A socket to ``/ws``."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+
+    async def say(self, kind: str, data: Any = None) -> dict[str, Any]:
+        message = {"type": kind} if data is None else {"type": kind, "data": data}
+        return await self.send(json.dumps(message))
+
+    async def send(self, text: str) -> dict[str, Any]:
+        await self.socket.send(text)
+        return json.loads(await self.socket.recv())
+
+    async def error(self, kind: str, data: Any = None) -> str:
+        frame = await self.say(kind, data)
+        assert frame["type"] == "error", frame
+        return frame["data"]["code"]
+
+
+@asynccontextmanager
+async def playing(url: str, session: str | None = None, **options: Any) -> AsyncIterator[Player]:
+    address = f"ws{url.removeprefix('http')}/ws" + (f"?session_id={session}" if session else "")
+    async with websockets.connect(address, proxy=None, **options) as socket:
+        yield Player(socket)
+
+
+@asynccontextmanager
+async def asking(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=IDLE_SECONDS, trust_env=False) as client:
+        yield client
+
+
+async def sessions_of(client: httpx.AsyncClient) -> int:
+    return (await client.get("/stats")).json()["openenv_sessions"]
+
+
+async def test_an_episode_over_the_socket_is_the_one_of_the_same_seed(app: Any) -> None:
+    with served_ready(app()) as url:
+        async with playing(url) as player, asking(url) as client:
+            episode = (await client.post("/reset", json={"seed": 7})).json()["episodes"][0]
+            first = await player.say("reset", {"seed": 7, "episode_id": "mine", "unknown": 1})
+            assert first["data"]["observation"]["state"] == episode["state"]
+            assert (first["type"], first["data"]["reward"], first["data"]["done"]) == ("observation", None, False)
+            item = {"episode": episode["episode"], "step": 0, "action": 1}
+            result = (await client.post("/step", json={"steps": [item]})).json()["results"][0]
+            step = (await player.say("step", {"action": 1}))["data"]
+            assert (step["observation"]["state"], step["reward"]) == (result["state"], 1.0)
+            while not step["done"]:
+                step = (await player.say("step", {"action": 1}))["data"]
+            assert step["metadata"]["truncated"] is False
+            state = (await player.say("state"))["data"]
+            assert (state["episode_id"], state["last"]) == ("mine", step)
+            assert await player.error("step", {"action": 1}) == "EXECUTION_ERROR"
+            assert (await player.say("reset", {"seed": 7}))["data"]["observation"] == first["data"]["observation"]
+
+
+async def test_a_conversation_sends_the_messages_that_are_new(app: Any) -> None:
+    with served_ready(app(environment="guessing", environment_text_turns=2)) as url:
+        async with playing(url) as player:
+            first = (await player.say("reset", {}))["data"]["observation"]["messages"]
+            assert "2 guesses" in first[0]["content"]
+            second = (await player.say("step", {"text": "none"}))["data"]
+            assert [m["role"] for m in second["observation"]["messages"]] == ["user"]
+            # A client that parses "0" as JSON sends a number.
+            last = (await player.say("step", {"text": 0}))["data"]
+            assert (last["done"], last["metadata"]["truncated"], last["reward"]) == (True, True, 0.0)
+            assert last["observation"]["messages"][0]["content"] == "Higher."
+
+
+async def test_a_wrong_message_is_answered_with_its_code_and_changes_nothing(app: Any) -> None:
+    with served_ready(app(environment=f"{ODD}Broken-v0")) as url:
+        async with playing(url) as player:
+            assert await player.error("step", {"action": 0}) == "EXECUTION_ERROR"
+            await player.say("reset", {"seed": 1})
+            assert (await player.send("{"))["data"]["code"] == "INVALID_JSON"
+            assert (await player.send("[" * 100 + "]" * 100))["data"]["code"] == "INVALID_JSON"
+            assert (await player.send("7"))["data"]["code"] == "VALIDATION_ERROR"
+            assert await player.error("jump") == "UNKNOWN_TYPE"
+            assert await player.error("step") == "VALIDATION_ERROR"
+            for data in ({"action": 9}, {"text": "left"}, {"action": 0, "more": 1}, {}):
+                assert await player.error("step", data) == "VALIDATION_ERROR"
+            for data in ({"seed": -1}, {"seed": "x"}, {"index": 3}):
+                assert await player.error("reset", data) == "VALIDATION_ERROR"
+            assert (await player.say("state"))["data"]["step_count"] == 0
+            assert (await player.say("step", {"action": 0}))["data"]["metadata"]["step_count"] == 1
+            assert await player.error("step", {"action": 1}) == "EXECUTION_ERROR"
+            assert await player.error("step", {"action": 0}) == "EXECUTION_ERROR"
+            assert (await player.say("reset", {}))["type"] == "observation"
+
+
+async def test_a_full_server_says_so(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.environment_server.episodes.MAX_EPISODES", 1)
+    monkeypatch.setattr(openenv_sessions, "MAX_EPISODES", 2)
+    with served_ready(app()) as url:
+        async with playing(url) as one, playing(url) as two:
+            assert (await one.say("reset", {}))["type"] == "observation"
+            assert await two.error("reset", {}) == "CAPACITY_REACHED"
+            async with playing(url) as three:
+                assert json.loads(await three.socket.recv())["data"]["code"] == "CAPACITY_REACHED"
+            await one.socket.close()
+            assert (await eventually(lambda: begun(two)))["type"] == "observation"
+
+
+async def begun(player: Player) -> dict[str, Any] | None:
+    frame = await player.say("reset", {})
+    return frame if frame["type"] == "observation" else None
+
+
+async def test_a_session_that_lost_its_socket_goes_on_at_another(app: Any) -> None:
+    with served_ready(app()) as url:
+        async with playing(url) as player:
+            session = (await player.say("reset", {"seed": 3}))["data"]["metadata"]["session_id"]
+            lost = (await player.say("step", {"action": 1}))["data"]
+            player.socket.transport.abort()
+        async with playing(url, session) as again:
+            state = (await again.say("state"))["data"]
+            assert (state["step_count"], state["last"]) == (1, lost)
+            assert (await again.say("step", {"action": 1}))["data"]["metadata"]["step_count"] == 2
+        async with playing(url, session) as late, asking(url) as client:
+            # A socket that was closed as it should be ended the session.
+            assert json.loads(await late.socket.recv())["data"]["code"] == "SESSION_ERROR"
+            assert await sessions_of(client) == 0
+            assert (await client.get("/stats")).json()["active"] == 0
+
+
+async def test_a_step_that_its_client_did_not_await_is_seen_by_the_next_socket(app: Any) -> None:
+    with served_ready(app(environment=f"{ODD}Sleepy-v0")) as url:
+        odd_environments.HANGING.clear()
+        async with playing(url) as player:
+            session = (await player.say("reset", {}))["data"]["metadata"]["session_id"]
+            await player.socket.send('{"type": "step", "data": {"action": 1}}')
+            await eventually(odd_environments.HANGING.is_set)
+            player.socket.transport.abort()
+        try:
+            async with playing(url, session) as again:
+                await again.socket.send('{"type": "state"}')
+                await asyncio.sleep(0.1)
+                odd_environments.RELEASE.set()
+                state = json.loads(await again.socket.recv())["data"]
+                assert (state["step_count"], state["last"]["reward"]) == (1, 1.0)
+        finally:
+            odd_environments.RELEASE.clear()
+
+
+async def test_the_newest_socket_takes_the_session_of_one_that_may_be_half_open(app: Any) -> None:
+    with served_ready(app()) as url:
+        async with playing(url) as old:
+            session = (await old.say("reset", {}))["data"]["metadata"]["session_id"]
+            async with playing(url, session) as new:
+                with pytest.raises(websockets.ConnectionClosed) as closed:
+                    await old.socket.recv()
+                assert closed.value.rcvd.code == 1008
+                assert (await new.say("step", {"action": 0}))["data"]["metadata"]["step_count"] == 1
+
+
+@pytest.mark.parametrize(("limit", "is_lost"), [("GRACE_SECONDS", True), ("IDLE_SECONDS", False)])
+async def test_no_session_is_held_for_ever(
+    app: Any, monkeypatch: pytest.MonkeyPatch, limit: str, is_lost: bool
+) -> None:
+    with served_ready(app()) as url:
+        async with playing(url) as player, asking(url) as client:
+            await player.say("reset", {})
+            if is_lost:
+                player.socket.transport.abort()
+            monkeypatch.setattr(openenv_sessions, limit, 0.0)
+            await eventually(lambda: none_left(client))
+            assert (await client.get("/stats")).json()["active"] == 0
+
+
+async def none_left(client: httpx.AsyncClient) -> bool:
+    return await sessions_of(client) == 0
+
+
+async def test_the_routes_want_the_token(app: Any) -> None:
+    with served_ready(app(jobgroup_token=SecretStr("secret"))) as url:
+        for path in ("ws", "mcp"):
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                await websockets.connect(f"ws{url.removeprefix('http')}/{path}", proxy=None)
+            assert refused.value.response.status_code == 401
+        async with asking(url) as client:
+            assert (await client.get("/schema")).status_code == 401
+            assert (await client.get("/health")).json()["status"] == "healthy"
+        async with playing(url, additional_headers={"Authorization": "Bearer secret"}) as player:
+            assert (await player.say("reset", {}))["type"] == "observation"
+
+
+async def test_the_environment_is_described(serving: Any, app: Any) -> None:
+    async with serving(app()) as client:
+        schema = (await client.get("/schema")).json()
+        assert schema["action"]["properties"]["action"] == {"type": "integer", "minimum": 0, "maximum": 1}
+        assert schema["action"]["required"] == ["action"]
+        assert schema["observation"]["properties"]["state"]["minItems"] == 4
+        assert (await client.get("/metadata")).json()["name"] == "CartPole-v1"
+        assert (await client.get("/state")).json() == {"episode_id": None, "step_count": 0}
+        assert (await client.get("/list_environments")).json() == ["CartPole-v1"]
+        assert (await client.get("/CartPole-v1/splits")).status_code == 501
+        assert (await client.get("/other/splits")).status_code == 404
+        tools = await client.post("/mcp", json={"jsonrpc": "2.0", "id": 1, "method": "tools/list"})
+        assert tools.json() == {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}
+
+
+async def test_tasks_are_listed_and_played_by_index(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATASET", "arithmetic")
+    monkeypatch.setenv("REWARD_WORKERS", "1")
+    with served_ready(app(environment="gsm8k")) as url:
+        async with asking(url) as client, playing(url) as player:
+            assert (await client.get("/gsm8k/splits")).json() == [{"name": "test", "type": "test"}]
+            size = (await client.post("/gsm8k/num_tasks", json={"split": "test"})).json()["num_tasks"]
+            assert size > 3
+            asked = {"split": "test", "start": 1, "stop": 3}
+            tasks = (await client.post("/gsm8k/task_range", json=asked)).json()["tasks"]
+            assert [task["index"] for task in tasks] == [1, 2]
+            task = (await client.post("/gsm8k/task", json={"split": "test", "index": 2})).json()["task"]
+            assert task == tasks[1]
+            assert len((await client.post("/gsm8k/tasks", json={"split": "test"})).json()["tasks"]) == size
+            for bad in ({"split": "train", "index": 0}, {"split": "test", "index": size}):
+                assert (await client.post("/gsm8k/task", json=bad)).status_code == 400
+            assert await player.error("reset", {"split": "test", "index": size}) == "VALIDATION_ERROR"
+            assert await player.error("reset", {"split": "train", "index": 0}) == "VALIDATION_ERROR"
+            first = await player.say("reset", {"split": "test", "index": 2})
+            assert first["data"]["observation"]["messages"][-1]["content"] == task["question"]
+            await check_tools(client, player, url)
+
+
+async def check_tools(client: httpx.AsyncClient, player: Player, url: str) -> None:
+    async def call(method: str, **params: Any) -> dict[str, Any]:
+        request = {"jsonrpc": "2.0", "id": "a", "method": method, "params": params}
+        posted = (await client.post("/mcp", json=request)).json()
+        assert posted["id"] == "a"
+        return posted
+
+    [tool] = (await call("tools/list"))["result"]["tools"]
+    assert (tool["name"], tool["inputSchema"]["required"]) == ("calculate", ["expression"])
+    result = (await call("tools/call", name="calculate", arguments={"expression": "6*7"}))["result"]
+    assert (result["content"][0]["text"], result["isError"]) == ("42", False)
+    refused = (await call("tools/call", name="calculate", arguments={"expression": "1/0"}))["result"]
+    assert (refused["data"], refused["isError"]) == ("division by zero", True)
+    for params in ({"name": "none"}, {"name": "calculate"}, {"name": "calculate", "arguments": {"x": 1}}, {}):
+        assert (await call("tools/call", **params))["error"]["code"] == -32602
+    assert (await call("dance"))["error"]["code"] == -32601
+    assert (await client.post("/mcp", content=b"{")).json()["error"]["code"] == -32700
+    assert (await client.post("/mcp", json={"method": "tools/list"})).json()["error"]["code"] == -32600
+    framed = await player.say("mcp", {"jsonrpc": "2.0", "id": 2, "method": "tools/list"})
+    assert framed["data"]["result"]["tools"] == [tool]
+    async with websockets.connect(f"ws{url.removeprefix('http')}/mcp", proxy=None) as socket:
+        await socket.send(json.dumps({"jsonrpc": "2.0", "id": 3, "method": "tools/list"}))
+        assert json.loads(await socket.recv())["result"]["tools"] == [tool]
+    session = (await call("openenv/session/create"))["result"]["session_id"]
+    for _ in range(2):
+        # A session made by a request outlives its sockets.
+        async with playing(url, session) as kept:
+            assert (await kept.say("state"))["data"]["session_id"] == session
+    assert (await call("openenv/session/close", session_id=session))["result"]["closed"] is True
+    assert (await call("tools/list", session_id=session))["error"]["code"] == -32602
