@@ -1,4 +1,4 @@
-"""An API in which agents talk to the gateway: its requests, replies and streams, read and written as chat completions."""
+"""An API in which agents talk to the gateway: its requests, replies and streams as chat completions."""
 
 from __future__ import annotations
 
