@@ -20,7 +20,15 @@ from tests.tolerance import both_types, logprob_tolerance
 from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
-from tests.trainer.tiny import FAMILIES, VOCABULARY, plain_logprobs, plain_model, random_groups, save_model
+from tests.trainer.tiny import (
+    FAMILIES,
+    VOCABULARY,
+    plain_logprobs,
+    plain_model,
+    random_groups,
+    random_trees,
+    save_model,
+)
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
 from trainer.algorithm.share_out import share_out
 from trainer.config import TrainerSettings
@@ -144,11 +152,11 @@ def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path
 
 def budgets(groups: Sequence[TrainingGroup], n_ranks: int) -> list[int]:
     """Token budgets which make 1, 2 and 8 micro-batches a rank."""
-    by_count = {len(share_out(groups, n_ranks, budget)[0]): budget for budget in range(1, 4000)}
+    by_count = {len(share_out(groups, n_ranks, budget)[0]): budget for budget in range(3, 4000, 3)}
     return [by_count[count] for count in (1, 2, 8)]
 
 
-CUT = random_groups(3, n_groups=24)
+CUT = [*random_groups(3, n_groups=18), *random_trees(3, n_groups=4)]
 WAYS: list[dict[str, Any]] = [{"shard_parameters": False}, {"activation_checkpointing": True}]
 
 
