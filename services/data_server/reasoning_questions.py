@@ -147,7 +147,7 @@ def _levels_of(name: str, wanted: list[int] | None) -> list[int | None]:
         return [None]
     attributes = gym.create_curriculum(name).attributes.values()
     highest = max((len(attribute.levels) for attribute in attributes), default=1) - 1
-    return sorted({min(level, highest) for level in wanted})  # type: ignore[type-var]
+    return [*sorted({min(level, highest) for level in wanted})]
 
 
 def _at_level(name: str, level: int | None) -> dict[str, Any]:

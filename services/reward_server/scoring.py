@@ -83,8 +83,8 @@ class Scorer:
             case "format":
                 return Evaluation(float(_MARKED.search(item.response) is not None))
             case "reasoning_gym":
-                answer = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
-                return Evaluation(0.0) if answer is None else self._ask(function, answer, item.ground_truth)
+                found = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
+                return Evaluation(0.0) if found is None else self._ask(function, found, item.ground_truth)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
