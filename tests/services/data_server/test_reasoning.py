@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import importlib.util
 from collections import Counter
 from typing import Any
@@ -77,6 +78,12 @@ def test_questions_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("PYTHONHASHSEED", seed)
         digests.add(load("reasoning_gym:isomorphic_strings", '{"size": 50}').train.digest())
     assert len(digests) == 1
+
+
+def test_questions_are_the_same_on_every_day() -> None:
+    entries = [q.ground_truth for q in made(plan(time_intervals=1))]
+    assert any("2000-01-01" in entry for entry in entries)
+    assert not any(datetime.date.today().isoformat() in entry for entry in entries)
 
 
 @pytest.mark.parametrize(
