@@ -29,7 +29,9 @@ Models = Annotated[
     Option("--model", help="Hugging Face name or directory; several make a curve. Default MODEL_NAME."),
 ]
 RunDir = Annotated[Path | None, Option("--run", help="A run's directory: evaluates each model that it keeps.")]
-Dataset = Annotated[str | None, Option(help="gsm8k, arithmetic, a Hugging Face dataset, a .jsonl or .parquet file.")]
+Dataset = Annotated[
+    str | None, Option(help="gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file.")
+]
 Split = Annotated[str | None, Option(help="test, train or all.")]
 Limit = Annotated[int | None, Option(help="Only the first so many prompts.")]
 Samples = Annotated[int | None, Option(help="Samples of each prompt, for avg@k, pass@k and maj@k.")]

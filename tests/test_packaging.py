@@ -38,10 +38,10 @@ ROLES = {
 
 # What a role imports only when a setting asks for it, and installs besides.
 OPTIONAL = {
-    "environment": {"torch", "transformers"},
+    "environment": {"reasoning_gym", "torch", "transformers"},
     "evaluation": {"sky"},
     "head": {"sky"},
-    "reward": {"torch", "transformers"},
+    "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
 }
 

@@ -63,8 +63,13 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
                 f"{len(train)}; give more rows or another style"
             )
         examples = train.take(list(range(FEW_SHOT_COUNT)))
+        if not all(example.answer for example in examples):
+            raise ConfigurationError(
+                f"PROMPT_STYLE is few_shot, but DATASET {settings.dataset!r} has questions with no single right answer "
+                f"to show as an example; give another style"
+            )
         train = train.select(slice(FEW_SHOT_COUNT, None))
-    maker = PromptMaker(settings, source.ground_truth_format, tokenizer, examples)
+    maker = PromptMaker(settings, source.instruction, tokenizer, examples)
     splits = {Split.TRAIN: train, Split.TEST: source.test}
     catalogues = {
         split: Catalogue(source.name, split, rows, maker, settings.max_prompt_tokens) for split, rows in splits.items()

@@ -7,17 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.core.errors import ConfigurationError
-from services.data_server.settings import DataSettings, GroundTruthFormat, PromptStyle
+from services.data_server.settings import DataSettings, PromptStyle
 from services.data_server.sources import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-INSTRUCTIONS = {
-    GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
-    GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
-}
-"""The instruction asks for the form in which the source itself writes its ground truths; every verifier reads it."""
 
 _PROBE = "What is 12 + 345?\n#### 357"
 _WORTH_THREADS = 128
@@ -30,16 +24,20 @@ class PromptMaker:
     def __init__(
         self,
         settings: DataSettings,
-        form: GroundTruthFormat,
+        instruction: str | None,
         tokenizer: PreTrainedTokenizerBase | None,
         examples: Sequence[Row],
     ) -> None:
-        """Raise ConfigurationError where the style needs a chat template and the tokenizer has none."""
+        """Make the renderer; ``instruction`` is the source's own, for which INSTRUCTION is a replacement.
+
+        Raises:
+            ConfigurationError: the style needs a chat template and the tokenizer has none.
+        """
         self._tokenizer = tokenizer
         self._system = settings.system_prompt
         self._style = settings.prompt_style
         self._examples = examples
-        self._instruction = INSTRUCTIONS.get(form) if settings.instruction is None else settings.instruction
+        self._instruction = instruction if settings.instruction is None else settings.instruction
         if self._instruction is not None and self._instruction.lower() == "none":
             self._instruction = None
         has_template = tokenizer is not None and bool(tokenizer.chat_template)

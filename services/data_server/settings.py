@@ -45,10 +45,13 @@ class DataSettings(Settings):
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
     dataset: str = Field("gsm8k", min_length=1)
-    """`gsm8k`, `arithmetic` (a built-in generator), a Hugging Face dataset id, or a path to a .jsonl or .parquet
+    """`gsm8k`, `arithmetic` (a built-in generator), `reasoning_gym:NAME` (generators of reasoning-gym, several with
+    weights: `reasoning_gym:chain_sum=2,countdown=1`), a Hugging Face dataset id, or a path to a .jsonl or .parquet
     file."""
     dataset_config: str | None = None
-    """Configuration name of a Hugging Face dataset."""
+    """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
+    `levels` (of difficulty, from 0) and parameters by generator: `{"size": 1000, "levels": [0, 1], "chain_sum":
+    {"max_terms": 3}}`."""
     dataset_train_split: str = "train"
     """Split of a Hugging Face dataset to train on."""
     dataset_test_split: str = "test"
@@ -75,16 +78,18 @@ class DataSettings(Settings):
     """System turn of the chat, or first paragraph of a plain prompt."""
     instruction: str | None = None
     """Appended to every question on a line of its own. Default: asks for steps and the answer in the form of the
-    ground truths (`####` or `\\boxed{}`), nothing where they are plain; `none` appends nothing."""
+    ground truths (`####` or `\\boxed{}`, `<answer>` for `reasoning_gym:...`), nothing where they are plain; `none`
+    appends nothing."""
     max_prompt_tokens: int = Field(4096, ge=1)
     """Longer prompts are passed over and counted."""
 
     data_seed: int = Field(0, ge=0)
-    """Seed of the shuffled order and of the arithmetic questions' split."""
+    """Seed of the shuffled order, of generated questions and of their split."""
     curriculum: Curriculum = Curriculum.OFF
     """Order of the prompts within an epoch. `off`: a random order of its own for each epoch; `source`: the order of
-    the source. By recorded success rates: `balanced` has prompts near one half earlier, `easy_first` the often
-    solved ones, `hard_first` the seldom solved ones. Each prompt comes once an epoch."""
+    the source, which for `reasoning_gym:...` has the easier levels first. By recorded success rates: `balanced` has
+    prompts near one half earlier, `easy_first` the often solved ones, `hard_first` the seldom solved ones. Each
+    prompt comes once an epoch."""
 
     arithmetic_digits: str = Field("1", pattern=r"^[123](,[123])*$")
     """Digits of both operands; several levels with commas: `1,2`."""

@@ -1,4 +1,4 @@
-"""The rows of a dataset: one interface over the arithmetic generator, local files and the Hugging Face hub.
+"""The rows of a dataset: one interface over generators, local files and the Hugging Face hub.
 
 Rows stay in memory-mapped Arrow tables, so that a million of them cost little memory. Only the ground truths and the
 numbers of the rows that qualify are held in memory.
@@ -20,11 +20,18 @@ import pyarrow.compute as pc
 
 from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError, first_line
-from services.data_server import arithmetic
+from services.core.reasoning_entries import PREFIX
+from services.data_server import arithmetic, reasoning
 from services.data_server.settings import DataSettings, GroundTruthFormat
 
 GSM8K = "openai/gsm8k"
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+INSTRUCTIONS = {
+    GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
+    GroundTruthFormat.BOXED: "Think step by step, then give the final answer within \\boxed{}.",
+}
+"""The instruction asks for the form in which the source itself writes its ground truths; every verifier reads it."""
 
 _PROMPT_COLUMNS = ("question", "prompt", "problem")
 _GROUND_TRUTH_COLUMNS = ("answer", "ground_truth", "solution")
@@ -34,8 +41,9 @@ _DIGESTED_ROWS = 10_000
 _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
 
 ReadTable = Callable[[], pa.Table]
-"""A function that maps the columns question, answer and perhaps category of a split into memory anew at each call.
-Once an earlier table is gone, the pages that it read no longer count as this process's memory."""
+"""A function that maps the columns of a split into memory anew at each call: question, answer, perhaps ground_truth
+(otherwise found in the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
+this process's memory."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Rows:
     """The rows of one split that have a question and a ground truth, in the order of the source."""
 
     table: datasets.table.InMemoryTable
-    """All rows of the split, with the columns question, answer and perhaps category."""
+    """All rows of the split, with the columns question, answer and perhaps ground_truth and category."""
     truths: pa.Array
     """The ground truth of each row of ``table``."""
     numbers: np.ndarray[Any, np.dtype[np.int32]]
@@ -94,6 +102,8 @@ class Source:
 
     name: str
     ground_truth_format: GroundTruthFormat
+    instruction: str | None
+    """Asks for the form in which the verifier reads answers; appended to every question."""
     train: Rows
     test: Rows
     refused: dict[str, int]
@@ -107,7 +117,11 @@ def load(settings: DataSettings) -> Source:
     """
     train: ReadTable
     test: ReadTable | None
-    if settings.dataset == "arithmetic":
+    refused: Counter[str] = Counter()
+    if settings.dataset.startswith(PREFIX):
+        train, test = (_in_memory(split) for split in reasoning.tables(settings, refused))
+        name = "reasoning_gym"
+    elif settings.dataset == "arithmetic":
         train, test = _generate(settings)
         name = "arithmetic"
     elif is_path(settings.dataset):
@@ -118,7 +132,7 @@ def load(settings: DataSettings) -> Source:
         train, test = _load_from_hub(settings)
         name = settings.dataset.rpartition("/")[2]
     form = _format(train, settings)
-    refused: Counter[str] = Counter()
+    instruction = reasoning.INSTRUCTION if settings.dataset.startswith(PREFIX) else INSTRUCTIONS.get(form)
     train_rows = _rows(train, form, refused)
     if test is None:
         train_rows, test_rows = _hold_out(train_rows, settings)
@@ -130,7 +144,7 @@ def load(settings: DataSettings) -> Source:
                 f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth "
                 f"(left out: {dict(+refused)}); check the columns and GROUND_TRUTH_FORMAT"
             )
-    return Source(name, form, train_rows, test_rows, dict(+refused))
+    return Source(name, form, instruction, train_rows, test_rows, dict(+refused))
 
 
 def is_path(dataset: str) -> bool:
@@ -232,7 +246,8 @@ def _column(table: pa.Table, where: str, setting: str, given: str | None, usual:
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
     table = read_table()
-    truths = _ground_truths(pc.cast(table["answer"], pa.string()), form)
+    given = "ground_truth" in table.column_names
+    truths = table["ground_truth"] if given else _ground_truths(pc.cast(table["answer"], pa.string()), form)
     texts = pc.cast(table["question"], pa.string())
     questions = pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy()
     answered = pc.fill_null(pc.not_equal(truths, ""), False).to_numpy()

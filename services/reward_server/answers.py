@@ -97,6 +97,20 @@ def find_answer(response: str, *, numeric: bool, truncated: bool = False) -> str
     return tagged if answer is None else answer
 
 
+def find_tagged(response: str, *, truncated: bool) -> str | None:
+    """Return the content of the last ``<answer>`` element, as reasoning-gym asks for it, else the last line with text.
+
+    A ``truncated`` response has an answer only in an element. An answer of several lines needs an element.
+    """
+    end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, max(end, 0))
+    if start >= 0:
+        return response[start + len("<answer>") : end].strip() or None
+    if truncated:
+        return None
+    return next((line.strip() for line in reversed(response.splitlines()) if line.strip()), None)
+
+
 def _is_whole(answer: str | None, text: str, *, numeric: bool) -> bool:
     """Return whether the answer of a truncated text is complete: in no open element or box, and without more digits."""
     if find_answer(text, numeric=numeric) != answer:

@@ -73,6 +73,9 @@ def _check(settings: RewardSettings) -> None:
     # Without this check a worker would report that REWARD_FN is wrong.
     if "math" in names and importlib.util.find_spec("math_verify") is None:
         raise ConfigurationError(f"the reward `math` needs math-verify; run: {install_command('reward')}")
+    if "reasoning_gym" in names and importlib.util.find_spec("reasoning_gym") is None:
+        command = install_command("reward", "reasoning-gym")
+        raise ConfigurationError(f"the reward `reasoning_gym` needs reasoning-gym; run: {command}")
 
 
 async def _start_reward_model(settings: RewardSettings, stack: AsyncExitStack) -> NeuralReward:

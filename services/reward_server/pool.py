@@ -61,9 +61,9 @@ class _Worker:
         """
         functions = settings.worker_functions
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["services.reward_server.worker", *(["services.reward_server.verifier"] if "math" in functions else [])]
-        )
+        slow_to_import = {"math": "verifier", "reasoning_gym": "reasoning"}
+        modules = ["worker", *(module for name, module in slow_to_import.items() if name in functions)]
+        context.set_forkserver_preload([f"services.reward_server.{module}" for module in modules])
         self._connection, theirs = context.Pipe()
         limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
         self._process = context.Process(target=worker.run, args=(theirs, functions, *limits), daemon=True)

@@ -14,7 +14,7 @@ from prometheus_client import Counter as Metric
 
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.rewards import RewardItem
-from services.reward_server.answers import Verdict, judge
+from services.reward_server.answers import Verdict, find_tagged, judge
 from services.reward_server.pool import Evaluation, WorkerPool
 from services.reward_server.settings import RewardSettings
 
@@ -82,6 +82,9 @@ class Scorer:
                 return Evaluation(float(answer == item.ground_truth.strip()), extracted=answer or None)
             case "format":
                 return Evaluation(float(_MARKED.search(item.response) is not None))
+            case "reasoning_gym":
+                found = find_tagged(item.response, truncated=item.finish_reason is FinishReason.LENGTH)
+                return Evaluation(0.0) if found is None else self._ask(function, found, item.ground_truth)
             case "reward_model":
                 assert self.neural is not None
                 return self.neural(item)
@@ -98,6 +101,10 @@ class Scorer:
         if known is not None:
             return Evaluation(known, extracted=judgement.answer)
         return self._verify(text, item.ground_truth, judgement.answer)
+
+    async def _ask(self, function: str, answer: str, ground_truth: str) -> Evaluation:
+        evaluation = await self._pool.evaluate(function, {"answer": answer, "ground_truth": ground_truth})
+        return replace(evaluation, extracted=answer)
 
     async def _verify(self, text: str, ground_truth: str, answer: str | None) -> Evaluation:
         evaluation = await self._pool.evaluate("math", {"answer": text, "ground_truth": ground_truth})

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from services.core.settings import Settings
 
-BUILT_IN = ("math", "exact_match", "format", "reward_model")
+BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
 _IN_PROCESS = ("exact_match", "format", "reward_model")
 """The rewards that run in the server itself, because they are safe on any text."""
 
@@ -31,8 +31,9 @@ class RewardSettings(Settings):
         default="math",
         description="The parts of the reward with their weights, such as `math=1,format=0.2,my_rewards:brevity=0.5`. "
         "Built in are `math` (the answer equals the ground truth), `exact_match` (the whole text does), `format` (an "
-        "answer follows `####` or is in a box) and `reward_model`; `module:function` is a function of your own, called "
-        "with the keyword arguments of its signature among prompt, response, ground_truth, completion_tokens and "
+        "answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question "
+        "scores the answer) and `reward_model`; `module:function` is a function of your own, called with the keyword "
+        "arguments of its signature among prompt, response, ground_truth, completion_tokens and "
         "finish_reason.",
     )
     reward_workers: int = Field(

@@ -91,6 +91,10 @@ def _load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         from services.reward_server.verifier import is_equal
 
         return lambda item: {"value": float(is_equal(item["answer"], item["ground_truth"]))}
+    if name == "reasoning_gym":
+        from services.reward_server.reasoning import score
+
+        return lambda item: {"value": score(item["answer"], item["ground_truth"])}
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):

@@ -11,7 +11,7 @@ from services.chat.tokenizers import load_tokenizer
 from services.core.errors import ConfigurationError
 from services.data_server.prompts import PromptMaker
 from services.data_server.settings import DataSettings, GroundTruthFormat
-from services.data_server.sources import Row
+from services.data_server.sources import INSTRUCTIONS, Row
 
 EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is #### 4", "4", None)]
 
@@ -19,7 +19,7 @@ EXAMPLES = [Row(0, "1 + 1?", "It is #### 2", "2", None), Row(1, "2 + 2?", "It is
 def maker(model: str | None, form: str = "plain", examples: list[Row] | None = None, **options: Any) -> PromptMaker:
     settings = DataSettings(dataset="x", model_name=model, **options)
     tokenizer = None if model is None else load_tokenizer(model)
-    return PromptMaker(settings, GroundTruthFormat(form), tokenizer, examples or [])
+    return PromptMaker(settings, INSTRUCTIONS.get(GroundTruthFormat(form)), tokenizer, examples or [])
 
 
 def test_chat_prompts_are_the_template_with_system_turn_instruction_and_generation_marker(chat_model: str) -> None:

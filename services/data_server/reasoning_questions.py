@@ -1,0 +1,205 @@
+"""The program that generates questions by reasoning-gym, in a process of its own for the data-server.
+
+It is started with PYTHONHASHSEED=0, because a few generators walk over sets, and their questions would differ from
+process to process. The data-server thus neither imports the package nor keeps its memory.
+
+Standard input has a ``Plan`` as JSON. Standard output gets a JSON object a line: a question each (``Question``), or
+``{"failed": reason}`` for a question that the generator could not make, or ``{"error": message}`` as the only line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import reasoning_gym.factory as gym
+from reasoning_gym.coaching.base_curriculum import DefaultCurriculumContext, RangeAttributeMode
+
+from services.core.reasoning_entries import Entry
+
+_CLOSE_NAMES = 3
+
+
+class _FixedDate(datetime.date):
+    """A date whose today is always the same."""
+
+    @classmethod
+    def today(cls) -> _FixedDate:
+        """Return the first day of 2000."""
+        return cls(2000, 1, 1)
+
+
+# It keeps today's date in its entries, and a run could not be resumed tomorrow.
+vars(sys.modules["reasoning_gym.arithmetic.time_intervals"])["date"] = _FixedDate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The questions to generate."""
+
+    weights: dict[str, float]
+    """Share of the questions by generator, relative to the others."""
+    size: int
+    levels: list[int] | None
+    """Difficulty levels in equal parts; None: the generator's default difficulty."""
+    parameters: dict[str, dict[str, Any]]
+    """Parameters by generator, in place of its defaults and of its levels'."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its answer for the solved examples of a prompt, its ground truth and its category."""
+
+    question: str
+    answer: str
+    ground_truth: str
+    category: str
+
+
+class PlanError(Exception):
+    """A plan that cannot be carried out. The message says what is wrong and what to do."""
+
+
+def questions(plan: Plan) -> Iterator[Question | str]:
+    """Yield the questions, level by level and mixed within a level; the reason where one cannot be made.
+
+    Raises:
+        PlanError: a generator does not exist, or refuses its parameters.
+    """
+    _check_names(plan)
+    parts = [_Part.of(plan, name, level) for name in plan.weights for level in _levels_of(name, plan.levels)]
+    by_level = sorted(parts, key=_Part.rank)
+    for _, group in itertools.groupby(by_level, key=_Part.rank):
+        yield from _mixed(list(group))
+
+
+@dataclass
+class _Part:
+    """The questions of one generator at one level."""
+
+    generator: str
+    level: int | None
+    dataset: Any
+    parameters: dict[str, Any]
+    size: int
+    made: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, name: str, level: int | None) -> _Part:
+        """Return the part that a plan wants; PlanError where the generator refuses its parameters."""
+        share = plan.weights[name] / sum(plan.weights.values()) / len(_levels_of(name, plan.levels))
+        size = max(1, round(plan.size * share))
+        # Questions at neighbouring seeds of reasoning-gym are the same questions moved by one.
+        digest = hashlib.blake2b(f"{plan.seed}/{name}/{level}".encode(), digest_size=4).digest()
+        given = {**_at_level(name, level), **plan.parameters.get(name, {})}
+        seed = int.from_bytes(digest, "big") // 2
+        try:
+            dataset = gym.create_dataset(name, **given, size=size, seed=seed)
+        # A generator checks its parameters by assertions, by errors of its own, or not before its use.
+        except Exception as error:
+            at_level = "" if level is None else f" at level {level}"
+            raise PlanError(
+                f"DATASET: {name}{at_level} refuses its parameters: {type(error).__name__}: {error}; correct "
+                f"DATASET_CONFIG (it has {', '.join(_fields(name))})"
+            ) from error
+        return cls(name, level, dataset, _changed(name, given), size)
+
+    def rank(self) -> int:
+        """Return the level; a generator without levels is among the easiest."""
+        return -1 if self.level is None else self.level
+
+    def next(self) -> Question | str:
+        """Return the next question, or the reason why it cannot be made."""
+        index, self.made = self.made, self.made + 1
+        random.seed(index)  # For the few generators that draw from Python's global generator.
+        # A generator that gives up on one question, or holds what JSON cannot, still has others.
+        try:
+            made = self.dataset[index]
+            truth = Entry(self.generator, self.parameters, made).to_json()
+        except Exception as error:  # noqa: BLE001
+            return f"{self.generator}: {type(error).__name__}: {error}"
+        answer = "" if made["answer"] is None else f"<answer>{made['answer']}</answer>"
+        category = self.generator if self.level is None else f"{self.generator} {self.level}"
+        return Question(str(made["question"]), answer, truth, category)
+
+
+def _mixed(parts: list[_Part]) -> Iterator[Question | str]:
+    """Yield the questions of parts in turns, each as often as its size says."""
+    turns = sorted((place / part.size, order) for order, part in enumerate(parts) for place in range(part.size))
+    for _, order in turns:
+        yield parts[order].next()
+
+
+def _check_names(plan: Plan) -> None:
+    names = sorted(gym.DATASETS.keys() - {"composite"})
+    for setting, name in [
+        *(("DATASET", name) for name in plan.weights),
+        *(("DATASET_CONFIG", name) for name in plan.parameters),
+    ]:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, _CLOSE_NAMES, cutoff=0.5)
+            hint = f"close are {', '.join(close)}" if close else f"it has {', '.join(names)}"
+            raise PlanError(f"{setting}: reasoning-gym has no generator {name!r}; {hint}")
+        if setting == "DATASET_CONFIG" and name not in plan.weights:
+            raise PlanError(f"DATASET_CONFIG has parameters of {name}, which DATASET does not name; name it there")
+
+
+def _levels_of(name: str, wanted: list[int] | None) -> list[int | None]:
+    """Return the wanted levels that a generator has; its highest one for those above it, None without a curriculum."""
+    if wanted is None or not gym.has_curriculum(name):
+        return [None]
+    attributes = gym.create_curriculum(name).attributes.values()
+    highest = max((len(attribute.levels) for attribute in attributes), default=1) - 1
+    return [*sorted({min(level, highest) for level in wanted})]
+
+
+def _at_level(name: str, level: int | None) -> dict[str, Any]:
+    """Return the parameters of a level, without those of the levels below it; none without a level."""
+    if level is None:
+        return {}
+    curriculum = gym.create_curriculum(name)
+    curriculum.set_global_level(level)
+    context = DefaultCurriculumContext(mode=RangeAttributeMode.UPPER_BOUND)
+    return _changed(name, dataclasses.asdict(curriculum.generate_configuration(context=context)))
+
+
+def _changed(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that differ from the generator's defaults."""
+    defaults = vars(gym.DATASETS[name][1]())
+    return {
+        key: value
+        for key, value in given.items()
+        if key not in ("seed", "size") and (key not in defaults or value != defaults[key])
+    }
+
+
+def _fields(name: str) -> list[str]:
+    return sorted({field.name for field in dataclasses.fields(gym.DATASETS[name][1])} - {"seed", "size"})
+
+
+def main() -> None:
+    """Read a plan and write its questions."""
+    # Some generators print; that goes where errors go.
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as lines:
+        os.dup2(2, 1)
+        try:
+            for made in questions(Plan(**json.load(sys.stdin))):
+                line = {"failed": made} if isinstance(made, str) else vars(made)
+                lines.write(json.dumps(line) + "\n")
+        except PlanError as error:
+            lines.write(json.dumps({"error": str(error)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
