@@ -57,18 +57,7 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
     source = sources.load(settings)
     train, examples = source.train, []
     if settings.prompt_style is PromptStyle.FEW_SHOT:
-        if len(train) <= FEW_SHOT_COUNT:
-            raise ConfigurationError(
-                f"PROMPT_STYLE is few_shot, which needs more than {FEW_SHOT_COUNT} training rows, but DATASET has "
-                f"{len(train)}; give more rows or another style"
-            )
-        examples = train.take(list(range(FEW_SHOT_COUNT)))
-        if not all(example.answer for example in examples):
-            raise ConfigurationError(
-                f"PROMPT_STYLE is few_shot, but DATASET {settings.dataset!r} has questions with no single right answer "
-                f"to show as an example; give another style"
-            )
-        train = train.select(slice(FEW_SHOT_COUNT, None))
+        examples, train = _examples(settings, train)
     maker = PromptMaker(settings, source.instruction, tokenizer, examples)
     splits = {Split.TRAIN: train, Split.TEST: source.test}
     catalogues = {
@@ -91,6 +80,26 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
         too_long=dataset.too_long or None,
     )
     return dataset
+
+
+def _examples(settings: DataSettings, train: sources.Rows) -> tuple[list[sources.Row], sources.Rows]:
+    """Return the rows that are shown as examples, and the others.
+
+    Raises:
+        ConfigurationError: there are too few rows, or rows without an answer to show.
+    """
+    if len(train) <= FEW_SHOT_COUNT:
+        raise ConfigurationError(
+            f"PROMPT_STYLE is few_shot, which needs more than {FEW_SHOT_COUNT} training rows, but DATASET has "
+            f"{len(train)}; give more rows or another style"
+        )
+    examples = train.take(list(range(FEW_SHOT_COUNT)))
+    if not all(example.answer for example in examples):
+        raise ConfigurationError(
+            f"PROMPT_STYLE is few_shot, but DATASET {settings.dataset!r} has questions with no single right answer "
+            f"to show as an example; give another style"
+        )
+    return examples, train.select(slice(FEW_SHOT_COUNT, None))
 
 
 def _fingerprint(settings: DataSettings, splits: dict[Split, sources.Rows], maker: PromptMaker) -> dict[str, str]:
