@@ -103,9 +103,14 @@ class TrainingGroup:
                 f"group {self.group_id!r} has no prompt_ids: the first completion token is predicted from the prompt"
             )
 
-    @cached_property
+    @property
     def branches(self) -> list[Branch]:
         """The completions in depth-first order of the group's prefix tree."""
+        return self._branches
+
+    # orjson writes all attributes of a dataclass whose names have no leading underscore, fields or not.
+    @cached_property
+    def _branches(self) -> list[Branch]:
         reads = [sequence.read_ids for sequence in self.sequences]
         order = sorted(range(len(reads)), key=reads.__getitem__)
         prompt = len(self.prompt_ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
+import orjson
 import pytest
 import torch
 from hypothesis import given
@@ -90,3 +91,9 @@ def test_a_truncated_record_is_refused(logprobs: list[float]) -> None:
 def test_a_group_without_a_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="'g7' has no prompt_ids"):
         TrainingGroup([], [], "g7")
+
+
+def test_a_group_goes_to_other_ranks_as_its_fields_whatever_was_computed_of_it() -> None:
+    group = TrainingGroup([1, 2], [TrainingSequence([3, 4], [0.0, 0.0], [1.0, 1.0])])
+    assert group.tokens == 3
+    assert orjson.loads(orjson.dumps(group)).keys() == {field.name for field in fields(TrainingGroup)}
