@@ -55,7 +55,8 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
     # The tokenizer comes first because it fails sooner.
     tokenizer = None if settings.model_name is None else load_tokenizer(settings.model_name)
     source = sources.load(settings)
-    train, examples = source.train, []
+    train = source.train
+    examples: list[sources.Row] = []
     if settings.prompt_style is PromptStyle.FEW_SHOT:
         examples, train = _examples(settings, train)
     maker = PromptMaker(settings, source.instruction, tokenizer, examples)

@@ -20,6 +20,8 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import reasoning_gym.factory as gym
@@ -40,7 +42,9 @@ class _FixedDate(datetime.date):
 
 
 # It keeps today's date in its entries, and a run could not be resumed tomorrow.
-vars(sys.modules["reasoning_gym.arithmetic.time_intervals"])["date"] = _FixedDate
+_times = vars(sys.modules["reasoning_gym.arithmetic.time_intervals"])
+_times["date"] = _FixedDate
+_times["parser"] = SimpleNamespace(parse=partial(_times["parser"].parse, default=datetime.datetime(2000, 1, 1)))
 
 
 @dataclass(frozen=True)
