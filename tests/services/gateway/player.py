@@ -34,7 +34,7 @@ AT_ONCE = 3
 
 @dataclass(frozen=True)
 class Work:
-    """What to play, through which gateway, and where to."""
+    """The prompts to play, the gateway, and the directory of the results."""
 
     port: int
     token: str

@@ -27,7 +27,7 @@ TURNS = 4
 WEIGHTS = 3
 """Models that take turns: version v has the weights of model v modulo WEIGHTS."""
 PAUSES = ("in_place", "retract", "")
-"""How the engine is paused while weights change; "": it ends what it has begun."""
+"""The mode of the engine's pause while weights change; "": it ends what it has begun."""
 MOST_VERSIONS = 300
 
 

@@ -46,7 +46,7 @@ class Relay:
         self.cut()
 
     def has_passed(self, calls: int, player: subprocess.Popen[bytes]) -> bool:
-        """Whether so many calls were sent, or there will be no more."""
+        """Return True once so many calls were sent, or there will be no more."""
         return self.calls >= calls or _ended(player)
 
     def cut(self) -> None:
