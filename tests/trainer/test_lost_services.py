@@ -10,7 +10,7 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.volume import DiskFullError
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 from trainer.reporting import run_files
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
@@ -143,12 +143,6 @@ def group(name: str, version: int) -> Group:
     return Group(
         group_id=name, prompt_id=name, prompt="1+1=", ground_truth="2", prompt_ids=[2, 3], experiences=experiences
     )
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> TrainingLoop:

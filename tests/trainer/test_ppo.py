@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +15,12 @@ from services.protocol.prompts import DataStats
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, weights_of
 from tests.trainer.test_lost_services import Outside
-from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.checkpoints.resume import resume
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus
 from trainer.team import Team
@@ -39,17 +37,6 @@ SETTINGS: dict[str, Any] = {
     "publish_type": "float32",
     "run_id": "r",
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def train(ranks: Ranks, model: Path, directory: Path, kind: str, lost: str = "", **settings: Any) -> Arrays:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +27,6 @@ SAVED, LAST = 3, 5
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
-
-
-@pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Arrays]:
     """Checkpoints of a run on one rank after each of three steps, and its weights after the fifth."""
     directory = tmp_path_factory.mktemp("trained")
@@ -44,12 +38,6 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def checkpoints(trained: tuple[Path, Arrays], tmp_path: Path) -> Path:
     """A copy of the run's checkpoints."""
     return Path(shutil.copytree(trained[0], tmp_path / "checkpoints"))
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def greatest_difference(weights: Arrays, expected: Arrays) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.fingerprint import tokenizer_digest, weights_digest
 from trainer.checkpoints.resume import resume
 from trainer.config import TrainerSettings
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 
 DATA = {"training prompts": "40 (digest 1a)", "order": "shuffled, DATA_SEED 0, CURRICULUM off"}
 OLD, NEW = (f"sky-managed-2026-0{month}-01-00-00-00-000000_grpo_ppo-trainer_1-4" for month in (1, 2))
@@ -31,12 +30,6 @@ OLD, NEW = (f"sky-managed-2026-0{month}-01-00-00-00-000000_grpo_ppo-trainer_1-4"
 
 def stats(source: str = "arithmetic", **others: str) -> DataStats:
     return DataStats(source=source, train_prompts=40, test_prompts=10, refused={}, fingerprint=DATA | others)
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,27 +19,16 @@ from tests.tolerance import both_types
 from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, train_critic, weights_of
-from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
+from tests.trainer.tiny import plain_model, random_groups
 from tests.trainer.walks import Walk, all_walks, value
 from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.gae import explained_variance
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.model.critic import CriticLearner
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.ranks import Ranks
 
 BOTH = pytest.mark.parametrize("kind", ["own", "shared"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def rewarded(seed: int = 1, **options: Any) -> list[TrainingGroup]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,30 +21,17 @@ from tests.trainer import by_hand, rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import UNCLIPPED, Arrays, Trained, make_learner, weights_of
 from tests.trainer.tiny import (
-    FAMILIES,
     VOCABULARY,
     plain_logprobs,
     plain_model,
     random_groups,
     random_trees,
-    save_model,
 )
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
 from trainer.algorithm.share_out import share_out
 from trainer.config import TrainerSettings
 from trainer.model.optimizer import StopRequestedError, learning_rate
 from trainer.model.ranks import Ranks, join_ranks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), FAMILIES["qwen2"])
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def settings_of(model: Path, **options: Any) -> TrainerSettings:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,12 +29,6 @@ from trainer.model.ranks import Ranks, join_ranks
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return save_model(tmp_path / "model", FAMILIES["qwen2"])
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    with join_ranks() as ranks:
-        yield ranks
 
 
 def test_versions_are_saved_without_asking_for_the_model_again(alone: Ranks, model: Path, tmp_path: Path) -> None:
