@@ -139,10 +139,15 @@ async def test_a_session_that_lost_its_socket_goes_on_at_another(app: Any) -> No
             state = (await again.say("state"))["data"]
             assert (state["step_count"], state["last"]) == (1, lost)
             assert (await again.say("step", {"action": 1}))["data"]["metadata"]["step_count"] == 2
-        async with playing(url, session) as late, asking(url) as client:
-            # A socket that was closed as it should be ended the session.
-            assert json.loads(await late.socket.recv())["data"]["code"] == "SESSION_ERROR"
-            assert await sessions_of(client) == 0
+        async with asking(url) as client:
+
+            async def is_ended() -> bool:
+                return await sessions_of(client) == 0
+
+            # A socket that was closed as it should be ends the session, some time after the client has seen it close.
+            await eventually(is_ended)
+            async with playing(url, session) as late:
+                assert json.loads(await late.socket.recv())["data"]["code"] == "SESSION_ERROR"
             assert (await client.get("/stats")).json()["active"] == 0
 
 
