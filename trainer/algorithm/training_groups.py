@@ -42,6 +42,7 @@ def training_group(
             reward=_reward(e, settings),
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
+            seat=e.seat,
         )
         for e in scored(group)
     ]
@@ -68,10 +69,10 @@ def _loss_mask(experience: Experience, settings: TrainerSettings) -> list[bool] 
 
 
 def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """Return whether two episodes of the group have different rewards, or one has advantages of its own."""
+    """Return whether two episodes of a seat have different rewards, or one has advantages of its own."""
     sequences = training_group(group, settings).sequences
     own = any(any(s.advantages) for s in sequences if s.has_own_advantages)
-    return own or len({s.reward for s in sequences}) > 1
+    return own or len({(s.seat, s.reward) for s in sequences}) > len({s.seat for s in sequences})
 
 
 def with_advantages(
@@ -80,7 +81,8 @@ def with_advantages(
     """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
 
     The formula sees each episode once, with the length of all its sequences together; its advantage is that of each of
-    their tokens. A completion is an episode of one sequence.
+    their tokens. A completion is an episode of one sequence. The episodes of each seat of a game are a group to the
+    formula: the rewards of two seats have different means, since one of them begins.
 
     Args:
         groups: all groups of the step, because some formulas take statistics over the batch.
@@ -104,9 +106,11 @@ def with_advantages(
             sum(sum(s.trained(s.behaviour_logprobs)) - logprobs[id(s)] for s in sequences) for _, sequences in episodes
         ]
         rewards -= settings.kl_coef * torch.tensor(distances, dtype=torch.float64)
+    seats = [(i, sequences[0].seat) for i, sequences in episodes]
+    numbers = {seat: number for number, seat in enumerate(dict.fromkeys(seats))}
     outcomes = Outcomes(
         rewards=rewards,
-        group_ids=torch.tensor([i for i, _ in episodes]),
+        group_ids=torch.tensor([numbers[seat] for seat in seats]),
         lengths=torch.tensor([sum(s.trained_tokens for s in sequences) for _, sequences in episodes]),
         eps=settings.advantage_eps,
     )

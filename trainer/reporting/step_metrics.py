@@ -85,7 +85,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         "truncation_rate": statistics.fmean(
             any(e.finish_reason is FinishReason.LENGTH for e in sequences) for sequences in episodes
         ),
-        "zero_variance_groups": float(sum(len({e.reward for e in g.experiences} - {None}) < 2 for g in groups)),
+        "zero_variance_groups": float(sum(_has_equal_rewards(g) for g in groups)),
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": float(max(staleness)),
     }
@@ -93,6 +93,12 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
     return metrics | _episode_metrics(groups) | _reward_parts([sequences[0] for sequences in episodes])
+
+
+def _has_equal_rewards(group: Group) -> bool:
+    """Return whether no two episodes of the same seat have different rewards."""
+    scored = {(e.seat, e.reward) for e in group.experiences if e.reward is not None}
+    return len(scored) == len({seat for seat, _ in scored})
 
 
 def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
