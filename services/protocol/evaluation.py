@@ -316,6 +316,8 @@ class OngoingEpisode:
     state: State
     steps: int = 0
     episode_return: float = 0.0
+    seat: int = 0
+    """The seat that acts next."""
 
     @property
     def position(self) -> EpisodePosition:
@@ -340,3 +342,4 @@ class OngoingEpisode:
         assert result.state is not None
         self.state, self.steps = result.state, result.steps
         self.episode_return += result.reward
+        self.seat = result.seat or 0
