@@ -101,8 +101,8 @@ def test_self_play_trains_both_seats_with_their_own_tokens_and_rewards(stage: St
     for experience in group.experiences:
         messages = experience.messages
         assert messages is not None
-        assert [m.role for m in messages] == ["user", "assistant"] * (len(messages) // 2)
-        own = [token for m in messages if m.role == "assistant" for token in ids(f"{m.content}\n")]
+        assert [m.role for m in messages[3:]] == ["user", "assistant"] * (len(messages[3:]) // 2)
+        own = [token for m in messages[3:] if m.role == "assistant" for token in ids(f"{m.content}\n")]
         assert experience.loss_mask is not None
         pairs = zip(experience.completion_ids, experience.loss_mask, strict=True)
         assert [token for token, is_sampled in pairs if is_sampled] == own
@@ -118,7 +118,7 @@ def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_se
     metrics = group_metrics([group], 1)
     assert (metrics["environment_legal_moves"], metrics["environment_optimal_moves"]) == (1.0, 1.0)
     assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
-    stage.gateway.says = lambda messages: "hm" if len(messages) < 3 else optimal(messages)
+    stage.gateway.says = lambda messages: "hm" if len(messages) < 6 else optimal(messages)
     group = stage.group(prompt_of(seed_won_by(1)))
     assert group is not None
     assert 0 < group_metrics([group], 1)["environment_legal_moves"] < 1
@@ -133,7 +133,7 @@ def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
 def test_the_failure_of_a_seat_leaves_both_without_a_reward(stage: Stage) -> None:
     is_failing = True
     stage.gateway.says = lambda messages: (
-        429 if is_failing and "I took" in messages[0]["content"] else optimal(messages)
+        429 if is_failing and "I took" in messages[3]["content"] else optimal(messages)
     )
     maker = stage.maker(group_size=1)
     prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
@@ -195,7 +195,7 @@ def test_a_fixed_opponent_plays_the_other_seat_and_one_seat_is_trained(
     assert len(fixed.asked("GET /v1/models")) == 1
     for body in asked:
         assert heaps_of(body["messages"])
-        assert ("I took" in body["messages"][0]["content"]) == (trained == 0)
+        assert ("I took" in body["messages"][3]["content"]) == (trained == 0)
 
 
 def test_an_opponent_that_is_lost_ends_the_run_as_recoverable(stage: Stage, opponent: Any) -> None:
