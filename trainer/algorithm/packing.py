@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from services.protocol.groups import TurnReward
 from trainer.algorithm.attention_layout import AttentionLayout
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class TrainingSequence:
     """L returns that the critic is fitted to; None without a critic."""
     episode: int | None = None
     """The episode within its group; None for a completion, which is an episode of its own."""
+    turns: Sequence[TurnReward] | None = None
+    """The rewards of the model's turns; None where the episode has one reward alone."""
 
     def __post_init__(self) -> None:
         for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):

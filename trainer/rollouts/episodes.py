@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TypeVar
 
@@ -25,7 +26,7 @@ from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import Program, episodes_at_once
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, TurnReward, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from services.weights.adapter_files import ADAPTER_NAME
@@ -60,6 +61,8 @@ class Episode:
     trace: Trace
     result: RewardResult
     failure: AgentFailedError | None
+    turn_rewards: Sequence[float] = ()
+    """One a call of the model; none where the agent gave the episode's reward alone."""
 
 
 def why_failed(episode: Episode | None) -> str | None:
@@ -151,7 +154,8 @@ class EpisodeMaker(GroupMaker):
         async with self._places:
             if await self._asked(self.gateway.create(request)) is None:
                 return None
-            result, failure = await self._play(prompt, request.id)
+            example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
+            result, failure = await self._play(example, request.id)
             if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
                 return None
             trace = await self._asked(self.gateway.finish(request.id))
@@ -162,7 +166,7 @@ class EpisodeMaker(GroupMaker):
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
-        return Episode(trace, result, failure)
+        return _judged(Episode(trace, result, failure, example.turn_rewards))
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
@@ -178,14 +182,13 @@ class EpisodeMaker(GroupMaker):
             self._gateway_error = error
             return None
 
-    async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
+    async def _play(self, example: Example, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
         """Let the agent play, and return the result of the episode, with the agent's error if it failed.
 
         Raises:
             DependencyLostError: the reward-server was lost.
         """
         seconds = self.settings.agent_seconds
-        example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
         try:
             transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
             async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
@@ -250,6 +253,18 @@ def _agent(settings: TrainerSettings, environments: EnvironmentClient | None) ->
     return EnvironmentPlayer(environments)
 
 
+def _judged(episode: Episode) -> Episode:
+    """Return an episode; without a reward if the agent's rewards of turns are not one finite number a call."""
+    rewards, calls = episode.turn_rewards, episode.trace.turns
+    if not rewards or episode.result.reward is None or (len(rewards) == calls and all(map(math.isfinite, rewards))):
+        return episode
+    reason = (
+        f"the agent's turn_rewards are {len(rewards)} for {calls} calls of the model, or not finite; give one a call"
+    )
+    failure = AgentFailedError(reason, "turn_rewards")
+    return replace(episode, result=RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason), failure=failure)
+
+
 def as_failure(error: Exception) -> AgentFailedError:
     """Return an agent's error with its reason: ``server``, what the agent says, or ``exception``.
 
@@ -299,4 +314,26 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         result=episode.result,
         episode=episode.trace.index,
         messages=readable(sequence.messages),
+        turns=_turns(episode, sequence, len(context)),
     )
+
+
+def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[TurnReward] | None:
+    """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
+
+    The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
+    """
+    rewards = list(episode.turn_rewards)
+    if not rewards or not sequence.turns or episode.result.reward is None:
+        return None
+    rewards[-1] += episode.result.reward - math.fsum(rewards)
+    calls = [turn.call for turn in sequence.turns]
+    return [
+        TurnReward(
+            number=turn.call,
+            start=turn.start + context,
+            end=turn.end + context,
+            reward=math.fsum(rewards[turn.call : following]),
+        )
+        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
+    ]
