@@ -18,10 +18,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from services.protocol.groups import TurnReward
 from trainer.algorithm.attention_layout import AttentionLayout
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of an episode: completion tokens ``start`` to ``end``, and the reward that follows (see TurnReward)."""
+
+    number: int
+    start: int
+    end: int
+    reward: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class TrainingSequence:
     """L returns that the critic is fitted to; None without a critic."""
     episode: int | None = None
     """The episode within its group; None for a completion, which is an episode of its own."""
-    turns: Sequence[TurnReward] | None = None
+    turns: list[Turn] | None = None
     """The rewards of the model's turns; None where the episode has one reward alone."""
 
     def __post_init__(self) -> None:

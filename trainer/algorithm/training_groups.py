@@ -13,7 +13,7 @@ from services.core.functions import load_function
 from services.protocol.groups import Experience, FinishReason, Group, by_episode
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, overlong_penalty
 from trainer.algorithm.methods import Credit, is_own_function
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.config import TrainerSettings
 
 TokenNumbers = list[list[float]]
@@ -43,7 +43,7 @@ def training_group(
             reward=_reward(e, settings),
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
-            turns=e.turns,
+            turns=None if e.turns is None else [Turn(**dict(turn)) for turn in e.turns],
         )
         for e in scored(group)
     ]

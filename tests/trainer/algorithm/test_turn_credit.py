@@ -6,13 +6,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
-from services.protocol.groups import Group, TurnReward
+from services.protocol.groups import Group
 from trainer.algorithm.critic_targets import with_critic_targets
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.algorithm.training_groups import has_signal, with_advantages
 from trainer.config import TrainerSettings
+from trainer.team import _decoded
 
 
 def settings_of(**options: Any) -> TrainerSettings:
@@ -22,7 +24,7 @@ def settings_of(**options: Any) -> TrainerSettings:
 def episode(*rewards: float, number: int = 0, tokens: int = 1) -> TrainingSequence:
     """Return an episode whose turns have ``tokens`` tokens each, and a token of the environment between two."""
     size = tokens + 1
-    turns = [TurnReward(number=i, start=i * size, end=i * size + tokens, reward=r) for i, r in enumerate(rewards)]
+    turns = [Turn(number=i, start=i * size, end=i * size + tokens, reward=r) for i, r in enumerate(rewards)]
     mask = ([True] * tokens + [False]) * len(rewards)
     n = len(mask)
     return TrainingSequence([5] * n, [-1.0] * n, [0.0] * n, mask, sum(rewards), episode=number, turns=turns)
