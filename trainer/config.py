@@ -22,6 +22,7 @@ from trainer.algorithm.methods import (
     LOSS_OPTIONS,
     LOSSES,
     Aggregation,
+    Credit,
     ImportanceCorrection,
     is_own_function,
 )
@@ -177,6 +178,10 @@ class AlgorithmSection(SectionSettings):
     critic), or a function of your own as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
+    credit: Credit = Credit.EPISODE
+    """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
+    earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
+    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
     `clip_cov`, or a function of your own as `module:function`."""
@@ -403,6 +408,9 @@ class TrainerSettings(
                 f"{', '.join(unused)} is set, but ADVANTAGE={self.advantage} has no critic; "
                 "unset it, or set ADVANTAGE=gae"
             )
+        if self.credit is Credit.TURN and (self.has_critic or self.rollout is Rollout.COMPLETION):
+            why = "completions have one turn" if self.rollout is Rollout.COMPLETION else "ADVANTAGE=gae has a critic"
+            raise ValueError(f"CREDIT is turn, but {why}; unset CREDIT")
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self

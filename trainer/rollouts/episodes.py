@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import TypeVar
@@ -25,7 +26,7 @@ from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import Program, episodes_at_once
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, TurnReward, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from services.weights.adapter_files import ADAPTER_NAME
@@ -60,6 +61,8 @@ class Episode:
     trace: Trace
     result: RewardResult
     failure: AgentFailedError | None
+    turn_rewards: Sequence[float] = ()
+    """One a call of the model; none where the agent gave the episode's reward alone."""
     figures: dict[str, float] = field(default_factory=dict)
     seat: int | None = None
     """The seat of a game; None where there is one seat."""
@@ -203,7 +206,7 @@ class EpisodeMaker(GroupMaker):
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
-        return Episode(trace, result, failure, example.figures, seat)
+        return _judged(Episode(trace, result, failure, example.turn_rewards, example.figures, seat))
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
@@ -290,6 +293,18 @@ def _agent(settings: TrainerSettings) -> Agent:
     return load_agent("AGENT", settings.agent)
 
 
+def _judged(episode: Episode) -> Episode:
+    """Return an episode; without a reward if the agent's rewards of turns are not one finite number a call."""
+    rewards, calls = episode.turn_rewards, episode.trace.turns
+    if not rewards or episode.result.reward is None or (len(rewards) == calls and all(map(math.isfinite, rewards))):
+        return episode
+    reason = (
+        f"the agent's turn_rewards are {len(rewards)} for {calls} calls of the model, or not finite; give one a call"
+    )
+    failure = AgentFailedError(reason, "turn_rewards")
+    return replace(episode, result=RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason), failure=failure)
+
+
 def as_failure(error: Exception) -> AgentFailedError:
     """Return an agent's error with its reason: ``server``, what the agent says, or ``exception``.
 
@@ -340,4 +355,26 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         episode=episode.trace.index,
         seat=episode.seat,
         messages=readable(sequence.messages),
+        turns=_turns(episode, sequence, len(context)),
     )
+
+
+def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[TurnReward] | None:
+    """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
+
+    The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
+    """
+    rewards = list(episode.turn_rewards)
+    if not rewards or not sequence.turns or episode.result.reward is None:
+        return None
+    rewards[-1] += episode.result.reward - math.fsum(rewards)
+    calls = [turn.call for turn in sequence.turns]
+    return [
+        TurnReward(
+            number=turn.call,
+            start=turn.start + context,
+            end=turn.end + context,
+            reward=math.fsum(rewards[turn.call : following]),
+        )
+        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
+    ]
