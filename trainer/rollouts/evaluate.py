@@ -55,12 +55,13 @@ class Evaluator:
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
         groups = await self._played(prompts, greedy, 1)
         self.samples = _samples(prompts, groups)
-        results = [result for group in groups for result in _judged(group)]
+        judged = [_judged(group) for group in groups]
+        results = [result for of_prompt in judged for result in of_prompt]
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
             "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(len(prompts) - len(results)),
+            "eval_left_out": float(sum(not of_prompt for of_prompt in judged)),
         }
         k = self.settings.eval_samples
         if k:

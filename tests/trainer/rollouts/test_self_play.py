@@ -137,6 +137,7 @@ def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch
     evaluator = Evaluator(TrainerSettings.load(rollout="environment", max_new_tokens=9), stage.clients)
     metrics = stage.thread.call(evaluator.evaluate())
     assert (metrics["eval_environment_legal_moves"], metrics["eval_environment_optimal_moves"]) == (1.0, 1.0)
+    assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)
     assert metrics["accuracy"] == 0.5, "one seat of two wins each game"
     assert len(evaluator.samples) == 6
 
@@ -242,6 +243,21 @@ def test_an_opponent_that_is_lost_ends_the_run_as_recoverable(stage: Stage, oppo
     assert stage.thread.call(maker.make_group(prompt_of(1))) is None
     assert isinstance(maker.all_failed(), DependencyLostError)
     assert "opponent failed" in str(maker.last_failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "says"),
+    [(401, ConfigurationError, "asks for no key"), (503, DependencyLostError, "/v1/models")],
+)
+def test_a_run_does_not_begin_without_its_opponent(
+    stage: Stage, opponent: Any, status: int, error: type[Exception], says: str
+) -> None:
+    fixed = opponent(optimal)
+    fixed.routes["GET /v1/models"] = lambda _: status
+    against(stage, fixed)
+    assert stage.clients.opponent is not None
+    with pytest.raises(error, match=says):
+        stage.thread.call(stage.clients.opponent.wait_healthy(0.5))
 
 
 @pytest.mark.parametrize("stage", ["guessing"], indirect=True)
