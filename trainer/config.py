@@ -49,6 +49,10 @@ class CriticModel(StrEnum):
     SHARED = "shared"
 
 
+SELF = "self"
+"""OPPONENT of self-play."""
+
+
 class Rollout(StrEnum):
     """The way in which a prompt is answered."""
 
@@ -141,6 +145,10 @@ class SamplingSection(SectionSettings):
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
     `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
+    opponent: str = SELF
+    """The other seats of an environment that has several, such as `nim`. `self`: the policy plays all seats, and each
+    is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
+    is trained, by turns."""
     agent: str = ""
     """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
     agent_command: str = ""
@@ -358,6 +366,12 @@ class TrainerSettings(
                 raise ValueError(
                     f"{variable} is {value!r}, but ROLLOUT is {self.rollout}; set ROLLOUT={needed}, or unset {variable}"
                 )
+        if self.opponent != SELF and not self.opponent.startswith(("http://", "https://")):
+            raise ValueError(
+                f"OPPONENT is {self.opponent!r}; allowed is `self`, or an endpoint such as http://host:port"
+            )
+        if self.opponent != SELF and self.rollout is not Rollout.ENVIRONMENT:
+            raise ValueError(f"OPPONENT is set, but ROLLOUT is {self.rollout}; set ROLLOUT=environment, or unset it")
         if self.rollout is Rollout.COMPLETION:
             return self
         if self.rollout is Rollout.AGENT and not is_own_function(self.agent):
