@@ -21,6 +21,7 @@ class SevenNumbers(GuessingGame):
 
     def __init__(self) -> None:
         super().__init__(turns=3, largest=7)
+        self.version += ", one shown"
 
     async def reset(self, seed: int) -> State:
         """Draw the number; return the rules and the game that is shown."""

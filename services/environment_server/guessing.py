@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from typing import ClassVar
 
 from services.environment_server.environments import ActionRefusedError, Conversation, Transition
 from services.protocol.evaluation import Action, State
@@ -19,7 +20,10 @@ _NUMBER = re.compile(r"-?\d{1,9}")
 class GuessingGame(Conversation):
     """A number to guess, from 1 to ``largest``. The right guess has reward 1, any other 0."""
 
+    deterministic: ClassVar = True
+
     def __init__(self, turns: int, largest: int = LARGEST) -> None:
+        self.version = f"1, {turns} guesses up to {largest}"
         self._left = turns
         self._largest = largest
         self._secret = 0

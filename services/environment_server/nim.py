@@ -59,6 +59,8 @@ class Nim(Conversation):
     """
 
     seats: ClassVar = 2
+    deterministic: ClassVar = True
+    version = "1"
 
     def __init__(self) -> None:
         self._heaps: list[int] = []

@@ -180,7 +180,8 @@ class EnvironmentInfo(WireModel):
     """An environment and the form of its states and actions.
 
     An environment with several ``seats`` is a game whose players, numbered from 0, take turns. Fields about seats are
-    absent from the wire where there is one.
+    absent from the wire where there is one. ``deterministic`` declares that seed and actions determine all states and
+    rewards, on every server with the same ``version``; both are absent where the environment declares nothing.
     """
 
     id: str
@@ -188,6 +189,8 @@ class EnvironmentInfo(WireModel):
     action: ActionSpec
     max_steps: int
     seats: int = Field(default=1, ge=1, exclude_if=lambda seats: seats == 1)
+    deterministic: bool = Field(default=False, exclude_if=lambda is_declared: not is_declared)
+    version: str = Field(default="", exclude_if=lambda version: not version)
 
 
 class EnvironmentServerHealth(WireModel):

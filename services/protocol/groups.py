@@ -137,9 +137,9 @@ class Experience(Completion):
 
     ``advantages`` has one number a token, for an experience that brings its own. ``episode`` is the number within the
     group of the episode that the sequence belongs to; all sequences of an episode have the same reward. An experience
-    without it is an episode of one sequence. ``messages`` is the sequence's conversation, for people to read. ``turns``
-    are the turns that are trained on in this sequence, in order, where the agent gave a reward for each.
+    without it is an episode of one sequence. ``messages`` is the sequence's conversation, for people to read.
     ``seat`` is the seat of a game that the sequence played; rewards are compared with those of the same seat only.
+    ``turns`` are the turns that are trained on in this sequence, in order, where the agent gave a reward for each.
     """
 
     result: RewardResult

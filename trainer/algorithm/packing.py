@@ -53,10 +53,10 @@ class TrainingSequence:
     """L returns that the critic is fitted to; None without a critic."""
     episode: int | None = None
     """The episode within its group; None for a completion, which is an episode of its own."""
-    seat: int | None = None
-    """The seat of a game; None elsewhere."""
     turns: list[Turn] | None = None
     """The rewards of the model's turns; None where the episode has one reward alone."""
+    seat: int | None = None
+    """The seat of a game; None elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):

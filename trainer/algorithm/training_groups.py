@@ -43,8 +43,8 @@ def training_group(
             reward=_reward(e, settings),
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
-            seat=e.seat,
             turns=None if e.turns is None else [Turn(**dict(turn)) for turn in e.turns],
+            seat=e.seat,
         )
         for e in scored(group)
     ]
@@ -75,9 +75,9 @@ def has_signal(group: Group, settings: TrainerSettings) -> bool:
     prepared = training_group(group, settings)
     if any(any(s.advantages) for s in prepared.sequences if s.has_own_advantages):
         return True
-    rewards: dict[tuple[int | None, int], set[float]] = {}
+    rewards: dict[tuple[int, ...], set[float]] = {}
     for action in actions([prepared], settings.credit):
-        rewards.setdefault((action.seat, action.turn), set()).add(action.reward)
+        rewards.setdefault(action.compared, set()).add(action.reward)
     return any(len(different) > 1 for different in rewards.values())
 
 
@@ -85,13 +85,11 @@ def has_signal(group: Group, settings: TrainerSettings) -> bool:
 class Action:
     """Tokens that get one advantage: an episode with all its sequences, or a turn.
 
-    Actions of one group, seat and turn are compared with each other; ``turn`` is 0 for episodes, ``seat`` None but for
-    games. The reward is that which follows the action.
+    Actions are compared with those that have an equal ``compared``: group, seat of a game (-1 where there is none), and
+    number of the turn (0 for episodes). The reward is that which follows the action.
     """
 
-    group: int
-    seat: int | None
-    turn: int
+    compared: tuple[int, ...]
     reward: float
     spans: list[tuple[TrainingSequence, int, int]]
     """Sequences with the first token and the end of the action's tokens."""
@@ -110,15 +108,16 @@ def actions(groups: Sequence[TrainingGroup], credit: Credit) -> list[Action]:
     found = []
     for number, group in enumerate(groups):
         for sequences in by_episode(group.sequences):
+            seat = -1 if sequences[0].seat is None else sequences[0].seat
             if credit is Credit.EPISODE or not all(s.turns for s in sequences):
                 spans = [(s, 0, len(s.completion_ids)) for s in sequences]
-                found.append(Action(number, sequences[0].seat, 0, sequences[0].reward, spans))
+                found.append(Action((number, seat, 0), sequences[0].reward, spans))
                 continue
             for s in sequences:
                 turns = list(s.turns or ())
                 following = [*accumulate(turn.reward for turn in reversed(turns))][::-1]
                 found += [
-                    Action(number, s.seat, turn.number, reward, [(s, turn.start, turn.end)])
+                    Action((number, seat, turn.number), reward, [(s, turn.start, turn.end)])
                     for turn, reward in zip(turns, following, strict=True)
                 ]
     return found
@@ -130,10 +129,10 @@ def with_advantages(
     """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
 
     The formula sees each episode once, with the length of all its sequences together; its advantage is that of each of
-    their tokens. A completion is an episode of one sequence. With CREDIT=turn the formula sees each turn in the place
-    of an episode, and the turns of one number in the place of a group; docs/algorithm.md has the derivation. The
-    episodes of each seat of a game are a group to the formula: the rewards of two seats have different means, since one
-    of them begins.
+    their tokens. A completion is an episode of one sequence. The episodes of each seat of a game are a group to the
+    formula: the rewards of two seats have different means, since one of them begins. With CREDIT=turn the formula sees
+    each turn in the place of an episode, and the turns of one number in the place of a group; docs/algorithm.md has the
+    derivation.
 
     Args:
         groups: all groups of the step, because some formulas take statistics over the batch.
@@ -155,11 +154,10 @@ def with_advantages(
         distances = {id(s): own for s, own in zip(sequences, kl_terms(sequences, reference), strict=True)}
         sums = [sum(sum(distances[id(s)][start:]) for s, start, _ in action.spans) for action in found]
         rewards -= settings.kl_coef * torch.tensor(sums, dtype=torch.float64)
-    keys = [(action.group, action.seat, action.turn) for action in found]
-    compared = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(a.compared for a in found))}
     outcomes = Outcomes(
         rewards=rewards,
-        group_ids=torch.tensor([compared[key] for key in keys]),
+        group_ids=torch.tensor([numbers[action.compared] for action in found]),
         lengths=torch.tensor([action.trained_tokens for action in found]),
         eps=settings.advantage_eps,
     )

@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 
 from services.agents import AgentFailedError, Example
-from services.clients.environment import Episode, EpisodeLostError
+from services.clients.environment_episode import Episode, EpisodeLostError
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus

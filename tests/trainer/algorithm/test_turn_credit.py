@@ -107,6 +107,11 @@ def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
     assert sequence.trained(sequence.returns or []) == pytest.approx([1.0, 2.0, 2.0, 4.0])
 
 
+def test_groups_with_turns_reach_the_other_ranks_as_they_are() -> None:
+    groups = [TrainingGroup([1], [episode(1, 2), replace(episode(3), turns=None)])]
+    assert _decoded({"groups": orjson.loads(orjson.dumps(groups))})["groups"] == groups
+
+
 @pytest.mark.parametrize(
     ("options", "why"), [({"rollout": "completion"}, "one turn"), ({"advantage": "gae"}, "critic")]
 )
