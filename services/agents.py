@@ -53,6 +53,9 @@ class Example(Prompt):
     scorer: Score = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``, or the result that a program gave."""
+    turn_rewards: list[float] = Field(default_factory=list)
+    """Rewards of the model's turns, one a call of the model in order, for an agent that has them. The reward that the
+    agent returns is that of the whole episode."""
     output: str = ""
     """The end of a program's output, as the end of a message."""
 

@@ -54,6 +54,7 @@ class Rollout(StrEnum):
     COMPLETION = "completion"
     AGENT = "agent"
     PROGRAM = "program"
+    ENVIRONMENT = "environment"
 
 
 class Schedule(StrEnum):
@@ -137,7 +138,8 @@ class SamplingSection(SectionSettings):
     many times a step (DAPO)."""
     rollout: Rollout = Rollout.COMPLETION
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
-    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so."""
+    which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
+    `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
     agent: str = ""
     """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
     agent_command: str = ""

@@ -45,9 +45,9 @@ class DataSettings(Settings):
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
     dataset: str = Field("gsm8k", min_length=1)
-    """`gsm8k`, `arithmetic` (a built-in generator), `reasoning_gym:NAME` (generators of reasoning-gym, several with
-    weights: `reasoning_gym:chain_sum=2,countdown=1`), a Hugging Face dataset id, or a path to a .jsonl or .parquet
-    file."""
+    """`gsm8k`, `arithmetic` (a built-in generator), `seeds` (of episodes, for ROLLOUT=environment),
+    `reasoning_gym:NAME` (generators of reasoning-gym, several with weights: `reasoning_gym:chain_sum=2,countdown=1`), a
+    Hugging Face dataset id, or a path to a .jsonl or .parquet file."""
     dataset_config: str | None = None
     """Configuration name of a Hugging Face dataset. For `reasoning_gym:...` JSON with any of `size` (questions, 1000),
     `levels` (of difficulty, from 0) and parameters by generator: `{"size": 1000, "levels": [0, 1], "chain_sum":

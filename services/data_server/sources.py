@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError, first_line
 from services.core.reasoning_entries import PREFIX
-from services.data_server import arithmetic, reasoning
+from services.data_server import arithmetic, reasoning, seeds
 from services.data_server.settings import DataSettings, GroundTruthFormat
 
 GSM8K = "openai/gsm8k"
@@ -121,6 +121,9 @@ def load(settings: DataSettings) -> Source:
     if settings.dataset.startswith(PREFIX):
         train, test = (_in_memory(split) for split in reasoning.tables(settings, refused))
         name = "reasoning_gym"
+    elif settings.dataset == "seeds":
+        train, test = (_in_memory(split) for split in seeds.tables())
+        name = "seeds"
     elif settings.dataset == "arithmetic":
         train, test = _generate(settings)
         name = "arithmetic"

@@ -51,6 +51,7 @@ class Server:
 
     table: EpisodeTable
     sessions: Sessions
+    tasks: Tasks | None
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
@@ -83,7 +84,8 @@ class Server:
             )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.callback(self.table.drop_idle, 0.0)
-            self.sessions = Sessions(self.table, make if isinstance(make, Tasks) else None, getattr(trial, "tools", ()))
+            self.tasks = make if isinstance(make, Tasks) else None
+            self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())
@@ -118,7 +120,8 @@ class Server:
         """
         reply = self._replies.get(request.request_id or "")
         if reply is None:
-            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed))
+            make = None if self.tasks is None or request.split is None else self.tasks.drawn_from(request.split)
+            reply = asyncio.ensure_future(self.table.reset(request.episodes, request.seed, make))
             if request.request_id is not None:
                 self._replies[request.request_id] = reply
             if len(self._replies) > KEPT_REPLIES:

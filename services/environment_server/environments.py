@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from services.http.problems import ProblemError
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
 
@@ -73,19 +76,55 @@ class Conversation(ABC):
 class Tasks(ABC):
     """A maker of environments whose episodes can play a numbered task: ``splits`` has the number of tasks by name.
 
-    Called without a task, it makes an environment that chooses one by its seed.
+    Called without a task, it makes an environment whose seed draws a task of the first split.
     """
 
     splits: Mapping[str, int]
+    tools: tuple[Tool, ...] = ()
 
-    @abstractmethod
     def __call__(self) -> Conversation:
-        """Return the environment for an episode of any task."""
+        """Return the environment for an episode of any task of the first split."""
+        return _DrawnTask(self, next(iter(self.splits)))
 
     @abstractmethod
     def make(self, split: str, index: int) -> Conversation:
         """Return the environment for an episode of one task; ``index`` is below ``splits[split]``."""
 
+    def drawn_from(self, split: str) -> Callable[[], Conversation]:
+        """Return a function that makes environments for episodes whose seeds draw a task of ``split``.
+
+        Raises:
+            ProblemError: there is no such split.
+        """
+        if split not in self.splits:
+            raise ProblemError(400, f"split is {split[:60]!r}; there are {', '.join(self.splits)}")
+        return partial(_DrawnTask, self, split)
+
     @abstractmethod
     def describe(self, split: str, index: int) -> dict[str, Any]:
         """Return a task without its solution, as JSON has it."""
+
+
+class _DrawnTask(Conversation):
+    """An episode of a task that the seed draws."""
+
+    def __init__(self, tasks: Tasks, split: str) -> None:
+        self._tasks = tasks
+        self._split = split
+        self._drawn: Conversation | None = None
+
+    async def reset(self, seed: int) -> State:
+        """Draw the task and begin its episode."""
+        index = random.Random(seed).randrange(self._tasks.splits[self._split])
+        self._drawn = self._tasks.make(self._split, index)
+        return await self._drawn.reset(seed)
+
+    async def step(self, action: Action) -> Transition:
+        """Take the policy's answer."""
+        assert self._drawn is not None
+        return await self._drawn.step(action)
+
+    def close(self) -> None:
+        """Close the task's environment."""
+        if self._drawn is not None:
+            self._drawn.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from services.core.tasks import in_background
 from services.data_server import sources
@@ -36,9 +35,9 @@ _CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Questions:
-    """The held-out questions, and the scorer of their answers."""
+    """The questions by split, the held-out ones first, and the scorer of their answers."""
 
-    rows: sources.Rows
+    rows: Mapping[str, sources.Rows]
     scorer: Scorer
 
 
@@ -50,37 +49,28 @@ async def open_questions() -> AsyncIterator[Questions]:
         ConfigurationError: DATASET cannot be loaded, or a setting of the reward is not allowed.
     """
     data, rewards = DataSettings.load(), RewardSettings.load(reward_fn="math")
-    rows = (await in_background(lambda: sources.load(data))).test
+    source = await in_background(lambda: sources.load(data))
     pool = WorkerPool(rewards)
     await pool.start()
     try:
-        yield Questions(rows, Scorer(rewards, pool))
+        yield Questions({"test": source.test, "train": source.train}, Scorer(rewards, pool))
     finally:
         await pool.stop()
 
 
 class QuestionWithCalculator(Conversation):
-    """One question. The first message without a call of the calculator is the answer, which ends the episode.
+    """One question. The first message without a call of the calculator is the answer, which ends the episode."""
 
-    ``index`` is the question's; without one, the seed draws it.
-    """
-
-    tools: ClassVar = (CALCULATOR,)
-
-    def __init__(self, questions: Questions, turns: int, index: int | None = None) -> None:
-        self._questions = questions
-        self._index = index
+    def __init__(self, question: sources.Row, scorer: Scorer, turns: int) -> None:
+        self._question = question
+        self._scorer = scorer
         self._left = turns
         self._messages: list[dict[str, str]] = []
-        self._question = self._ground_truth = ""
 
     async def reset(self, seed: int) -> State:
-        """Ask the question, or draw one."""
-        rows = self._questions.rows
-        index = random.Random(seed).randrange(len(rows)) if self._index is None else self._index
-        row = rows.take([index])[0]
-        self._question, self._ground_truth = row.question, row.ground_truth
-        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": row.question}]
+        """Ask the question."""
+        question = self._question.question
+        self._messages = [{"role": "system", "content": RULES}, {"role": "user", "content": question}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:
@@ -96,8 +86,9 @@ class QuestionWithCalculator(Conversation):
         return Transition(list(self._messages), 0.0, truncated=self._left == 0)
 
     async def _score(self, text: str) -> float:
-        item = RewardItem(prompt=self._question, response=text, ground_truth=self._ground_truth)
-        result = (await self._questions.scorer.score([item]))[0]
+        question = self._question
+        item = RewardItem(prompt=question.question, response=text, ground_truth=question.ground_truth)
+        result = (await self._scorer.score([item]))[0]
         if result.reward is None:
             # Never 0, because an answer that could not be scored may be right.
             raise EnvironmentBrokenError(f"the answer could not be scored: {result.reason}")
@@ -105,24 +96,23 @@ class QuestionWithCalculator(Conversation):
 
 
 class QuestionTasks(Tasks):
-    """The questions as numbered tasks of the split ``test``."""
+    """The questions as numbered tasks of the splits ``test`` and ``train``."""
+
+    tools = (CALCULATOR,)
 
     def __init__(self, questions: Questions, turns: int) -> None:
         self._questions = questions
         self._turns = turns
-        self.splits = {"test": len(questions.rows)}
-
-    def __call__(self) -> QuestionWithCalculator:
-        """See Tasks."""
-        return QuestionWithCalculator(self._questions, self._turns)
+        self.splits = {split: len(rows) for split, rows in questions.rows.items()}
 
     def make(self, split: str, index: int) -> QuestionWithCalculator:
         """See Tasks."""
-        return QuestionWithCalculator(self._questions, self._turns, index)
+        question = self._questions.rows[split].take([index])[0]
+        return QuestionWithCalculator(question, self._questions.scorer, self._turns)
 
     def describe(self, split: str, index: int) -> dict[str, Any]:
         """See Tasks."""
-        return {"split": split, "index": index, "question": self._questions.rows.take([index])[0].question}
+        return {"split": split, "index": index, "question": self._questions.rows[split].take([index])[0].question}
 
 
 def _answer(expression: str) -> str:

@@ -165,10 +165,12 @@ class Session:
             raise OpenEnvError("VALIDATION_ERROR", f"{self._table.info.id} has no tasks: leave out split and index")
         splits = self._tasks.splits
         split = next(iter(splits)) if request.split is None else request.split
-        if split not in splits:
-            raise OpenEnvError("VALIDATION_ERROR", f"split is {split[:60]!r}; there are {', '.join(splits)}")
+        try:
+            drawn = self._tasks.drawn_from(split)
+        except ProblemError as error:
+            raise OpenEnvError("VALIDATION_ERROR", error.detail) from error
         if request.index is None:
-            return None
+            return drawn
         if request.index >= splits[split]:
             raise OpenEnvError("VALIDATION_ERROR", f"index is {request.index}; {split} has {splits[split]} tasks")
         return partial(self._tasks.make, split, request.index)

@@ -196,12 +196,14 @@ class ResetRequest(StrictModel):
     """Body of POST /reset: begins ``episodes`` episodes of the server's environment.
 
     The i-th episode has seed ``seed`` + i; the same seed begins the same episode. A repeated ``request_id`` gets the
-    same episodes again.
+    same episodes again. An environment of numbered tasks draws its task from ``split``; others have no splits, and
+    ignore it.
     """
 
     episodes: int = Field(default=1, ge=1, le=1024)
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     request_id: str | None = Field(default=None, min_length=1, max_length=100)
+    split: str | None = Field(default=None, min_length=1, max_length=100)
 
 
 class EpisodeStart(WireModel):

@@ -20,6 +20,8 @@ class Message(WireModel):
 class Prompt(WireModel):
     """A prompt with its ground truth.
 
+    ``id`` ends with the split and the prompt's number within it, as in ``gsm8k/train/17``. With DATASET=seeds,
+    ``ground_truth`` is the seed of an episode.
     ``prompt`` is the text of the user's turn. ``prompt_ids`` is the whole prompt that the model sees: the chat template
     applied and tokenised, generation marker included. ``epoch`` and ``position`` are the prompt's place in the shuffled
     order, so that a consumer can count each prompt once an epoch.

@@ -56,6 +56,8 @@ class RunStatus:
 def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     """Return the application of the status service."""
     services = SERVICES if settings.rollout is Rollout.COMPLETION else (*SERVICES, Task.GATEWAY)
+    if settings.rollout is Rollout.ENVIRONMENT:
+        services = (*services, Task.ENVIRONMENT_SERVER)
     watch = ComponentMonitor(settings.token, services)
     runs = [RunDirectory(settings.run_id, settings.run_dir)]
 

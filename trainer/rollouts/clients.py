@@ -9,6 +9,7 @@ from typing import Self
 
 from services.clients.base import ServiceClient
 from services.clients.data import DataClient
+from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
@@ -27,6 +28,8 @@ class Clients:
     rollouts: RolloutClient
     gateway: GatewayClient | None = None
     """None where completions answer prompts."""
+    environments: EnvironmentClient | None = None
+    """None where no environment-server is played on."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -46,12 +49,14 @@ class Clients:
                 lora_path=ADAPTER_NAME if settings.lora_rank else None,
             ),
             None if settings.rollout is Rollout.COMPLETION else GatewayClient(token=token, deadline=deadline),
+            EnvironmentClient(token=token, deadline=deadline) if settings.rollout is Rollout.ENVIRONMENT else None,
         )
 
     @property
-    def services(self) -> list[ServiceClient]:
+    def services(self) -> list[ServiceClient | EnvironmentClient]:
         """The clients of the services that are healthy before a run begins."""
-        return [self.data, self.rewards, self.replay, *([self.gateway] if self.gateway else [])]
+        optional = (self.gateway, self.environments)
+        return [self.data, self.rewards, self.replay, *(client for client in optional if client is not None)]
 
     async def open(self) -> None:
         """Open the clients."""

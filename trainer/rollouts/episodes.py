@@ -14,7 +14,8 @@ from typing import TypeVar
 import httpx
 from prometheus_client import Counter
 
-from services.agents import AgentFailedError, Example, load_agent, play
+from services.agents import Agent, AgentFailedError, Example, load_agent, play
+from services.clients.environment import EnvironmentClient
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
@@ -31,6 +32,7 @@ from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.conversations import readable
+from trainer.rollouts.environment_player import EnvironmentPlayer
 from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.patience import PatientTransport
 
@@ -76,17 +78,21 @@ class EpisodeMaker(GroupMaker):
     """
 
     def __init__(
-        self, settings: TrainerSettings, gateway: GatewayClient, rollouts: RolloutClient, rewards: RewardClient
+        self,
+        settings: TrainerSettings,
+        gateway: GatewayClient,
+        rollouts: RolloutClient,
+        rewards: RewardClient,
+        environments: EnvironmentClient | None = None,
     ) -> None:
-        """Import the agent, unless it is a program.
+        """Make or import the agent.
 
         Raises:
             ConfigurationError: it cannot be imported, or is no ``async def``.
         """
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
-        is_program = settings.rollout is Rollout.PROGRAM
-        self.agent = Program(settings.agent_command) if is_program else load_agent("AGENT", settings.agent)
+        self.agent = _agent(settings, environments)
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
@@ -215,9 +221,11 @@ class EpisodeMaker(GroupMaker):
         failure = self.last_failure
         reason = f"every episode of {self.failed_in_a_row} prompts in a row failed: {failure}"
         if isinstance(failure, DependencyLostError) or (
-            isinstance(failure, AgentFailedError) and failure.reason == "server"
+            isinstance(failure, AgentFailedError) and failure.reason in ("server", "lost")
         ):
             return DependencyLostError(reason)
+        if self.settings.rollout is Rollout.ENVIRONMENT:
+            return ConfigurationError(f"{reason}; see the logs of environment-server and gateway")
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
         return ConfigurationError(f"{reason}; can `scripts.evaluate {option}` measure the agent?")
 
@@ -230,7 +238,16 @@ def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
     """
     if clients.gateway is None:
         return GroupMaker(settings, clients.rollouts, clients.rewards)
-    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards)
+    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards, clients.environments)
+
+
+def _agent(settings: TrainerSettings, environments: EnvironmentClient | None) -> Agent:
+    if settings.rollout is Rollout.PROGRAM:
+        return Program(settings.agent_command)
+    if settings.rollout is Rollout.AGENT:
+        return load_agent("AGENT", settings.agent)
+    assert environments is not None
+    return EnvironmentPlayer(environments)
 
 
 def as_failure(error: Exception) -> AgentFailedError:

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from services.environment_server.environments import Conversation, Transition
+from services.environment_server.environments import ActionRefusedError, Conversation, Transition
 from tests.waiting import IDLE_SECONDS
 
 RELEASE = threading.Event()
@@ -95,3 +95,26 @@ class Echo(Conversation):
 
 for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
+
+
+class Choosy(Conversation):
+    """A question that takes yes or no; yes is right."""
+
+    async def reset(self, seed):
+        self._messages = [{"role": "user", "content": "Yes or no?"}]
+        return self._messages
+
+    async def step(self, action):
+        if action not in ("yes", "no"):
+            raise ActionRefusedError("answer yes or no")
+        self._messages = [*self._messages, {"role": "assistant", "content": action}]
+        return Transition(self._messages, float(action == "yes"), terminated=True)
+
+
+class Fragile(Choosy):
+    """A question that breaks at the answer "break" and takes any other."""
+
+    async def step(self, action):
+        if action == "break":
+            raise RuntimeError("it broke")
+        return await super().step("yes")

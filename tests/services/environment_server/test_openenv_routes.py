@@ -232,7 +232,10 @@ async def test_tasks_are_listed_and_played_by_index(app: Any, monkeypatch: pytes
     monkeypatch.setenv("REWARD_WORKERS", "1")
     with served_ready(app(environment="gsm8k")) as url:
         async with asking(url) as client, playing(url) as player:
-            assert (await client.get("/gsm8k/splits")).json() == [{"name": "test", "type": "test"}]
+            assert (await client.get("/gsm8k/splits")).json() == [
+                {"name": "test", "type": "test"},
+                {"name": "train", "type": "train"},
+            ]
             size = (await client.post("/gsm8k/num_tasks", json={"split": "test"})).json()["num_tasks"]
             assert size > 3
             asked = {"split": "test", "start": 1, "stop": 3}
@@ -241,10 +244,10 @@ async def test_tasks_are_listed_and_played_by_index(app: Any, monkeypatch: pytes
             task = (await client.post("/gsm8k/task", json={"split": "test", "index": 2})).json()["task"]
             assert task == tasks[1]
             assert len((await client.post("/gsm8k/tasks", json={"split": "test"})).json()["tasks"]) == size
-            for bad in ({"split": "train", "index": 0}, {"split": "test", "index": size}):
+            for bad in ({"split": "other", "index": 0}, {"split": "test", "index": size}):
                 assert (await client.post("/gsm8k/task", json=bad)).status_code == 400
             assert await player.error("reset", {"split": "test", "index": size}) == "VALIDATION_ERROR"
-            assert await player.error("reset", {"split": "train", "index": 0}) == "VALIDATION_ERROR"
+            assert await player.error("reset", {"split": "other", "index": 0}) == "VALIDATION_ERROR"
             first = await player.say("reset", {"split": "test", "index": 2})
             assert first["data"]["observation"]["messages"][-1]["content"] == task["question"]
             await check_tools(client, player, url)

@@ -1,0 +1,165 @@
+"""Episodes of an environment-server as training data: the model plays through a gateway that says what tests want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from services.clients.data import DataClient
+from services.clients.environment import EnvironmentClient
+from services.clients.gateway import GatewayClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.environment_server.app import create_app
+from services.environment_server.settings import EnvironmentSettings
+from services.protocol.groups import Group, RewardStatus
+from services.protocol.prompts import Prompt
+from tests.fake_service import fake_service
+from tests.services.clients.test_environment import address_of
+from tests.services.run_page.serving import served_ready
+from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
+from trainer.config import TrainerSettings
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.episodes import EpisodeMaker, group_maker
+from trainer.service_thread import ServiceThread
+
+ODD = "tests.services.environment_server.odd_environments:"
+PROMPT = Prompt(id="seeds/train/5", prompt="The episode of seed 5", ground_truth="5", epoch=0, position=3)
+
+
+@dataclass
+class Stage:
+    gateway: FakeGateway
+    clients: Clients
+    thread: ServiceThread
+
+    def maker(self, **fields: Any) -> EpisodeMaker:
+        wanted = {"rollout": "environment", "group_size": 2, "max_new_tokens": 9}
+        maker = group_maker(TrainerSettings.load(**(wanted | fields)), self.clients)
+        assert isinstance(maker, EpisodeMaker)
+        return maker
+
+    def group(self, prompt: Prompt = PROMPT, **fields: Any) -> Group | None:
+        return self.thread.call(self.maker(**fields).make_group(prompt))
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    name = getattr(request, "param", "guessing")
+    settings = EnvironmentSettings(environment=name, environment_text_turns=3, environment_server_name="a")
+    gateway = FakeGateway(lambda messages: "50")
+    with ExitStack() as stack:
+        data, rewards, replay, rollouts, served = (
+            stack.enter_context(fake_service(routes)) for routes in ({}, {}, {}, {}, gateway)
+        )
+        clients = Clients(
+            DataClient(data.endpoint),
+            RewardClient(rewards.endpoint),
+            ReplayClient(replay.endpoint),
+            RolloutClient(rollouts.endpoint, vocab_size=1000),
+            GatewayClient(served.endpoint, deadline=30),
+            EnvironmentClient([address_of(stack.enter_context(served_ready(create_app(settings))))], deadline=5),
+        )
+        thread = stack.enter_context(ServiceThread())
+        thread.call(clients.open())
+        yield Stage(gateway, clients, thread)
+        thread.call(clients.close())
+
+
+def find_secret(messages: list[dict[str, Any]]) -> str:
+    """Bisect the numbers from 1 to 100 by the environment's answers."""
+    low, high = 1, 100
+    for guess, answer in zip(messages[1::2], messages[2::2], strict=True):
+        value = int(guess["content"])
+        low, high = (value + 1, high) if answer["content"] == "Higher." else (low, value - 1)
+    return str((low + high) // 2)
+
+
+def test_the_model_plays_the_episode_of_the_prompts_seed(stage: Stage) -> None:
+    stage.gateway.says = find_secret
+    group = stage.group()
+    assert group is not None
+    assert len(group.experiences) == 2
+    for experience in group.experiences:
+        assert experience.messages is not None
+        answers = [m.content for m in experience.messages if m.role == "user"][1:]
+        assert len(answers) == 2, "nobody asks the model after the last one"
+        assert set(answers) <= {"Higher.", "Lower."}
+        texts = [token for m in experience.messages if m.role == "assistant" for token in ids(f"{m.content}\n")]
+        assert experience.loss_mask is not None
+        pairs = zip(experience.completion_ids, experience.loss_mask, strict=True)
+        assert [token for token, is_sampled in pairs if is_sampled] == texts
+    assert group.rewards == [0.0, 0.0]
+
+
+def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
+    first = stage.group()
+    assert first is not None
+    assert first.experiences[0].messages is not None
+    answer = first.experiences[0].messages[2].content
+    span = range(51, 101) if answer == "Higher." else range(1, 50)
+    counter = iter(span)
+    returns: list[float] = []
+    while not any(returns):
+        stage.gateway.says = lambda _: str(next(counter, 0))
+        group = stage.group(group_size=1)
+        assert group is not None
+        returns.append(group.rewards[0])
+    assert returns[-1] == 1.0
+
+
+@pytest.mark.parametrize("stage", [f"{ODD}Choosy"], indirect=True)
+def test_a_refused_answer_is_a_turn_with_the_environments_answer(stage: Stage) -> None:
+    stage.gateway.says = lambda messages: "yes" if len(messages) > 1 else "perhaps"
+    group = stage.group()
+    assert group is not None
+    assert group.rewards == [1.0, 1.0]
+    messages = group.experiences[0].messages
+    assert messages is not None
+    assert [(m.role, m.content) for m in messages] == [
+        ("user", "Yes or no?"),
+        ("assistant", "perhaps"),
+        ("user", "answer yes or no"),
+        ("assistant", "yes"),
+    ]
+
+
+@pytest.mark.parametrize("stage", [f"{ODD}Fragile"], indirect=True)
+def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
+    stage.gateway.says = lambda messages: "break" if len(stage.gateway.sessions) == 1 else "well"
+    maker = stage.maker(agent_concurrency=1)
+    group = stage.thread.call(maker.make_group(PROMPT))
+    assert group is not None
+    lost, kept = group.experiences
+    assert (lost.reward, lost.result.status) == (None, RewardStatus.ERROR)
+    assert "it broke" in str(lost.result.reason)
+    assert kept.reward == 1.0
+    assert group.episodes_failed == {"lost": 1}
+
+
+@pytest.mark.parametrize("stage", ["CartPole-v1"], indirect=True)
+def test_an_environment_of_numbers_is_refused(stage: Stage) -> None:
+    maker = stage.maker()
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert "a language model plays environments of messages and text" in str(maker.last_failure)
+    assert isinstance(maker.all_failed(), ConfigurationError)
+
+
+def test_a_prompt_that_is_no_seed_names_the_setting(stage: Stage) -> None:
+    maker = stage.maker()
+    assert stage.thread.call(maker.make_group(PROMPT.model_copy(update={"ground_truth": "1/2"}))) is None
+    assert "set DATASET=seeds" in str(maker.last_failure)
+
+
+def test_a_run_without_servers_ends_as_recoverable(stage: Stage) -> None:
+    assert stage.clients.environments is not None
+    stage.clients.environments = EnvironmentClient([], deadline=0.1)
+    maker = stage.maker()
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert isinstance(maker.all_failed(), DependencyLostError)
