@@ -63,7 +63,7 @@ class Server:
         """Hold episodes, and play some where EVAL_HEAD_ENDPOINT is set, until the context ends.
 
         Raises:
-            ConfigurationError: ENVIRONMENT cannot be made.
+            ConfigurationError: ENVIRONMENT cannot be made, or an evaluation head cannot play it.
         """
         settings = self.settings
         async with AsyncExitStack() as stack:
@@ -81,7 +81,13 @@ class Server:
                 state=trial.state_spec,
                 action=trial.action_spec,
                 max_steps=settings.environment_max_steps,
+                seats=getattr(trial, "seats", 1),
             )
+            if info.seats > 1 and settings.eval_head_endpoint is not None:
+                raise ConfigurationError(
+                    f"ENVIRONMENT {info.id} has {info.seats} seats, and an evaluation head plays environments of one: "
+                    "leave out EVAL_HEAD_ENDPOINT"
+                )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.callback(self.table.drop_idle, 0.0)
             self.tasks = make if isinstance(make, Tasks) else None

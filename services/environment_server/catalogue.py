@@ -10,6 +10,7 @@ from functools import partial
 from services.environment_server.environments import Conversation
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
+from services.environment_server.nim import Nim
 from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, open_server
 
 Environment = GymnasiumEnvironment | Conversation | OpenEnvEnvironment
@@ -21,7 +22,7 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
     """Load the data of an environment, and yield a function that makes it for one episode, in any thread.
 
     Args:
-        name: a gymnasium id, ``module:Id``, ``module:Class`` for a Conversation, ``gsm8k``, ``guessing``, or
+        name: a gymnasium id, ``module:Id``, ``module:Class`` for a Conversation, ``gsm8k``, ``guessing``, ``nim``, or
             ``openenv+http://host:port`` for an OpenEnv server.
         turns: answers that a built-in text environment allows.
 
@@ -31,6 +32,8 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
     """
     if name == "guessing":
         yield partial(GuessingGame, turns)
+    elif name == "nim":
+        yield Nim
     elif name.startswith(PREFIX):
         yield await open_server(name)
     elif name == "gsm8k":

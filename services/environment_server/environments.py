@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,12 +27,20 @@ class EnvironmentHungError(EnvironmentBrokenError):
 
 @dataclass(frozen=True)
 class Transition:
-    """The state and reward after an action, and whether the episode ends with it, as gymnasium defines the two ends."""
+    """The state and reward after an action, and whether the episode ends with it, as gymnasium defines the two ends.
+
+    ``figures`` has named numbers about the action, which are reported as means over actions. In a game of several
+    seats, ``seat`` acts next (at the end of the episode: acted last), ``state`` is that seat's view, and ``rewards``
+    has one reward a seat; ``reward`` is seat 0's.
+    """
 
     state: State
     reward: float
     terminated: bool = False
     truncated: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
+    seat: int = 0
+    rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,15 @@ class Tool:
 
 
 class Conversation(ABC):
-    """An environment of text for one episode: a state is the list of messages so far, an action the policy's answer."""
+    """An environment of text for one episode: a state is the list of messages so far, an action the policy's answer.
+
+    A game of several ``seats`` keeps a conversation with each of them. Seat 0 acts first.
+    """
 
     state_spec: ClassVar = StateSpec(kind=StateKind.MESSAGES)
     action_spec: ClassVar = ActionSpec(kind=ActionKind.TEXT)
     tools: ClassVar[tuple[Tool, ...]] = ()
+    seats: ClassVar[int] = 1
 
     @abstractmethod
     async def reset(self, seed: int) -> State:

@@ -17,7 +17,12 @@ from prometheus_client import Counter, Gauge
 
 from services.core.logs import get_logger
 from services.environment_server.catalogue import Environment, MakeEnvironment
-from services.environment_server.environments import ActionRefusedError, EnvironmentHungError, Transition
+from services.environment_server.environments import (
+    ActionRefusedError,
+    EnvironmentBrokenError,
+    EnvironmentHungError,
+    Transition,
+)
 from services.environment_server.runner import Runner
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
@@ -135,7 +140,7 @@ class EpisodeTable:
         episode = Episode(secrets.token_hex(8), environment, time.monotonic())
         self.active[episode.id] = episode
         self._count("begun")
-        return EpisodeStart(episode=episode.id, seed=seed, state=state)
+        return EpisodeStart(episode=episode.id, seed=seed, state=state, seat=0 if self.info.seats > 1 else None)
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""
@@ -176,6 +181,8 @@ class EpisodeTable:
     def _settle(self, episode: Episode, outcome: Transition | Exception) -> StepResult:
         """Record a step's outcome in its episode."""
         episode.used = time.monotonic()
+        if isinstance(outcome, Transition) and self.info.seats > 1:
+            outcome = _checked(outcome, self.info.seats)
         if isinstance(outcome, ActionRefusedError):
             return episode.result(StepStatus.REFUSED, detail=str(outcome))
         if isinstance(outcome, Exception):
@@ -193,7 +200,10 @@ class EpisodeTable:
             status = StepStatus.TRUNCATED
         else:
             status = StepStatus.RUNNING
-        result = episode.last = episode.result(status, state=outcome.state, reward=outcome.reward)
+        members: dict[str, Any] = {"state": outcome.state, "reward": outcome.reward, "figures": dict(outcome.figures)}
+        if self.info.seats > 1:
+            members |= {"seat": outcome.seat, "rewards": list(outcome.rewards)}
+        result = episode.last = episode.result(status, **members)
         if status is not StepStatus.RUNNING:
             self._end(episode, result)
         return result
@@ -238,6 +248,17 @@ class EpisodeTable:
         self.counts[what] += 1
         _COUNTERS[what].inc()
         ACTIVE.set(len(self.active))
+
+
+def _checked(outcome: Transition, seats: int) -> Transition | EnvironmentBrokenError:
+    """Return the outcome of a game's step, or an error if its rewards and its next seat are not those of ``seats``."""
+    rewards = outcome.rewards
+    if len(rewards) == seats and rewards[0] == outcome.reward and 0 <= outcome.seat < seats:
+        return outcome
+    return EnvironmentBrokenError(
+        f"the environment has {seats} seats and gave the rewards {rewards}, the reward {outcome.reward} of seat 0, and "
+        f"the turn to seat {outcome.seat}"
+    )
 
 
 def _release(environment: Environment) -> None:

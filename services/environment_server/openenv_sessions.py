@@ -66,6 +66,12 @@ class Session:
         except ValidationError as error:
             first = error.errors()[0]
             raise OpenEnvError("VALIDATION_ERROR", f"{first['loc'][0]}: {first['msg']}") from error
+        info = self._table.info
+        if info.seats > 1:
+            raise OpenEnvError(
+                "VALIDATION_ERROR",
+                f"{info.id} has {info.seats} seats, and OpenEnv's sessions have one: play it by POST /reset and /step",
+            )
         make = self._make_of(request)
         return await self._finish(self._reset(request, make))
 

@@ -19,7 +19,8 @@ class EnvironmentSettings(Settings):
         max_length=100,
         description="The environment that this server hosts: a gymnasium id, `module:Id` for one that a module of "
         "yours registers, `module:Class` for a Conversation of yours, `gsm8k` (questions of DATASET, with a "
-        "calculator), `guessing` (a number to guess), or `openenv+http://host:port` for any OpenEnv server.",
+        "calculator), `guessing` (a number to guess), `nim` (a game of two seats), or `openenv+http://host:port` "
+        "for any OpenEnv server.",
     )
     environment_server_name: str = Field(
         default_factory=lambda: default_name(),

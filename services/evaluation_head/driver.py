@@ -136,6 +136,10 @@ class Link:
         begun = {start.episode: OngoingEpisode(start.episode, start.seed, start.state) for start in reply.episodes}
         if len(reply.episodes) != count or len(begun.keys() - self._episodes.keys()) != count:
             raise DependencyLostError(f"{count} episodes were asked for, /reset gave others")
+        if (seats := reply.environment.seats) > 1:
+            self._server.detail = f"{reply.environment.id} has {seats} seats; the head plays environments of one"
+            await self._close(begun)
+            return None
         misfits = [policy.misfit(reply.environment) for policy in self._policies.values()]
         if None not in misfits:
             self._server.detail = "; ".join(map(str, misfits))

@@ -22,6 +22,11 @@ Action = StrictInt | StrictFloat | str | list[Any]
 Name = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._:/@+-]*$")]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._:-]+$")]
 
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 MAX_STATES = 4096
 """Most states in one request."""
 
@@ -127,7 +132,7 @@ class EvaluateReply(WireModel):
     policy_versions: list[int | None]
     actions: list[Action]
     action: Action | None = None
-    logprobs: list[float | None] | None = Field(default=None, exclude_if=lambda value: value is None)
+    logprobs: list[float | None] | None = Field(default=None, exclude_if=_is_none)
 
 
 # --- evaluation head: servers ---------------------------------------------------------------------------------------
@@ -176,12 +181,17 @@ class DiscoveryReply(WireModel):
 
 
 class EnvironmentInfo(WireModel):
-    """An environment and the form of its states and actions."""
+    """An environment and the form of its states and actions.
+
+    An environment with several ``seats`` is a game whose players, numbered from 0, take turns. Fields about seats are
+    absent from the wire where there is one.
+    """
 
     id: str
     state: StateSpec
     action: ActionSpec
     max_steps: int
+    seats: int = Field(default=1, ge=1, exclude_if=lambda seats: seats == 1)
 
 
 class EnvironmentServerHealth(WireModel):
@@ -207,11 +217,12 @@ class ResetRequest(StrictModel):
 
 
 class EpisodeStart(WireModel):
-    """An episode that has begun, and its first state."""
+    """An episode that has begun, and its first state; ``seat`` is the seat that acts first, where there are several."""
 
     episode: str
     seed: int
     state: State
+    seat: Count | None = Field(default=None, exclude_if=_is_none)
 
 
 class ResetReply(WireModel):
@@ -257,7 +268,14 @@ class StepStatus(StrEnum):
 
 
 class StepResult(WireModel):
-    """The result of an action; after ``refused`` and ``lost``, ``state`` is None and ``detail`` says why."""
+    """The result of an action; after ``refused`` and ``lost``, ``state`` is None and ``detail`` says why.
+
+    ``figures`` has named numbers about the action, such as whether it was a legal move, to be averaged over actions.
+
+    With several seats, ``seat`` acts next and sees ``state``; at the end of an episode it is the seat that acted.
+    ``rewards`` has one reward a seat, which a seat may get for another one's action. ``reward`` and ``episode_return``
+    are then seat 0's.
+    """
 
     episode: str
     status: StepStatus
@@ -266,6 +284,9 @@ class StepResult(WireModel):
     steps: int = 0
     episode_return: float = 0.0
     detail: str | None = None
+    figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)
+    seat: Count | None = Field(default=None, exclude_if=_is_none)
+    rewards: list[Finite] | None = Field(default=None, exclude_if=_is_none)
 
 
 class StepReply(WireModel):

@@ -93,6 +93,18 @@ class Echo(Conversation):
         return Transition([{"role": "user", "content": action}], 1.0, terminated=True)
 
 
+class HalfAGame(Conversation):
+    """A game of two seats that gives one reward."""
+
+    seats = 2
+
+    async def reset(self, seed):
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, action):
+        return Transition([], 1.0, rewards=(1.0,))
+
+
 for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several):
     gymnasium.register(f"Odd/{kind.__name__}-v0", entry_point=kind)
 

@@ -231,3 +231,10 @@ async def test_broken_episodes_are_lost_and_replaced(
         stats = await stats_show(client, lambda stats: stats["episodes"]["lost"] == 12)
         assert "a gear fell off" in row(stats)["detail"]
         assert row(stats)["states"] == 12 * 4
+
+
+async def test_a_game_of_two_seats_is_refused(serving: Any, head: Any, environment_server: Any, lean: Path) -> None:
+    url = environment_server(environment="nim")
+    async with serving(head(game_server_addresses=url, head_policies=f"lean={lean}")) as client:
+        stats = await stats_show(client, lambda stats: "2 seats" in str(stats["servers"]))
+    assert (row(stats)["finished"], row(stats)["active"]) == (0, 0)
