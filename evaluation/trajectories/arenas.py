@@ -75,7 +75,7 @@ class LocalArena:
         for environment, _, action in steps:
             try:
                 outcome = environment.step(action)
-                taken.append(await outcome if inspect.isawaitable(outcome) else outcome)
+                taken.append(outcome if isinstance(outcome, Transition) else await outcome)
             # Environments are other people's code and may raise anything; it is the end of their episode.
             except Exception as error:  # noqa: BLE001
                 taken.append(error)

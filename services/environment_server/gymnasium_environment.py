@@ -68,18 +68,21 @@ class GymnasiumEnvironment:
     def _decoded(self, action: Action) -> Any:
         """Return an action as the environment takes it."""
         space = self._environment.action_space
-        refusal = ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
         if isinstance(space, Discrete):
             if type(action) is not int or not space.start <= action < space.start + space.n:
-                raise refusal
+                raise _refusal(action, space)
             return np.int64(action)
         try:
             array = np.asarray(action)
         except ValueError as error:  # lists of different lengths
-            raise refusal from error
+            raise _refusal(action, space) from error
         if array.dtype.kind not in "iuf" or array.shape != space.shape or not np.isfinite(array).all():
-            raise refusal
+            raise _refusal(action, space)
         return np.clip(array, space.low, space.high).astype(space.dtype)
+
+
+def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
+    return ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
 
 
 def _encoded(observation: Any) -> State:
