@@ -118,8 +118,8 @@ class ServerArena:
                 taken.append(RuntimeError(result.detail))
             else:
                 terminated, truncated = (result.status is s for s in (StepStatus.TERMINATED, StepStatus.TRUNCATED))
-                seats = {"seat": result.seat or 0, "rewards": tuple(result.rewards or ())}
-                taken.append(Transition(result.state, result.reward, terminated, truncated, **seats))
+                seat, rewards = result.seat or 0, tuple(result.rewards or ())
+                taken.append(Transition(result.state, result.reward, terminated, truncated, seat=seat, rewards=rewards))
         return taken
 
     async def end(self, handles: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
@@ -39,7 +39,7 @@ class EvaluationHeadClient(HttpClient):
             deadline: seconds that a request may take with all its attempts.
         """
         super().__init__(url, token=token, service="evaluation-head", timeout=deadline, deadline=deadline)
-        self._about = {
+        self._about: dict[str, Any] = {
             "policy": policy,
             "server": server or "anonymous",
             "instance_key": server and secrets.token_hex(16),
