@@ -337,7 +337,7 @@ class OngoingEpisode:
 
     def step_with(self, action: Action) -> StepItem:
         """Return the next step, with ``action``."""
-        return StepItem.model_construct(episode=self.episode, step=self.steps, action=action)
+        return StepItem(episode=self.episode, step=self.steps, action=action)
 
     def follow(self, result: StepResult) -> None:
         """Move on to the state after a step."""
