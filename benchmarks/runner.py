@@ -77,6 +77,7 @@ BENCHMARKS = (
     Benchmark("learning-demo-methods", "PPO, GRPO, RLOO and LoRA on the demo's task", "learning", DEMO_METHODS),
     Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
     Benchmark("agent", "Learning to use a tool", "agent"),
+    Benchmark("environment", "Learning a game of an environment-server", "environment"),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
     Benchmark(
         "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"

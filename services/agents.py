@@ -56,6 +56,8 @@ class Example(Prompt):
     turn_rewards: list[float] = Field(default_factory=list)
     """Rewards of the model's turns, one a call of the model in order, for an agent that has them. The reward that the
     agent returns is that of the whole episode."""
+    figures: dict[str, float] = Field(default_factory=dict)
+    """Named numbers about the episode, which are reported as means over the step's episodes."""
     output: str = ""
     """The end of a program's output, as the end of a message."""
 

@@ -22,6 +22,7 @@ from trainer.algorithm.methods import (
     LOSS_OPTIONS,
     LOSSES,
     Aggregation,
+    Credit,
     ImportanceCorrection,
     is_own_function,
 )
@@ -46,6 +47,10 @@ class CriticModel(StrEnum):
 
     OWN = "own"
     SHARED = "shared"
+
+
+SELF = "self"
+"""OPPONENT of self-play."""
 
 
 class Rollout(StrEnum):
@@ -140,6 +145,10 @@ class SamplingSection(SectionSettings):
     """`completion`: one completion answers a prompt. `agent`: AGENT answers it in an episode of any number of turns,
     which the gateway records; MAX_NEW_TOKENS is then the longest turn. `program`: AGENT_COMMAND answers it so.
     `environment`: the prompts are seeds (DATASET=seeds), with which the environment-servers begin episodes."""
+    opponent: str = SELF
+    """The other seats of an environment that has several, such as `nim`. `self`: the policy plays all seats, and each
+    is trained. `http://host:port`: the first model of that OpenAI endpoint, which asks for no key, plays them; one seat
+    is trained, by turns."""
     agent: str = ""
     """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
     agent_command: str = ""
@@ -169,6 +178,10 @@ class AlgorithmSection(SectionSettings):
     critic), or a function of your own as `module:function`."""
     advantage_eps: float = Field(1e-4, ge=0)
     """Added to standard deviations of rewards: 1e-4 as in TRL; verl has 1e-6."""
+    credit: Credit = Credit.EPISODE
+    """The tokens that share an advantage. `episode`: all of an episode. `turn`: those of a turn, by what the episode
+    earned from that turn on, compared with the same turn of the group's other episodes; for environments, and for
+    agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
     `clip_cov`, or a function of your own as `module:function`."""
@@ -353,6 +366,12 @@ class TrainerSettings(
                 raise ValueError(
                     f"{variable} is {value!r}, but ROLLOUT is {self.rollout}; set ROLLOUT={needed}, or unset {variable}"
                 )
+        if self.opponent != SELF and not self.opponent.startswith(("http://", "https://")):
+            raise ValueError(
+                f"OPPONENT is {self.opponent!r}; allowed is `self`, or an endpoint such as http://host:port"
+            )
+        if self.opponent != SELF and self.rollout is not Rollout.ENVIRONMENT:
+            raise ValueError(f"OPPONENT is set, but ROLLOUT is {self.rollout}; set ROLLOUT=environment, or unset it")
         if self.rollout is Rollout.COMPLETION:
             return self
         if self.rollout is Rollout.AGENT and not is_own_function(self.agent):
@@ -389,6 +408,9 @@ class TrainerSettings(
                 f"{', '.join(unused)} is set, but ADVANTAGE={self.advantage} has no critic; "
                 "unset it, or set ADVANTAGE=gae"
             )
+        if self.credit is Credit.TURN and (self.has_critic or self.rollout is Rollout.COMPLETION):
+            why = "completions have one turn" if self.rollout is Rollout.COMPLETION else "ADVANTAGE=gae has a critic"
+            raise ValueError(f"CREDIT is turn, but {why}; unset CREDIT")
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self

@@ -16,7 +16,7 @@ import torch
 from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
@@ -175,9 +175,14 @@ class Team:
 def _decoded(arguments: dict[str, Any]) -> dict[str, Any]:
     if "groups" in arguments:
         arguments["groups"] = [
-            TrainingGroup(**group | {"sequences": [TrainingSequence(**s) for s in group["sequences"]]})
+            TrainingGroup(**group | {"sequences": [_sequence(s) for s in group["sequences"]]})
             for group in arguments["groups"]
         ]
     if "state" in arguments:
         arguments["state"] = RunState.model_validate(arguments["state"])
     return arguments
+
+
+def _sequence(decoded: dict[str, Any]) -> TrainingSequence:
+    turns = decoded["turns"]
+    return TrainingSequence(**decoded | {"turns": None if turns is None else [Turn(**turn) for turn in turns]})

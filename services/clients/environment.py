@@ -13,36 +13,33 @@ from types import TracebackType
 from typing import Self
 
 from services.clients.base import ServiceClient
+from services.clients.environment_episode import Episode
 from services.core.endpoints import Endpoint, Task, endpoint, mapped_addresses
 from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
 from services.protocol.base import ComponentRecord
 from services.protocol.evaluation import (
-    Action,
     CloseReply,
     CloseRequest,
     EnvironmentInfo,
-    OngoingEpisode,
     ResetReply,
     ResetRequest,
     StepItem,
     StepReply,
     StepRequest,
     StepResult,
-    StepStatus,
 )
+
+log = get_logger(__name__)
 
 ANSWER_SECONDS = 10.0
 """A server that has not answered a request for so long is asked for its health."""
-CLOSE_SECONDS = 5.0
-"""Longest wait for the end of an episode, which the server ends by itself when nobody steps it."""
+FAILED_SECONDS = 10.0
+"""A server that has failed is the last choice for so long."""
 SEARCH_SECONDS = 10.0
 """Time between two searches for servers."""
 PAUSE_SECONDS = 0.5
 """Pause before all servers are tried again."""
-
-
-class EpisodeLostError(Exception):
-    """An episode that cannot go on; the message says why. It has no return, which is not a return of 0."""
 
 
 class EnvironmentServer(ServiceClient):
@@ -92,10 +89,14 @@ class EnvironmentClient:
         """
         self._given = None if servers is None else list(servers)
         self._token = token
-        self._deadline = deadline
+        self.deadline = deadline
         self._servers: list[EnvironmentServer] = []
         self._active: dict[str, int] = {}
         """Episodes by the server's URL."""
+        self._failed: dict[str, float] = {}
+        """The time of the last failure by the server's URL, by time.monotonic."""
+        self._environment: EnvironmentInfo | None = None
+        """The environment of the first episode, which all others must have."""
         self._searched = -SEARCH_SECONDS
 
     async def __aenter__(self) -> Self:
@@ -114,7 +115,7 @@ class EnvironmentClient:
             known = {server.url for server in self._servers}
             for address in await find_servers(len(known)) if self._given is None else self._given:
                 if address.url not in known:
-                    server = EnvironmentServer(address, self._token, deadline=self._deadline)
+                    server = EnvironmentServer(address, self._token, deadline=self.deadline)
                     self._servers.append(await server.__aenter__())
         return self._servers
 
@@ -151,20 +152,41 @@ class EnvironmentClient:
             DependencyLostError: no server began one within the client's deadline.
             RequestRefusedError: the environment has no such split.
         """
+        server, reply = await self.reset(seed, split)
+        return Episode(self, server, reply, split)
+
+    async def reset(self, seed: int, split: str | None) -> tuple[EnvironmentServer, ResetReply]:
+        """Begin an episode on any server that has the environment of the client's first episode; return both.
+
+        Raises:
+            DependencyLostError: no server began one within the client's deadline; the message has both versions of an
+                environment that is another one.
+            RequestRefusedError: the environment has no such split.
+        """
         request = ResetRequest(seed=seed, split=split, request_id=uuid.uuid4().hex)
-        end = time.monotonic() + self._deadline
+        end = time.monotonic() + self.deadline
         while True:
             reason = "there is none"
-            for server in sorted(await self.servers(), key=self.active_on):
+            for server in sorted(await self.servers(), key=self._preference):
                 try:
-                    reply = await server.reset(request, deadline=min(ANSWER_SECONDS, self._deadline))
+                    reply = await server.reset(request, deadline=min(ANSWER_SECONDS, self.deadline))
                 except DependencyLostError as error:
                     reason = str(error)
-                    continue
-                return Episode(self, server, reply)
+                else:
+                    self._environment = self._environment or reply.environment
+                    if reply.environment == self._environment:
+                        return server, reply
+                    reason = f"{server.url} is refused: {differences(reply.environment, self._environment)}"
+                    log.warning("an environment-server is refused", reason=reason)
+                self._failed[server.url] = time.monotonic()
             if time.monotonic() > end:
                 raise DependencyLostError(f"no environment-server began an episode: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
+
+    def _preference(self, server: EnvironmentServer) -> tuple[bool, int]:
+        """Return a key that orders servers: those that failed a moment ago last, those with few episodes first."""
+        failed = self._failed.get(server.url, -FAILED_SECONDS)
+        return time.monotonic() - failed < FAILED_SECONDS, self.active_on(server)
 
     def active_on(self, server: EnvironmentServer) -> int:
         """Return the number of this client's episodes on a server."""
@@ -180,67 +202,21 @@ class EnvironmentClient:
         Raises:
             DependencyLostError: the server is lost, or too slow.
         """
-        end = time.monotonic() + self._deadline
+        end = time.monotonic() + self.deadline
         while True:
             try:
-                [result] = await server.step([item], deadline=min(ANSWER_SECONDS, self._deadline))
+                [result] = await server.step([item], deadline=min(ANSWER_SECONDS, self.deadline))
                 return result
             except DependencyLostError:
                 if time.monotonic() > end or not await server.is_healthy():
+                    self._failed[server.url] = time.monotonic()
                     raise
 
 
-class Episode(OngoingEpisode):
-    """An episode on a server. ``environment`` is its environment and the form of its states and actions.
-
-    ``end`` must be called when it is over; ``async with`` does.
-    """
-
-    def __init__(self, client: EnvironmentClient, server: EnvironmentServer, reply: ResetReply) -> None:
-        [start] = reply.episodes
-        super().__init__(start.episode, start.seed, start.state)
-        self.environment: EnvironmentInfo = reply.environment
-        self.status = StepStatus.RUNNING
-        self._client = client
-        self._server = server
-        client.count(server, 1)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the environment has ended the episode."""
-        return self.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED)
-
-    async def step(self, action: Action) -> StepResult:
-        """Take an action and move on to the state after it. A refused action changes nothing.
-
-        Raises:
-            EpisodeLostError: the environment or the server was lost.
-        """
-        try:
-            result = await self._client.step(self._server, self.step_with(action))
-        except DependencyLostError as error:
-            raise EpisodeLostError(str(error)) from error
-        if result.status is StepStatus.LOST:
-            raise EpisodeLostError(f"{self._server.url}: {result.detail}")
-        if result.status is not StepStatus.REFUSED:
-            self.follow(result)
-            self.status = result.status
-        return result
-
-    async def end(self) -> None:
-        """End the episode on its server, if the environment has not ended it."""
-        self._client.count(self._server, -1)
-        if not self.is_over:
-            try:
-                await self._server.end([self.episode], deadline=CLOSE_SECONDS)
-            except DependencyLostError:
-                return  # The server ends an episode that nobody steps.
+def differences(found: EnvironmentInfo, expected: EnvironmentInfo) -> str:
+    """Return the fields in which an environment differs from the expected one, with both values."""
+    values = ((name, getattr(found, name), getattr(expected, name)) for name in EnvironmentInfo.model_fields)
+    return ", ".join(f"its environment has {name} {a!r} instead of {b!r}" for name, a, b in values if a != b)
 
 
 async def find_servers(known: int) -> list[Endpoint]:

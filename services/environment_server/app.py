@@ -76,12 +76,16 @@ class Server:
             except Exception as error:
                 raise ConfigurationError(f"ENVIRONMENT is {settings.environment!r}: {error!r}") from error
             trial.close()
+            self.tasks = make if isinstance(make, Tasks) else None
+            declared = self.tasks or trial
             info = EnvironmentInfo(
                 id=settings.environment,
                 state=trial.state_spec,
                 action=trial.action_spec,
                 max_steps=settings.environment_max_steps,
                 seats=getattr(trial, "seats", 1),
+                deterministic=getattr(declared, "deterministic", False),
+                version=getattr(declared, "version", ""),
             )
             if info.seats > 1 and settings.eval_head_endpoint is not None:
                 raise ConfigurationError(
@@ -90,8 +94,7 @@ class Server:
                 )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.callback(self.table.drop_idle, 0.0)
-            self.tasks = make if isinstance(make, Tasks) else None
-            self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
+            self.sessions = Sessions(self.table, self.tasks, getattr(declared, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())

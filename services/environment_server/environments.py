@@ -61,12 +61,18 @@ class Conversation(ABC):
     """An environment of text for one episode: a state is the list of messages so far, an action the policy's answer.
 
     A game of several ``seats`` keeps a conversation with each of them. Seat 0 acts first.
+
+    A class that declares ``deterministic`` has the same states and rewards after the same seed and actions, in any
+    process. Its episodes go on at another server when theirs is lost. ``version`` must change when the states or
+    rewards change, because a run refuses servers of another version.
     """
 
     state_spec: ClassVar = StateSpec(kind=StateKind.MESSAGES)
     action_spec: ClassVar = ActionSpec(kind=ActionKind.TEXT)
     tools: ClassVar[tuple[Tool, ...]] = ()
     seats: ClassVar[int] = 1
+    deterministic: ClassVar[bool] = False
+    version: str = ""
 
     @abstractmethod
     async def reset(self, seed: int) -> State:
@@ -88,11 +94,14 @@ class Conversation(ABC):
 class Tasks(ABC):
     """A maker of environments whose episodes can play a numbered task: ``splits`` has the number of tasks by name.
 
+    ``deterministic`` and ``version`` are those of Conversation, for all tasks together.
     Called without a task, it makes an environment whose seed draws a task of the first split.
     """
 
     splits: Mapping[str, int]
     tools: tuple[Tool, ...] = ()
+    deterministic: bool = False
+    version: str = ""
 
     def __call__(self) -> Conversation:
         """Return the environment for an episode of any task of the first split."""

@@ -4,30 +4,35 @@ from __future__ import annotations
 
 import random
 import re
+from typing import ClassVar
 
 from services.environment_server.environments import ActionRefusedError, Conversation, Transition
 from services.protocol.evaluation import Action, State
 
 LARGEST = 100
 RULES = (
-    f"I think of a whole number from 1 to {LARGEST}. Guess it. Answer with one number; I say whether mine is higher or "
-    f"lower. You have {{turns}} guesses."
+    "I think of a whole number from 1 to {largest}. Guess it. Answer with one number; I say whether mine is higher or "
+    "lower. You have {turns} guesses."
 )
 _NUMBER = re.compile(r"-?\d{1,9}")
 
 
 class GuessingGame(Conversation):
-    """A number to guess. The right guess has reward 1, any other 0."""
+    """A number to guess, from 1 to ``largest``. The right guess has reward 1, any other 0."""
 
-    def __init__(self, turns: int) -> None:
+    deterministic: ClassVar = True
+
+    def __init__(self, turns: int, largest: int = LARGEST) -> None:
+        self.version = f"1, {turns} guesses up to {largest}"
         self._left = turns
+        self._largest = largest
         self._secret = 0
         self._messages: list[dict[str, str]] = []
 
     async def reset(self, seed: int) -> State:
         """Draw the number."""
-        self._secret = random.Random(seed).randint(1, LARGEST)
-        self._messages = [{"role": "user", "content": RULES.format(turns=self._left)}]
+        self._secret = random.Random(seed).randint(1, self._largest)
+        self._messages = [{"role": "user", "content": RULES.format(turns=self._left, largest=self._largest)}]
         return list(self._messages)
 
     async def step(self, action: Action) -> Transition:

@@ -17,7 +17,8 @@ from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, 
 class GymnasiumEnvironment:
     """One episode's environment of gymnasium. Its calls block while they compute.
 
-    A Box of observations keeps its shape; observations of any other space are flattened to a vector.
+    A Box of observations keeps its shape; observations of any other space are flattened to a vector. ``deterministic``
+    and ``version`` are attributes of the environment's class, as in Conversation.
     """
 
     def __init__(self, environment_id: str) -> None:
@@ -34,6 +35,8 @@ class GymnasiumEnvironment:
         observations, actions = self._environment.observation_space, self._environment.action_space
         if not isinstance(observations, Box):
             raise ValueError(f"its observations, {observations}, have no fixed number of numbers")
+        self.deterministic = bool(getattr(self._environment.unwrapped, "deterministic", False))
+        self.version = str(getattr(self._environment.unwrapped, "version", ""))
         self.state_spec = StateSpec(kind=StateKind.NUMBERS, shape=list(observations.shape))
         if isinstance(actions, Discrete):
             self.action_spec = ActionSpec(kind=ActionKind.INDEX, count=int(actions.n), start=int(actions.start))

@@ -23,9 +23,15 @@ MOST_STONES = 5
 ILLEGAL_ANSWERS = 3
 """The illegal answer of this number, counted by seat over the game, loses it."""
 RULES = (
-    "We play Nim. A move takes one or more stones from one heap. Whoever takes the last stone wins. Answer with a heap "
-    "and a number, such as A2."
+    "Nim: take one or more stones from one heap. Whoever takes the last stone wins. Answer with a heap and a number."
 )
+# A small model answers with moves once it has seen one.
+OPENING = (
+    {"role": "system", "content": RULES},
+    {"role": "user", "content": "A: 2, B: 1"},
+    {"role": "assistant", "content": "A1"},
+)
+"""The first messages of every seat's conversation: the rules, and a move at another position."""
 _MOVE = re.compile(rf"\b([{NAMES}])\s?(\d{{1,3}})\b")
 
 
@@ -53,17 +59,19 @@ class Nim(Conversation):
     """
 
     seats: ClassVar = 2
+    deterministic: ClassVar = True
+    version = "1"
 
     def __init__(self) -> None:
         self._heaps: list[int] = []
         self._seat = 0
         self._illegal = [0, 0]
-        self._messages: list[list[dict[str, str]]] = [[], []]
+        self._messages: list[list[dict[str, str]]] = [list(OPENING), list(OPENING)]
 
     async def reset(self, seed: int) -> State:
         """Draw the heaps."""
         self._heaps = draw_heaps(seed)
-        self._tell(f"{RULES}\n{self._position()}")
+        self._tell(self._position())
         return self._view()
 
     async def step(self, action: Action) -> Transition:
@@ -84,8 +92,7 @@ class Nim(Conversation):
             self._tell("You win.")
             return self._transition(figures, winner=self._seat)
         self._seat = 1 - self._seat
-        rules = "" if self._messages[self._seat] else f"{RULES}\n"
-        self._tell(f"{rules}I took {name}{stones}. {self._position()}")
+        self._tell(f"I took {name}{stones}. {self._position()}")
         return self._transition(figures)
 
     def _refuse(self, why: str) -> Transition:

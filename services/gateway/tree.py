@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.protocol.groups import Completion, VersionSpan
-from services.protocol.sessions import TraceSequence
+from services.protocol.sessions import TraceSequence, TurnSpan
 
 
 @dataclass(eq=False)
@@ -155,7 +155,8 @@ class Tree:
         Tokens that nobody sampled have the policy version of the turn after them.
         """
         trained: set[Turn] = set()
-        return [_sequence(path, trained) for path in self.paths()]
+        numbers = {call: number for number, call in enumerate(self.calls.values())}
+        return [_sequence(path, trained, numbers) for path in self.paths()]
 
 
 def _choices(calls: Iterable[Call]) -> list[Turn]:
@@ -163,11 +164,12 @@ def _choices(calls: Iterable[Call]) -> list[Turn]:
     return [turn for call in calls for turn in call.turns][::-1]
 
 
-def _sequence(path: list[Turn], trained: set[Turn]) -> TraceSequence:
+def _sequence(path: list[Turn], trained: set[Turn], numbers: Mapping[Call, int]) -> TraceSequence:
     ids: list[int] = []
     logprobs: list[float] = []
     mask: list[bool] = []
     spans: list[VersionSpan] = []
+    turns: list[TurnSpan] = []
     for number, turn in enumerate(path):
         completion = turn.completion
         added = turn.call.added_ids if number else []
@@ -179,6 +181,8 @@ def _sequence(path: list[Turn], trained: set[Turn]) -> TraceSequence:
         for span in completion.policy_versions:
             spans.append(VersionSpan(version=span.version, start=start, end=first + span.end))
             start = first + span.end
+        if turn not in trained and completion.completion_ids:
+            turns.append(TurnSpan(call=numbers[turn.call], start=first, end=len(ids)))
         trained.add(turn)
     last = path[-1]
     return TraceSequence(
@@ -190,4 +194,5 @@ def _sequence(path: list[Turn], trained: set[Turn]) -> TraceSequence:
         finish_reason=last.completion.finish_reason,
         text=last.message["content"] or "",
         messages=[message for turn in path for message in (*turn.call.messages, {**turn.message, "sampled": True})],
+        turns=turns,
     )

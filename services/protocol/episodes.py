@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from services.protocol.base import Count, WireModel
+from services.protocol.base import Count, Finite, WireModel
 
 
 class CalledTool(WireModel):
@@ -32,10 +32,12 @@ class EpisodeFigures(WireModel):
     """The size and shape of an episode.
 
     ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
-    one excepted. ``tool_calls`` counts the tool calls that could be parsed.
+    one excepted. ``tool_calls`` counts the tool calls that could be parsed. ``figures`` has an environment's named
+    numbers, as means over the episode's actions.
     """
 
     turns: Count = 0
     tool_calls: Count = 0
     unparsed_tool_calls: Count = 0
     branches: Count = 0
+    figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)

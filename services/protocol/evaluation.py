@@ -184,7 +184,8 @@ class EnvironmentInfo(WireModel):
     """An environment and the form of its states and actions.
 
     An environment with several ``seats`` is a game whose players, numbered from 0, take turns. Fields about seats are
-    absent from the wire where there is one.
+    absent from the wire where there is one. ``deterministic`` declares that seed and actions determine all states and
+    rewards, on every server with the same ``version``; both are absent where the environment declares nothing.
     """
 
     id: str
@@ -192,6 +193,8 @@ class EnvironmentInfo(WireModel):
     action: ActionSpec
     max_steps: int
     seats: int = Field(default=1, ge=1, exclude_if=lambda seats: seats == 1)
+    deterministic: bool = Field(default=False, exclude_if=lambda is_declared: not is_declared)
+    version: str = Field(default="", exclude_if=lambda version: not version)
 
 
 class EnvironmentServerHealth(WireModel):
@@ -320,6 +323,8 @@ class OngoingEpisode:
     state: State
     steps: int = 0
     episode_return: float = 0.0
+    seat: int = 0
+    """The seat that acts next."""
 
     @property
     def position(self) -> EpisodePosition:
@@ -344,3 +349,4 @@ class OngoingEpisode:
         assert result.state is not None
         self.state, self.steps = result.state, result.steps
         self.episode_return += result.reward
+        self.seat = result.seat or 0

@@ -118,18 +118,45 @@ class RewardResult(WireModel):
         return self
 
 
+class TurnReward(WireModel):
+    """A turn of an episode: completion tokens ``start`` to ``end`` (exclusive), and the reward that follows them.
+
+    ``number`` counts the model's turns in the episode from 0 on, in the order in which they were taken. ``reward`` is
+    that of the turn and of those after it that other sequences have, up to this sequence's next turn. So the rewards of
+    a sequence's turns from one on sum to what the episode earned from that turn on.
+    """
+
+    number: Count
+    start: Count
+    end: Count
+    reward: Finite
+
+
 class Experience(Completion):
     """A scored completion, or a sequence of an agent's episode.
 
     ``advantages`` has one number a token, for an experience that brings its own. ``episode`` is the number within the
     group of the episode that the sequence belongs to; all sequences of an episode have the same reward. An experience
     without it is an episode of one sequence. ``messages`` is the sequence's conversation, for people to read.
+    ``seat`` is the seat of a game that the sequence played; rewards are compared with those of the same seat only.
+    ``turns`` are the turns that are trained on in this sequence, in order, where the agent gave a reward for each.
     """
 
     result: RewardResult
     episode: Count | None = None
+    seat: Count | None = None
     messages: list[Message] | None = None
     advantages: list[Finite] | None = Field(default=None, max_length=MAX_TOKENS)
+    turns: list[TurnReward] | None = Field(default=None, max_length=MAX_SEQUENCES)
+
+    @model_validator(mode="after")
+    def _turns_follow_each_other(self) -> Self:
+        place = 0
+        for turn in self.turns or ():
+            if not place <= turn.start < turn.end <= len(self.completion_ids):
+                raise ValueError(f"turn {turn.number}, tokens {turn.start} to {turn.end}, overlaps another or the end")
+            place = turn.end
+        return self
 
     @model_validator(mode="after")
     def _one_advantage_per_token(self) -> Self:

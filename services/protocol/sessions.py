@@ -63,12 +63,21 @@ class RewardRequest(StrictModel):
     reason: str | None = None
 
 
+class TurnSpan(WireModel):
+    """The tokens ``start`` to ``end`` (exclusive) of a sequence, sampled by call ``call`` of the episode, from 0 on."""
+
+    call: Count
+    start: Count
+    end: Count
+
+
 class TraceSequence(WireModel):
     """One sequence of an episode's tokens, from a prompt to a leaf of its tree of calls.
 
     Every sampled token of the episode has ``loss_mask`` True in exactly one sequence and is context (False) in others.
     ``logprobs`` and ``policy_versions`` have an entry for every completion token; those of context mean nothing.
     ``messages`` is the conversation as the agent and the model wrote it; the model's messages have ``sampled`` true.
+    ``turns`` has the spans that are trained on in this sequence; calls are numbered in the order of their answers.
     """
 
     prompt_ids: list[TokenId] = Field(min_length=1)
@@ -80,6 +89,7 @@ class TraceSequence(WireModel):
     text: str = ""
     """The last turn's text."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
+    turns: list[TurnSpan] = Field(default_factory=list)
 
 
 class Trace(EpisodeFigures):

@@ -30,7 +30,7 @@ def pack(group: Group) -> bytes:
                 "finish_reason": e.finish_reason.value,
                 "result": e.result.model_dump(mode="json"),
                 "tokens": len(e.completion_ids),
-                **e.model_dump(include={"loss_mask", "advantages", "episode", "messages"}, exclude_none=True),
+                **e.model_dump(include={"loss_mask", "advantages", "episode", "messages", "turns"}, exclude_none=True),
             }
             for e in group.experiences
         ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent, asynchronous, recovery, reward
+from benchmarks import agent, asynchronous, environment, recovery, reward
 from benchmarks.common.harness import ROOT, spread
 from benchmarks.common.job import DEMO, Job, write_job_group
 from benchmarks.common.slow_rollouts import slowed
@@ -41,6 +41,16 @@ def test_an_agents_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) 
     assert agent.parsed_calls(lines[1]) == 0
     cells = [next(iter(column.cells)) for column in agent.show([result]).columns]
     assert cells == ["3", "0.00 to 1.00", "0.12 to 1.00", "0.05 to 0.90", "0.10", "3", "200"]
+
+
+def test_an_environments_run_is_shown_from_its_first_step_to_its_last(tmp_path: Path) -> None:
+    steps = [{"reward_mean": 0.25, "turns_mean": 2.5}, {"reward_mean": 1.0, "turns_mean": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    (tmp_path / "summary.json").write_text('{"accuracy_before": 0.3, "accuracy_after": 0.9}')
+    job = Job(None, tmp_path, tmp_path / "messages")  # type: ignore[arg-type]  # it has ended
+    result = environment.result_of(job, 3, 200.0)
+    cells = [next(iter(column.cells)) for column in environment.show([result]).columns]
+    assert cells == ["3", "0.25 to 1.00", "2.50 to 2.00", "0.30 to 0.90", "2", "200"]
 
 
 def never(_seed: int) -> Steps:

@@ -25,7 +25,7 @@ WHITENING_EPS = 1e-8
 class Outcomes:
     """The outcomes of a step: S scored completions, which belong to groups with a common prompt.
 
-    An agent's episode counts as one completion, however many sequences it has.
+    An agent's episode counts as one completion, however many sequences it has. Each seat of a game has its own group.
     """
 
     rewards: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -10,7 +10,7 @@ import torch
 
 from trainer.algorithm.gae import explained_variance, generalized_advantages, value_targets, whitened
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
-from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.training_groups import TokenNumbers, flags, kl_terms, spread
 from trainer.config import TrainerSettings
 
 
@@ -23,7 +23,8 @@ def with_critic_targets(
     """Return the groups of a step with a whitened advantage, a return and a value for each trained token.
 
     A completion's reward is the reward of its last token, and an episode's that of the last token of each of its
-    sequences. Advantages that came with a completion stay as they are.
+    sequences. Rewards of turns are those of the turns' last tokens. Advantages that came with a completion stay as they
+    are.
 
     Args:
         groups: all groups of the step, over whose trained tokens the advantages are whitened.
@@ -35,13 +36,13 @@ def with_critic_targets(
     sequences = [s for group in groups for s in group.sequences]
     if not any(s.trained_tokens for s in sequences):
         return list(groups)
-    value = [_spread(s, own) for s, own in zip(sequences, chain(*values), strict=True)]
-    reward = [[0.0] * (len(s.completion_ids) - 1) + [s.reward] if s.completion_ids else [] for s in sequences]
+    value = [spread(s, own) for s, own in zip(sequences, chain(*values), strict=True)]
+    reward = [_rewards(s) for s in sequences]
     rewards, old_values = (torch.tensor([*chain(*rows)], dtype=torch.float64) for rows in (reward, value))
     if reference is not None:
-        rewards -= settings.kl_coef * torch.tensor([*chain(*_distances(sequences, reference))], dtype=torch.float64)
+        rewards -= settings.kl_coef * torch.tensor([*chain(*kl_terms(sequences, reference))], dtype=torch.float64)
     lengths = torch.tensor([len(s.completion_ids) for s in sequences])
-    loss_mask = torch.tensor([*chain(*(_flags(s) for s in sequences))])
+    loss_mask = torch.tensor([*chain(*(flags(s) for s in sequences))])
     advantages = generalized_advantages(
         rewards,
         old_values,
@@ -75,18 +76,12 @@ def critic_metrics(groups: Sequence[TrainingGroup]) -> dict[str, float]:
     }
 
 
-def _flags(sequence: TrainingSequence) -> list[bool]:
-    return [True] * len(sequence.completion_ids) if sequence.loss_mask is None else sequence.loss_mask
-
-
-def _spread(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
-    """Return the numbers of a completion's trained tokens at their places among its L tokens, with 0 between them."""
-    own = iter(numbers)
-    return [next(own) if is_trained else 0.0 for is_trained in _flags(sequence)]
-
-
-def _distances(sequences: Sequence[TrainingSequence], reference: Sequence[TokenNumbers]) -> Iterator[list[float]]:
-    """Yield log(pi_behaviour / pi_reference) of each completion's L tokens, 0 outside the loss mask."""
-    for sequence, own in zip(sequences, chain(*reference), strict=True):
-        pairs = zip(sequence.trained(sequence.behaviour_logprobs), own, strict=True)
-        yield _spread(sequence, [behaviour - logprob for behaviour, logprob in pairs])
+def _rewards(sequence: TrainingSequence) -> list[float]:
+    """Return the reward of each of L tokens."""
+    rewards = [0.0] * len(sequence.completion_ids)
+    if sequence.turns:
+        for turn in sequence.turns:
+            rewards[turn.end - 1] = turn.reward
+    elif rewards:
+        rewards[-1] = sequence.reward
+    return rewards

@@ -23,6 +23,13 @@ class Aggregation(StrEnum):
     CONSTANT_LENGTH = "constant_length"
 
 
+class Credit(StrEnum):
+    """The part of an episode whose tokens share an advantage."""
+
+    EPISODE = "episode"
+    TURN = "turn"
+
+
 @dataclass(frozen=True)
 class LossMethod:
     """A policy loss as its paper has it."""

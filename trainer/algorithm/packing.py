@@ -24,6 +24,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A turn of an episode: completion tokens ``start`` to ``end``, and the reward that follows (see TurnReward)."""
+
+    number: int
+    start: int
+    end: int
+    reward: float
+
+
+@dataclass(frozen=True)
 class TrainingSequence:
     """One completion as the loss sees it: L tokens, each with its advantage."""
 
@@ -43,6 +53,10 @@ class TrainingSequence:
     """L returns that the critic is fitted to; None without a critic."""
     episode: int | None = None
     """The episode within its group; None for a completion, which is an episode of its own."""
+    turns: list[Turn] | None = None
+    """The rewards of the model's turns; None where the episode has one reward alone."""
+    seat: int | None = None
+    """The seat of a game; None elsewhere."""
 
     def __post_init__(self) -> None:
         for name in ("behaviour_logprobs", "advantages", "loss_mask", "values", "returns"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 import torch
 
@@ -11,8 +12,8 @@ from services.core.errors import ConfigurationError
 from services.core.functions import load_function
 from services.protocol.groups import Experience, FinishReason, Group, by_episode
 from trainer.algorithm.advantages import ADVANTAGE_FUNCTIONS, AdvantageFunction, Outcomes, overlong_penalty
-from trainer.algorithm.methods import is_own_function
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence
+from trainer.algorithm.methods import Credit, is_own_function
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.config import TrainerSettings
 
 TokenNumbers = list[list[float]]
@@ -42,6 +43,8 @@ def training_group(
             reward=_reward(e, settings),
             has_own_advantages=e.advantages is not None,
             episode=e.episode,
+            turns=None if e.turns is None else [Turn(**dict(turn)) for turn in e.turns],
+            seat=e.seat,
         )
         for e in scored(group)
     ]
@@ -68,10 +71,56 @@ def _loss_mask(experience: Experience, settings: TrainerSettings) -> list[bool] 
 
 
 def has_signal(group: Group, settings: TrainerSettings) -> bool:
-    """Return whether two episodes of the group have different rewards, or one has advantages of its own."""
-    sequences = training_group(group, settings).sequences
-    own = any(any(s.advantages) for s in sequences if s.has_own_advantages)
-    return own or len({s.reward for s in sequences}) > 1
+    """Return whether two episodes or turns that are compared differ in reward, or one has advantages of its own."""
+    prepared = training_group(group, settings)
+    if any(any(s.advantages) for s in prepared.sequences if s.has_own_advantages):
+        return True
+    rewards: dict[tuple[int, ...], set[float]] = {}
+    for action in actions([prepared], settings.credit):
+        rewards.setdefault(action.compared, set()).add(action.reward)
+    return any(len(different) > 1 for different in rewards.values())
+
+
+@dataclass(frozen=True)
+class Action:
+    """Tokens that get one advantage: an episode with all its sequences, or a turn.
+
+    Actions are compared with those that have an equal ``compared``: group, seat of a game (-1 where there is none), and
+    number of the turn (0 for episodes). The reward is that which follows the action.
+    """
+
+    compared: tuple[int, ...]
+    reward: float
+    spans: list[tuple[TrainingSequence, int, int]]
+    """Sequences with the first token and the end of the action's tokens."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """The number of tokens that are trained on."""
+        return sum(sum(flags(sequence)[start:end]) for sequence, start, end in self.spans)
+
+
+def actions(groups: Sequence[TrainingGroup], credit: Credit) -> list[Action]:
+    """Return the episodes of a step, or with ``Credit.TURN`` the turns of those that have rewards of turns.
+
+    The reward of a turn is the sum of its own and all later rewards of the episode.
+    """
+    found = []
+    for number, group in enumerate(groups):
+        for sequences in by_episode(group.sequences):
+            seat = -1 if sequences[0].seat is None else sequences[0].seat
+            if credit is Credit.EPISODE or not all(s.turns for s in sequences):
+                spans = [(s, 0, len(s.completion_ids)) for s in sequences]
+                found.append(Action((number, seat, 0), sequences[0].reward, spans))
+                continue
+            for s in sequences:
+                turns = list(s.turns or ())
+                following = [*accumulate(turn.reward for turn in reversed(turns))][::-1]
+                found += [
+                    Action((number, seat, turn.number), reward, [(s, turn.start, turn.end)])
+                    for turn, reward in zip(turns, following, strict=True)
+                ]
+    return found
 
 
 def with_advantages(
@@ -80,42 +129,66 @@ def with_advantages(
     """Return the groups of a step with their advantages, by the formula that ADVANTAGE names.
 
     The formula sees each episode once, with the length of all its sequences together; its advantage is that of each of
-    their tokens. A completion is an episode of one sequence.
+    their tokens. A completion is an episode of one sequence. The episodes of each seat of a game are a group to the
+    formula: the rewards of two seats have different means, since one of them begins. With CREDIT=turn the formula sees
+    each turn in the place of an episode, and the turns of one number in the place of a group; docs/algorithm.md has the
+    derivation.
 
     Args:
         groups: all groups of the step, because some formulas take statistics over the batch.
-        settings: ADVANTAGE, ADVANTAGE_EPS and KL_COEF.
+        settings: ADVANTAGE, ADVANTAGE_EPS, CREDIT and KL_COEF.
         reference: log-probabilities of the reference for each group, for KL in the reward. An episode's reward is
             then less by KL_COEF times the sum over its trained tokens of log(pi_behaviour / pi_reference): k1, whose
-            gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3).
+            gradient by way of the reward is that of KL(theta || reference) (arXiv:2501.03262, eq. 3). A turn's reward
+            has the terms of its own and the later tokens.
 
     Raises:
         ConfigurationError: ADVANTAGE names a function that cannot be had, or that returns something else.
     """
-    episodes = [(i, sequences) for i, group in enumerate(groups) for sequences in by_episode(group.sequences)]
-    if not episodes:
+    found = actions(groups, settings.credit)
+    if not found:
         return list(groups)
-    rewards = torch.tensor([sequences[0].reward for _, sequences in episodes], dtype=torch.float64)
+    rewards = torch.tensor([action.reward for action in found], dtype=torch.float64)
     if reference is not None:
-        logprobs = {
-            id(s): sum(r) for g, rs in zip(groups, reference, strict=True) for s, r in zip(g.sequences, rs, strict=True)
-        }
-        distances = [
-            sum(sum(s.trained(s.behaviour_logprobs)) - logprobs[id(s)] for s in sequences) for _, sequences in episodes
-        ]
-        rewards -= settings.kl_coef * torch.tensor(distances, dtype=torch.float64)
+        sequences = [s for group in groups for s in group.sequences]
+        distances = {id(s): own for s, own in zip(sequences, kl_terms(sequences, reference), strict=True)}
+        sums = [sum(sum(distances[id(s)][start:]) for s, start, _ in action.spans) for action in found]
+        rewards -= settings.kl_coef * torch.tensor(sums, dtype=torch.float64)
+    numbers = {compared: number for number, compared in enumerate(dict.fromkeys(a.compared for a in found))}
     outcomes = Outcomes(
         rewards=rewards,
-        group_ids=torch.tensor([i for i, _ in episodes]),
-        lengths=torch.tensor([sum(s.trained_tokens for s in sequences) for _, sequences in episodes]),
+        group_ids=torch.tensor([numbers[action.compared] for action in found]),
+        lengths=torch.tensor([action.trained_tokens for action in found]),
         eps=settings.advantage_eps,
     )
-    by_sequence = {
-        id(s): advantage
-        for (_, sequences), advantage in zip(episodes, advantage_function(settings)(outcomes).tolist(), strict=True)
-        for s in sequences
-    }
-    return [replace(g, sequences=[_with_advantage(s, by_sequence[id(s)]) for s in g.sequences]) for g in groups]
+    advantages = {id(s): [0.0] * len(s.completion_ids) for group in groups for s in group.sequences}
+    for action, advantage in zip(found, advantage_function(settings)(outcomes).tolist(), strict=True):
+        for s, start, end in action.spans:
+            advantages[id(s)][start:end] = [advantage] * (end - start)
+    return [
+        replace(
+            g, sequences=[s if s.has_own_advantages else replace(s, advantages=advantages[id(s)]) for s in g.sequences]
+        )
+        for g in groups
+    ]
+
+
+def flags(sequence: TrainingSequence) -> list[bool]:
+    """Return which of a sequence's L tokens are trained on."""
+    return [True] * len(sequence.completion_ids) if sequence.loss_mask is None else sequence.loss_mask
+
+
+def spread(sequence: TrainingSequence, numbers: Sequence[float]) -> list[float]:
+    """Return the numbers of a sequence's trained tokens at their places among its L tokens, with 0 between them."""
+    own = iter(numbers)
+    return [next(own) if is_trained else 0.0 for is_trained in flags(sequence)]
+
+
+def kl_terms(sequences: Sequence[TrainingSequence], reference: Sequence[TokenNumbers]) -> Iterator[list[float]]:
+    """Yield log(pi_behaviour / pi_reference) of each sequence's L tokens, 0 outside the loss mask."""
+    for sequence, own in zip(sequences, chain(*reference), strict=True):
+        pairs = zip(sequence.trained(sequence.behaviour_logprobs), own, strict=True)
+        yield spread(sequence, [behaviour - logprob for behaviour, logprob in pairs])
 
 
 def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
@@ -138,9 +211,3 @@ def advantage_function(settings: TrainerSettings) -> AdvantageFunction:
         return result
 
     return advantages
-
-
-def _with_advantage(sequence: TrainingSequence, advantage: float) -> TrainingSequence:
-    if sequence.has_own_advantages:
-        return sequence
-    return replace(sequence, advantages=[advantage] * len(sequence.completion_ids))

@@ -147,11 +147,19 @@ TOKENS_LOST = Measure(
 FAILED = Measure(
     "episodes_failed_<reason>", "trainer_episodes_failed_total", "Episodes of an agent without a reward, by reason."
 )
+ENVIRONMENT = Measure(
+    "environment_<figure>",
+    "trainer_environment_mean",
+    "Mean over episodes of a figure that the environment gives about actions, such as the share of legal moves.",
+)
+WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (TOKENS_LOST, re.compile(r"episode_tokens_lost_(?P<reason>\w+)")),
     (FAILED, re.compile(r"episodes_failed_(?P<reason>.+)")),
+    (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
+    (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),
 )
 """Measures with several columns each. The groups of the pattern in a column's name become the metric's labels."""

@@ -110,6 +110,8 @@ def _record(step: int, group: Group, e: Experience) -> dict[str, Any]:
         "trained_tokens": e.trained_tokens,
         "result": e.result.model_dump(mode="json", exclude_none=True),
     }
+    if e.turns:
+        record["turn_rewards"] = [turn.reward for turn in e.turns]
     if e.episode is not None:
         figures = (group.episode_figures or {}).get(e.episode)
         messages = [message.model_dump(exclude_defaults=True) for message in e.messages or ()]

@@ -85,14 +85,25 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
         "truncation_rate": statistics.fmean(
             any(e.finish_reason is FinishReason.LENGTH for e in sequences) for sequences in episodes
         ),
-        "zero_variance_groups": float(sum(len({e.reward for e in g.experiences} - {None}) < 2 for g in groups)),
+        "zero_variance_groups": float(sum(_has_equal_rewards(g) for g in groups)),
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": float(max(staleness)),
     }
     if rewards:
         metrics["reward_mean"] = statistics.fmean(rewards)
         metrics["reward_std"] = statistics.pstdev(rewards)
-    return metrics | _episode_metrics(groups) | _reward_parts([sequences[0] for sequences in episodes])
+    return (
+        metrics
+        | _episode_metrics(groups)
+        | _win_rates(episodes)
+        | _reward_parts([sequences[0] for sequences in episodes])
+    )
+
+
+def _has_equal_rewards(group: Group) -> bool:
+    """Return whether no two episodes of the same seat have different rewards."""
+    scored = {(e.seat, e.reward) for e in group.experiences if e.reward is not None}
+    return len(scored) == len({seat for seat, _ in scored})
 
 
 def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -103,6 +114,9 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     parsed = sum(f.tool_calls for f in figures)
     written = parsed + sum(f.unparsed_tool_calls for f in figures)
     failed = sum((Count(group.episodes_failed) for group in groups), Count())
+    named: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (item for f in figures for item in f.figures.items()):
+        named[name].append(value)
     metrics = {
         "turns_mean": statistics.fmean(f.turns for f in figures),
         "turns_max": float(max(f.turns for f in figures)),
@@ -110,8 +124,18 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "branches_mean": statistics.fmean(f.branches for f in figures),
         "episodes_failed": float(failed.total()),
         **{f"episodes_failed_{reason}": float(count) for reason, count in failed.items()},
+        **{f"environment_{name}": statistics.fmean(values) for name, values in named.items()},
     }
     return metrics | ({"tool_calls_parsed": parsed / written} if written else {})
+
+
+def _win_rates(episodes: Sequence[Sequence[Experience]]) -> dict[str, float]:
+    """Return the share of games that each seat won, those with a positive return; nothing without games."""
+    won: defaultdict[int, list[bool]] = defaultdict(list)
+    for first, *_ in episodes:
+        if first.seat is not None and first.reward is not None:
+            won[first.seat].append(first.reward > 0)
+    return {f"win_rate_seat_{seat}": statistics.fmean(games) for seat, games in sorted(won.items())}
 
 
 def _reward_parts(experiences: Sequence[Experience]) -> dict[str, float]:

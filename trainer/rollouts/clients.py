@@ -15,7 +15,8 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.weights.adapter_files import ADAPTER_NAME
-from trainer.config import Rollout, TrainerSettings
+from trainer.config import SELF, Rollout, TrainerSettings
+from trainer.rollouts.opponent import Opponent
 
 
 @dataclass
@@ -30,6 +31,8 @@ class Clients:
     """None where completions answer prompts."""
     environments: EnvironmentClient | None = None
     """None where no environment-server is played on."""
+    opponent: Opponent | None = None
+    """None where the model in training plays every seat."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -50,6 +53,7 @@ class Clients:
             ),
             None if settings.rollout is Rollout.COMPLETION else GatewayClient(token=token, deadline=deadline),
             EnvironmentClient(token=token, deadline=deadline) if settings.rollout is Rollout.ENVIRONMENT else None,
+            None if settings.opponent == SELF else Opponent(settings),
         )
 
     @property
@@ -62,6 +66,8 @@ class Clients:
         """Open the clients."""
         for client in (*self.services, self.rollouts):
             await self._stack.enter_async_context(client)
+        if self.opponent is not None:
+            await self._stack.enter_async_context(self.opponent)
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until all services but the rollout workers are healthy.

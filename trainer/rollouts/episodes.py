@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from typing import TypeVar
 
 import httpx
 from prometheus_client import Counter
 
-from services.agents import Agent, AgentFailedError, Example, load_agent, play
-from services.clients.environment import EnvironmentClient
+from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Example, load_agent, play
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
@@ -25,7 +26,7 @@ from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import Program, episodes_at_once
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, TurnReward, VersionSpan
 from services.protocol.prompts import Prompt
 from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
 from services.weights.adapter_files import ADAPTER_NAME
@@ -60,6 +61,11 @@ class Episode:
     trace: Trace
     result: RewardResult
     failure: AgentFailedError | None
+    turn_rewards: Sequence[float] = ()
+    """One a call of the model; none where the agent gave the episode's reward alone."""
+    figures: dict[str, float] = field(default_factory=dict)
+    seat: int | None = None
+    """The seat of a game; None where there is one seat."""
 
 
 def why_failed(episode: Episode | None) -> str | None:
@@ -83,43 +89,40 @@ class EpisodeMaker(GroupMaker):
         gateway: GatewayClient,
         rollouts: RolloutClient,
         rewards: RewardClient,
-        environments: EnvironmentClient | None = None,
+        player: EnvironmentPlayer | None = None,
     ) -> None:
-        """Make or import the agent.
+        """Make or import the agent, where no ``player`` plays games of an environment.
 
         Raises:
             ConfigurationError: it cannot be imported, or is no ``async def``.
         """
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
-        self.agent = _agent(settings, environments)
+        self.player = player
+        self.agent = None if player else _agent(settings)
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
-        self._places = asyncio.Semaphore(settings.agent_concurrency or episodes_at_once(self.agent))
+        at_once = EPISODES_AT_ONCE if self.agent is None else episodes_at_once(self.agent)
+        self._places = asyncio.Semaphore(settings.agent_concurrency or at_once)
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
         self._certificates = httpx.create_ssl_context()
 
     async def sample_group(self, prompt: Prompt, params: SamplingParams, n: int, seed: int) -> Group | None:
         """Play ``n`` episodes and return their sequences as a group; None when every episode failed."""
-        requests = [
-            CreateSessionRequest(
-                # Another attempt at the same prompt, after a restart, must not continue this session.
-                id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}-{index}-{uuid.uuid4().hex[:12]}",
-                group_id=f"{self.settings.run_id}-{prompt.epoch}-{prompt.position}",
-                index=index,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                seed=derive_seed(seed, index),
-                max_turn_tokens=params.max_new_tokens,
-                max_turns=self.settings.agent_max_turns,
-                max_tokens=self.settings.agent_max_tokens,
-                deadline_seconds=self.settings.agent_seconds,
-                lora_path=ADAPTER_NAME if self.settings.lora_rank else None,
-            )
-            for index in range(n)
-        ]
-        played = await asyncio.gather(*(self._episode(prompt, request) for request in requests))
+        if self.player is None:
+            requests = [self._request(prompt, params, seed, index) for index in range(n)]
+            games = await asyncio.gather(*(self._answer(prompt, request) for request in requests))
+        else:
+            try:
+                seats = await self.player.trained_seats(prompt)
+            except (AgentFailedError, DependencyLostError, RequestRefusedError) as error:
+                self.leave_out(prompt, error)
+                return None
+            requests = [self._request(prompt, params, seed, index) for index in range(n * len(seats))]
+            tables = (requests[i : i + len(seats)] for i in range(0, len(requests), len(seats)))
+            games = await asyncio.gather(*(self._game(self.player, prompt, table, seats) for table in tables))
+        played = [episode for game in games for episode in game]
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
         self._failed.update(filter(None, map(why_failed, played)))
@@ -129,10 +132,49 @@ class EpisodeMaker(GroupMaker):
             return None
         self.failed_in_a_row = 0
         failed, self._failed = self._failed, Tally()
-        names = set(EpisodeFigures.model_fields)
-        figures = {e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names)) for e in episodes}
+        names = set(EpisodeFigures.model_fields) - {"figures"}
+        figures = {
+            e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names), figures=e.figures) for e in episodes
+        }
         group = self.group(prompt, prompt_ids, experiences)
         return group.model_copy(update={"episode_figures": figures, "episodes_failed": dict(failed)})
+
+    def _request(self, prompt: Prompt, params: SamplingParams, seed: int, index: int) -> CreateSessionRequest:
+        settings = self.settings
+        group_id = f"{settings.run_id}-{prompt.epoch}-{prompt.position}"
+        return CreateSessionRequest(
+            # Another attempt at the same prompt, after a restart, must not continue this session.
+            id=f"{group_id}-{index}-{uuid.uuid4().hex[:12]}",
+            group_id=group_id,
+            index=index,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=derive_seed(seed, index),
+            max_turn_tokens=params.max_new_tokens,
+            max_turns=settings.agent_max_turns,
+            max_tokens=settings.agent_max_tokens,
+            deadline_seconds=settings.agent_seconds,
+            lora_path=ADAPTER_NAME if settings.lora_rank else None,
+        )
+
+    async def _answer(self, prompt: Prompt, request: CreateSessionRequest) -> list[Episode | None]:
+        """Let the agent play an episode."""
+        assert self.agent is not None
+        async with self._places:
+            return [await self._episode(prompt, request, self.agent)]
+
+    async def _game(
+        self, player: EnvironmentPlayer, prompt: Prompt, requests: Sequence[CreateSessionRequest], seats: Sequence[int]
+    ) -> list[Episode | None]:
+        """Play a game; each of its ``seats`` that are trained is an episode with a session of its own."""
+        has_others = await player.seats() > 1
+        async with self._places, player.game(prompt, seats) as game:
+            return await asyncio.gather(
+                *(
+                    self._episode(prompt, request, partial(game.answer, seat), seat if has_others else None)
+                    for request, seat in zip(requests, seats, strict=True)
+                )
+            )
 
     def _why_failed(self, episodes: Sequence[Episode]) -> Exception:
         """Return the reason why no episode of a prompt is of use."""
@@ -146,15 +188,17 @@ class EpisodeMaker(GroupMaker):
             return DependencyLostError(f"no engine answered within AGENT_SECONDS: {failures[-1]}")
         return failures[-1]
 
-    async def _episode(self, prompt: Prompt, request: CreateSessionRequest) -> Episode | None:
+    async def _episode(
+        self, prompt: Prompt, request: CreateSessionRequest, agent: Agent, seat: int | None = None
+    ) -> Episode | None:
         """Play an episode; None, counted, if the gateway failed."""
-        async with self._places:
-            if await self._asked(self.gateway.create(request)) is None:
-                return None
-            result, failure = await self._play(prompt, request.id)
-            if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
-                return None
-            trace = await self._asked(self.gateway.finish(request.id))
+        if await self._asked(self.gateway.create(request)) is None:
+            return None
+        example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
+        result, failure = await self._play(agent, example, request.id)
+        if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
+            return None
+        trace = await self._asked(self.gateway.finish(request.id))
         if trace is None:
             return None
         await self._delete(request.id)
@@ -162,7 +206,7 @@ class EpisodeMaker(GroupMaker):
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
-        return Episode(trace, result, failure)
+        return _judged(Episode(trace, result, failure, example.turn_rewards, example.figures, seat))
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
@@ -178,19 +222,20 @@ class EpisodeMaker(GroupMaker):
             self._gateway_error = error
             return None
 
-    async def _play(self, prompt: Prompt, session_id: str) -> tuple[RewardResult, AgentFailedError | None]:
+    async def _play(
+        self, agent: Agent, example: Example, session_id: str
+    ) -> tuple[RewardResult, AgentFailedError | None]:
         """Let the agent play, and return the result of the episode, with the agent's error if it failed.
 
         Raises:
             DependencyLostError: the reward-server was lost.
         """
         seconds = self.settings.agent_seconds
-        example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
         try:
             transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
             async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
                 reward = await play(
-                    self.agent,
+                    agent,
                     example,
                     seconds,
                     base_url=self.gateway.agent_url(session_id),
@@ -238,16 +283,26 @@ def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
     """
     if clients.gateway is None:
         return GroupMaker(settings, clients.rollouts, clients.rewards)
-    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards, clients.environments)
+    player = None if clients.environments is None else EnvironmentPlayer(clients.environments, clients.opponent)
+    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards, player)
 
 
-def _agent(settings: TrainerSettings, environments: EnvironmentClient | None) -> Agent:
+def _agent(settings: TrainerSettings) -> Agent:
     if settings.rollout is Rollout.PROGRAM:
         return Program(settings.agent_command)
-    if settings.rollout is Rollout.AGENT:
-        return load_agent("AGENT", settings.agent)
-    assert environments is not None
-    return EnvironmentPlayer(environments)
+    return load_agent("AGENT", settings.agent)
+
+
+def _judged(episode: Episode) -> Episode:
+    """Return an episode; without a reward if the agent's rewards of turns are not one finite number a call."""
+    rewards, calls = episode.turn_rewards, episode.trace.turns
+    if not rewards or episode.result.reward is None or (len(rewards) == calls and all(map(math.isfinite, rewards))):
+        return episode
+    reason = (
+        f"the agent's turn_rewards are {len(rewards)} for {calls} calls of the model, or not finite; give one a call"
+    )
+    failure = AgentFailedError(reason, "turn_rewards")
+    return replace(episode, result=RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason), failure=failure)
 
 
 def as_failure(error: Exception) -> AgentFailedError:
@@ -298,5 +353,28 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         finish_reason=sequence.finish_reason,
         result=episode.result,
         episode=episode.trace.index,
+        seat=episode.seat,
         messages=readable(sequence.messages),
+        turns=_turns(episode, sequence, len(context)),
     )
+
+
+def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[TurnReward] | None:
+    """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
+
+    The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
+    """
+    rewards = list(episode.turn_rewards)
+    if not rewards or not sequence.turns or episode.result.reward is None:
+        return None
+    rewards[-1] += episode.result.reward - math.fsum(rewards)
+    calls = [turn.call for turn in sequence.turns]
+    return [
+        TurnReward(
+            number=turn.call,
+            start=turn.start + context,
+            end=turn.end + context,
+            reward=math.fsum(rewards[turn.call : following]),
+        )
+        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
+    ]

@@ -19,8 +19,9 @@ export function meanReward(group) {
 }
 
 /** Returns the size and shape of an episode as [name, text] pairs; none for a completion. */
-export function figures([{ turns, tool_calls: parsed, unparsed_tool_calls: unparsed, branches }]) {
+export function figures([{ turns, tool_calls: parsed, unparsed_tool_calls: unparsed, branches, turn_rewards: rewards }]) {
   if (turns === undefined) return [];
   const calls = parsed + unparsed ? [["tool calls", `${count(parsed + unparsed)}${unparsed ? ` (${count(unparsed)} unreadable)` : ""}`]] : [];
-  return [["turns", count(turns)], ...calls, ...(branches ? [["branches", count(branches)]] : [])];
+  const earned = rewards ? [["rewards of turns", rewards.map((reward) => Number(reward.toFixed(3))).join(", ")]] : [];
+  return [["turns", count(turns)], ...earned, ...calls, ...(branches ? [["branches", count(branches)]] : [])];
 }

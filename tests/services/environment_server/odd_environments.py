@@ -1,5 +1,6 @@
 """Environments that misbehave: ``ENVIRONMENT=tests.services.environment_server.odd_environments:Odd/Sleepy-v0``."""
 
+import os
 import threading
 
 import gymnasium
@@ -130,3 +131,14 @@ class Fragile(Choosy):
         if action == "break":
             raise RuntimeError("it broke")
         return await super().step("yes")
+
+
+class Dice(Choosy):
+    """A question that declares that it is deterministic, although its first state is another one in each process."""
+
+    deterministic = True
+    version = "2"
+
+    async def reset(self, seed):
+        self._messages = [{"role": "user", "content": f"Process {os.getpid()}. Yes or no?"}]
+        return self._messages

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.environment_server.nim import ILLEGAL_ANSWERS, MOST_STONES, NAMES, Nim, draw_heaps, is_optimal
+from services.environment_server.nim import ILLEGAL_ANSWERS, MOST_STONES, NAMES, OPENING, Nim, draw_heaps, is_optimal
 
 
 def moves_of(heaps: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -91,12 +91,10 @@ async def test_each_seat_has_its_own_conversation(serving: Any, app: Any) -> Non
             [0, 0],
             {"legal_moves": 1, "optimal_moves": 1},
         )
-        assert [message["role"] for message in first["state"]] == ["user"]
-        assert first["state"][0]["content"].endswith("I took B1. A: 1, B: 1")
+        assert first["state"] == [*OPENING, {"role": "user", "content": "I took B1. A: 1, B: 1"}]
         second = await step(1, "A1")
         assert "optimal_moves" not in second["figures"]
-        assert [message["role"] for message in second["state"]] == ["user", "assistant", "user"]
-        assert second["state"][0] == start["state"][0]
+        assert [message["content"] for message in second["state"][3:]] == ["A: 1, B: 2", "B1", "I took A1. A: 0, B: 1"]
         assert await step(1, "A1") == second
         last = await step(2, "B1")
         assert (last["status"], last["seat"], last["rewards"]) == ("terminated", 0, [1, -1])

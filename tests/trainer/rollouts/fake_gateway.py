@@ -95,6 +95,9 @@ class FakeGateway(dict[str, Route]):
         else:
             self._extend(session.sequences[place], rendered[len(session.texts[place]) :], is_sampled=False)
         self._extend(session.sequences[place], said + END, is_sampled=True)
+        end = len(session.sequences[place]["completion_ids"])
+        span = {"call": session.turns - 1, "start": end - len(said + END), "end": end}
+        session.sequences[place].setdefault("turns", []).append(span)
         session.sequences[place]["text"] = said
         session.sequences[place]["messages"] = [*messages, {"role": "assistant", "content": said, "sampled": True}]
         session.texts[place:] = [rendered + said + END, *session.texts[place + 1 :]]

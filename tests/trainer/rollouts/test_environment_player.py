@@ -112,6 +112,9 @@ def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
         assert group is not None
         returns.append(group.rewards[0])
     assert returns[-1] == 1.0
+    turns = group.experiences[0].turns
+    assert turns is not None
+    assert [turn.reward for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
 
 
 @pytest.mark.parametrize("stage", [f"{ODD}Choosy"], indirect=True)

@@ -105,6 +105,28 @@ async def silent(example: Any, **endpoint: Any) -> float:
     return 1.0
 
 
+async def paid_by_turn(example: Any, **endpoint: Any) -> float:
+    """Give 0.25 for the first turn and nothing for the second; the episode has 1.0 in all."""
+    await two_turns(example, **endpoint)
+    example.turn_rewards += [0.25, 0.0]
+    return 1.0
+
+
+async def paid_by_branch(example: Any, **endpoint: Any) -> float:
+    """Forget the first of three turns before the second."""
+    talk = Talk(**endpoint)
+    await compacting(example, **endpoint)
+    await talk.say([{"role": "user", "content": f"{example.prompt} again"}])
+    example.turn_rewards += [1.0, 2.0, 4.0]
+    return 7.0
+
+
+async def pays_one_turn_only(example: Any, **endpoint: Any) -> float:
+    await two_turns(example, **endpoint)
+    example.turn_rewards.append(1.0)
+    return 1.0
+
+
 @dataclass
 class Stage:
     """The fakes and the clients that speak to them."""
@@ -194,6 +216,35 @@ def test_a_branch_is_another_sequence_of_its_episode_with_the_same_reward(stage:
     first, second = group.episodes[0]
     assert (first.completion_ids, first.loss_mask) == (ids("\nnote\n"), [False] + [True] * 5)
     assert (second.completion_ids, second.loss_mask) == (ids(" note\n42\n"), [False] * 6 + [True] * 3)
+
+
+def test_turns_have_the_rewards_that_the_agent_gave_and_the_last_one_the_rest(stage: Stage) -> None:
+    group = stage.group(paid_by_turn)
+    assert group is not None
+    for e in group.experiences:
+        turns = [(e.completion_ids[t.start : t.end], t.number, t.reward) for t in e.turns or ()]
+        assert turns == [(ids("call\n"), 0, 0.25), (ids("42\n"), 1, 0.75)]
+    assert group.rewards == [1.0, 1.0]
+
+
+def test_a_sequence_that_ends_has_the_rewards_of_later_sequences_in_its_last_turn(stage: Stage) -> None:
+    group = stage.group(paid_by_branch)
+    assert group is not None
+    earned = [[(t.number, t.reward) for t in e.turns or ()] for e in group.episodes[0]]
+    assert earned == [[(0, 7.0)], [(1, 6.0)], [(2, 4.0)]]
+    assert [e.turns[0].start for e in group.episodes[0] if e.turns] == [1, 6, 7], "behind what the prompts do not share"
+
+
+def test_rewards_that_are_not_one_a_turn_make_an_episode_fail(stage: Stage) -> None:
+    maker = stage.maker(pays_one_turn_only)
+    assert stage.thread.call(maker.make_group(PROMPT)) is None
+    assert "1 for 2 calls of the model" in str(maker.last_failure)
+
+
+def test_an_agent_without_rewards_of_turns_has_none(stage: Stage) -> None:
+    group = stage.group(two_turns)
+    assert group is not None
+    assert [e.turns for e in group.experiences] == [None, None]
 
 
 def test_tokens_of_a_branch_without_a_common_prompt_are_counted_as_lost(stage: Stage) -> None:

@@ -101,6 +101,30 @@ def test_tokens_that_the_policy_did_not_sample_are_read_and_not_trained_on() -> 
     assert sequence.trained(["a", "b", "c"]) == ["a", "c"]
 
 
+def seated(*rewards: float) -> Group:
+    """Return a group of games: even numbers of ``rewards`` are seat 0's, odd ones seat 1's."""
+    return group(*(experience(reward, episode=i, seat=i % 2) for i, reward in enumerate(rewards)))
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "pass_at_k"])
+def test_the_rewards_of_a_seat_are_compared_with_those_of_the_same_seat(advantage: str) -> None:
+    settings = SETTINGS.model_copy(update={"advantage": advantage})
+    # Seat 0 wins three games of four, so that its win is worth less than the one of seat 1.
+    zero, one = [1.0, 1.0, 1.0, -1.0], [-1.0, -1.0, -1.0, 1.0]
+    both = advantages(seated(*(reward for game in zip(zero, one, strict=True) for reward in game)), settings)
+    assert both[::2] == advantages(group(*map(experience, zero)), settings)
+    assert both[1::2] == advantages(group(*map(experience, one)), settings)
+
+
+def test_a_group_in_which_each_seat_always_gets_the_same_teaches_nothing() -> None:
+    decided = seated(1.0, -1.0, 1.0, -1.0)
+    assert set(advantages(decided)) == {0.0}
+    assert not has_signal(decided, SETTINGS)
+    assert has_signal(seated(1.0, -1.0, -1.0, 1.0), SETTINGS)
+    metrics = group_metrics([decided, seated(1.0, -1.0, -1.0, 1.0)], 3)
+    assert (metrics["zero_variance_groups"], metrics["completions"]) == (1, 8)
+
+
 def test_an_experience_may_bring_the_advantages_of_its_tokens() -> None:
     made = group(experience(1.0, advantages=[0.25, -0.5]), experience(1.0))
     (trained,) = with_advantages([training_group(made, SETTINGS)], SETTINGS)

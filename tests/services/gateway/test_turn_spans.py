@@ -1,0 +1,47 @@
+"""Traces say which call of the model sampled which tokens."""
+
+from __future__ import annotations
+
+from services.gateway.tree import Call, Tree, Turn
+from services.protocol.groups import Completion, FinishReason, VersionSpan
+
+
+def call(tree: Tree, parent: Turn | None, added: list[int], *sampled: list[int]) -> list[Turn]:
+    """Add a call that continues ``parent`` with ``added``; return its turns, one for each of ``sampled``."""
+    name = f"c{len(tree.calls)}"
+    made = Call(name, parent, added, [], {}, {})
+    for number, ids in enumerate(sampled):
+        completion = Completion(
+            completion_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            policy_versions=[VersionSpan(version=1, start=0, end=len(ids))],
+            finish_reason=FinishReason.STOP,
+        )
+        made.turns.append(Turn(made, completion, {"content": name}, f"{name}{number}".encode(), 0))
+    tree.add(made)
+    return made.turns
+
+
+def spans(tree: Tree) -> list[list[tuple[int, list[int]]]]:
+    """Return by sequence the calls and their tokens."""
+    return [[(t.call, s.completion_ids[t.start : t.end]) for t in s.turns] for s in tree.sequences()]
+
+
+def test_the_turns_of_a_conversation_are_its_calls_in_order() -> None:
+    tree = Tree()
+    [first] = call(tree, None, [1, 2], [10, 11])
+    [second] = call(tree, first, [3, 4, 5], [20])
+    call(tree, second, [6], [30, 31])
+    assert spans(tree) == [[(0, [10, 11]), (1, [20]), (2, [30, 31])]]
+    [sequence] = tree.sequences()
+    covered = [place for turn in sequence.turns for place in range(turn.start, turn.end)]
+    assert [place for place, is_trained in enumerate(sequence.loss_mask) if is_trained] == covered
+
+
+def test_a_turn_is_in_the_sequence_that_is_trained_on_it() -> None:
+    tree = Tree()
+    [first] = call(tree, None, [1], [10])
+    call(tree, first, [2], [20])
+    call(tree, first, [3], [30], [31])
+    call(tree, None, [4], [40])
+    assert spans(tree) == [[(0, [10]), (1, [20])], [(2, [30])], [(2, [31])], [(3, [40])]]

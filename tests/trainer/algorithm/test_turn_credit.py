@@ -1,0 +1,120 @@
+"""CREDIT=turn, and rewards of turns with a critic, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from services.protocol.groups import Group
+from trainer.algorithm.critic_targets import with_critic_targets
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.training_groups import has_signal, with_advantages
+from trainer.config import TrainerSettings
+from trainer.team import _decoded
+
+
+def settings_of(**options: Any) -> TrainerSettings:
+    return TrainerSettings.load(**({"rollout": "environment", "credit": "turn", "advantage": "dr_grpo"} | options))
+
+
+def episode(*rewards: float, number: int = 0, tokens: int = 1) -> TrainingSequence:
+    """Return an episode whose turns have ``tokens`` tokens each, and a token of the environment between two."""
+    size = tokens + 1
+    turns = [Turn(number=i, start=i * size, end=i * size + tokens, reward=r) for i, r in enumerate(rewards)]
+    mask = ([True] * tokens + [False]) * len(rewards)
+    n = len(mask)
+    return TrainingSequence([5] * n, [-1.0] * n, [0.0] * n, mask, sum(rewards), episode=number, turns=turns)
+
+
+def advantages(*sequences: TrainingSequence, settings: TrainerSettings, **given: Any) -> list[list[float]]:
+    [group] = with_advantages([TrainingGroup([1], list(sequences))], settings, **given)
+    return [s.trained(s.advantages) for s in group.sequences]
+
+
+def test_a_turn_has_the_rewards_from_it_on_less_their_mean_over_the_episodes_that_have_it() -> None:
+    # Rewards to go: 3, 2; 1, 1; 4. Means: 8/3 of the first turns, 3/2 of the second ones.
+    found = advantages(episode(1, 2), episode(0, 1, number=1), episode(4, number=2), settings=settings_of())
+    assert found[0] == pytest.approx([1 / 3, 0.5])
+    assert found[1] == pytest.approx([-5 / 3, -0.5])
+    assert found[2] == pytest.approx([4 / 3])
+
+
+def test_every_formula_sees_the_turns_of_one_number_as_a_group() -> None:
+    sequences = (episode(1, 2), episode(0, 1, number=1), episode(4, number=2))
+    rloo = advantages(*sequences, settings=settings_of(advantage="rloo"))
+    assert rloo[0] == pytest.approx([3 - 2.5, 2 - 1])
+    grpo = advantages(*sequences, settings=settings_of(advantage="grpo", advantage_eps=0))
+    # Standard deviations with ddof 1: of 3, 1, 4 and of 2, 1.
+    assert grpo[0] == pytest.approx([(1 / 3) / math.sqrt(7 / 3), 0.5 / math.sqrt(0.5)])
+
+
+def test_tokens_of_a_turn_share_its_advantage_and_the_environments_have_none() -> None:
+    [group] = with_advantages([TrainingGroup([1], [episode(1, 2, tokens=2), episode(0, 0, number=1)])], settings_of())
+    assert group.sequences[0].advantages == pytest.approx([1.5, 1.5, 0, 1, 1, 0])
+
+
+def test_a_turn_that_one_episode_alone_has_gets_no_advantage() -> None:
+    assert advantages(episode(1, 1), episode(0, number=1), settings=settings_of())[0] == pytest.approx([1, 0])
+
+
+def test_credit_is_the_episodes_by_default_and_where_turns_have_no_rewards() -> None:
+    one, two = episode(1, 2), episode(0, 1, number=1)
+    assert advantages(one, two, settings=settings_of(credit="episode")) == [[1.0, 1.0], [-1.0, -1.0]]
+    bare = [replace(s, turns=None) for s in (one, two)]
+    assert advantages(*bare, settings=settings_of()) == [[1.0, 1.0], [-1.0, -1.0]]
+
+
+def test_a_turn_pays_the_kl_of_its_own_and_the_later_tokens() -> None:
+    settings = settings_of(kl_coef=0.5, kl_in_reward=True)
+    # log(pi_behaviour / pi_reference) is 1 and 2 in the first episode, 0 in the second.
+    reference = [[[-2.0, -3.0], [-1.0, -1.0]]]
+    found = advantages(episode(1, 2), episode(1, 2, number=1), settings=settings, reference=reference)
+    # Rewards to go less KL: 3 - 1.5, 2 - 1; 3, 2.
+    assert found == [pytest.approx([-0.75, -0.5]), pytest.approx([0.75, 0.5])]
+
+
+def test_episodes_of_equal_returns_differ_by_their_turns() -> None:
+    def experience(number: int, *rewards: float) -> dict[str, Any]:
+        turns = [{"number": i, "start": i, "end": i + 1, "reward": r} for i, r in enumerate(rewards)]
+        return {
+            "completion_ids": [5] * len(rewards),
+            "logprobs": [-1.0] * len(rewards),
+            "policy_versions": [{"version": 1, "start": 0, "end": len(rewards)}],
+            "finish_reason": "stop",
+            "result": {"reward": sum(rewards)},
+            "episode": number,
+            "turns": turns,
+        }
+
+    fields = {"group_id": "g", "prompt": "", "ground_truth": "", "prompt_ids": [1]}
+    early, late = experience(0, 1, 0), experience(1, 0, 1)
+    made = Group.model_validate(fields | {"experiences": [early, late]})
+    assert has_signal(made, settings_of())
+    assert not has_signal(made, settings_of(credit="episode"))
+    assert not has_signal(Group.model_validate(fields | {"experiences": [early, experience(1, 1, 0)]}), settings_of())
+
+
+def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
+    settings = TrainerSettings.load(rollout="environment", advantage="gae", gamma=0.5)
+    # Two turns of two tokens; rewards 1 and 4. Returns: 1/2 + 4/8, 1 + 4/4, 4/2, 4.
+    values = [[[0.0] * 4]]
+    [group] = with_critic_targets([TrainingGroup([1], [episode(1, 4, tokens=2)])], settings, values)
+    [sequence] = group.sequences
+    assert sequence.trained(sequence.returns or []) == pytest.approx([1.0, 2.0, 2.0, 4.0])
+
+
+def test_groups_with_turns_reach_the_other_ranks_as_they_are() -> None:
+    groups = [TrainingGroup([1], [episode(1, 2), replace(episode(3), turns=None)])]
+    assert _decoded({"groups": orjson.loads(orjson.dumps(groups))})["groups"] == groups
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [({"rollout": "completion"}, "one turn"), ({"advantage": "gae"}, "critic")]
+)
+def test_credit_that_nothing_reads_is_refused(options: dict[str, str], why: str) -> None:
+    with pytest.raises(Exception, match=f"CREDIT is turn, but.*{why}"):
+        settings_of(**options)

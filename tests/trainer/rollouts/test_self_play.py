@@ -1,0 +1,239 @@
+"""Games of several seats as training data: self-play, and a seat against a fixed model or an earlier version."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import reduce
+from operator import xor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.clients.data import DataClient
+from services.clients.environment import EnvironmentClient
+from services.clients.gateway import GatewayClient
+from services.clients.replay import ReplayClient
+from services.clients.reward import RewardClient
+from services.clients.rollout import RolloutClient
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.embedded_engine.http.app import create_app as create_engine
+from services.embedded_engine.settings import EngineSettings
+from services.environment_server.app import create_app
+from services.environment_server.nim import NAMES, draw_heaps
+from services.environment_server.settings import EnvironmentSettings
+from services.protocol.prompts import Prompt
+from services.weights.policy_store import PolicyStore
+from tests.fake_service import FakeService, fake_service
+from tests.services.clients.test_environment import address_of
+from tests.services.run_page.serving import served_ready
+from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
+from tests.trainer.rollouts.test_environment_player import Stage
+from trainer.config import TrainerSettings
+from trainer.reporting.step_metrics import group_metrics
+from trainer.rollouts.clients import Clients
+from trainer.rollouts.game import Seat
+from trainer.rollouts.opponent import Opponent
+from trainer.service_thread import ServiceThread
+
+Messages = list[dict[str, Any]]
+
+
+def prompt_of(seed: int) -> Prompt:
+    return Prompt(id=f"seeds/train/{seed}", prompt=f"seed {seed}", ground_truth=str(seed), epoch=0, position=seed)
+
+
+def heaps_of(messages: Messages) -> list[int]:
+    """Return the heaps that the last message tells."""
+    return [int(stones) for stones in re.findall(r"[ABC]: (\d)", messages[-1]["content"])]
+
+
+def optimal(messages: Messages) -> str:
+    """Return a move that wins, or else one stone of the first heap with any."""
+    heaps = heaps_of(messages)
+    value = reduce(xor, heaps)
+    wins = [(i, stones - (stones ^ value)) for i, stones in enumerate(heaps) if stones ^ value < stones]
+    heap, stones = (wins or [(i, 1) for i, stones in enumerate(heaps) if stones])[0]
+    return f"{NAMES[heap]}{stones}"
+
+
+def seed_won_by(seat: int, parity: int | None = None) -> int:
+    """Return a seed whose game the seat wins; its remainder by two is ``parity``, unless that is None."""
+    return next(
+        seed for seed in range(200) if (reduce(xor, draw_heaps(seed)) == 0) == bool(seat) and parity in (None, seed % 2)
+    )
+
+
+@pytest.fixture
+def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    """A job group whose environment-server has Nim, and whose model plays optimally."""
+    name = getattr(request, "param", "nim")
+    server = create_app(EnvironmentSettings(environment=name, environment_server_name="a"))
+    gateway = FakeGateway(optimal)
+    with ExitStack() as stack:
+        routes = ({}, {}, {}, {}, gateway)
+        data, rewards, replay, rollouts, served = (stack.enter_context(fake_service(own)) for own in routes)
+        clients = Clients(
+            DataClient(data.endpoint),
+            RewardClient(rewards.endpoint),
+            ReplayClient(replay.endpoint),
+            RolloutClient(rollouts.endpoint, vocab_size=1000),
+            GatewayClient(served.endpoint, deadline=30),
+            EnvironmentClient([address_of(stack.enter_context(served_ready(server)))], deadline=5),
+        )
+        thread = stack.enter_context(ServiceThread())
+        thread.call(clients.open())
+        yield Stage(gateway, clients, thread)
+        thread.call(clients.close())
+
+
+@pytest.mark.parametrize("winner", [0, 1])
+def test_self_play_trains_both_seats_with_their_own_tokens_and_rewards(stage: Stage, winner: int) -> None:
+    group = stage.group(prompt_of(seed_won_by(winner)))
+    assert group is not None
+    assert [e.episode for e in group.experiences] == [0, 1, 2, 3]
+    assert [e.seat for e in group.experiences] == [0, 1, 0, 1]
+    assert group.rewards == ([1.0, -1.0] if winner == 0 else [-1.0, 1.0]) * 2
+    for experience in group.experiences:
+        messages = experience.messages
+        assert messages is not None
+        assert [m.role for m in messages[3:]] == ["user", "assistant"] * (len(messages[3:]) // 2)
+        own = [token for m in messages[3:] if m.role == "assistant" for token in ids(f"{m.content}\n")]
+        assert experience.loss_mask is not None
+        pairs = zip(experience.completion_ids, experience.loss_mask, strict=True)
+        assert [token for token, is_sampled in pairs if is_sampled] == own
+    sessions = [session.request for session in stage.gateway.sessions.values()]
+    assert sorted(request["index"] for request in sessions) == [0, 1, 2, 3]
+    assert len({request["seed"] for request in sessions}) == 4
+    assert len(stage.gateway.deleted) == 4
+
+
+def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_seat(stage: Stage) -> None:
+    group = stage.group(prompt_of(seed_won_by(1)))
+    assert group is not None
+    metrics = group_metrics([group], 1)
+    assert (metrics["environment_legal_moves"], metrics["environment_optimal_moves"]) == (1.0, 1.0)
+    assert (metrics["win_rate_seat_0"], metrics["win_rate_seat_1"]) == (0.0, 1.0)
+    stage.gateway.says = lambda messages: "hm" if len(messages) < 6 else optimal(messages)
+    group = stage.group(prompt_of(seed_won_by(1)))
+    assert group is not None
+    assert 0 < group_metrics([group], 1)["environment_legal_moves"] < 1
+
+
+def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
+    group = stage.group(prompt_of(3), agent_concurrency=1)
+    assert group is not None
+    assert len(group.experiences) == 4
+
+
+def test_the_failure_of_a_seat_leaves_both_without_a_reward(stage: Stage) -> None:
+    is_failing = True
+    stage.gateway.says = lambda messages: (
+        429 if is_failing and "I took" in messages[3]["content"] else optimal(messages)
+    )
+    maker = stage.maker(group_size=1)
+    prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
+    assert stage.thread.call(maker.make_group(prompt)) is None
+    is_failing = False
+    group = stage.thread.call(maker.make_group(prompt))
+    assert group is not None
+    assert group.episodes_failed == {"opponent": 1, "limit": 1}
+
+
+def test_a_reward_for_the_other_seats_action_belongs_to_the_answer_before_it() -> None:
+    seat = Seat()
+    seat.credit(0.5, has_acted=False)
+    seat.credit(0.0, has_acted=True)
+    seat.credit(0.25, has_acted=True)
+    seat.credit(-1.0, has_acted=False)
+    seat.refuse("pass", "no")
+    assert seat.turn_rewards == [0.0, -0.75, 0.0]
+    assert seat.episode_return == -0.25
+
+
+@pytest.fixture
+def opponent() -> Iterator[Callable[[Any], FakeService]]:
+    """``opponent(says)``: an OpenAI endpoint whose model answers a conversation with ``says`` of it."""
+    with ExitStack() as stack:
+
+        def serve(says: Callable[[Messages], str | int]) -> FakeService:
+            def complete(body: dict[str, Any]) -> Any:
+                text = says(body["messages"])
+                return text if isinstance(text, int) else {"choices": [{"message": {"content": text}}]}
+
+            models = {"data": [{"id": "fixed"}, {"id": "other"}]}
+            routes = {"GET /v1/models": lambda _: models, "POST /v1/chat/completions": complete}
+            return stack.enter_context(fake_service(routes))
+
+        yield serve
+
+
+def against(stage: Stage, opponent: FakeService, **fields: Any) -> dict[str, Any]:
+    """Let the stage's makers play against an opponent, and return the settings that do."""
+    settings = {"opponent": f"{opponent.endpoint.url}/v1", "rollout": "environment", **fields}
+    stage.clients.opponent = Opponent(TrainerSettings.load(**settings))
+    return settings
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_a_fixed_opponent_plays_the_other_seat_and_one_seat_is_trained(
+    stage: Stage, opponent: Any, trained: int
+) -> None:
+    seed = seed_won_by(trained, parity=trained)
+    fixed = opponent(optimal)
+    settings = against(stage, fixed, temperature=0.7, max_new_tokens=5)
+    group = stage.group(prompt_of(seed), **settings)
+    assert group is not None
+    assert [(e.seat, e.reward) for e in group.experiences] == [(trained, 1.0)] * 2
+    assert len(stage.gateway.sessions) == 2
+    asked = fixed.asked("POST /v1/chat/completions")
+    assert {(body["model"], body["temperature"], body["max_tokens"]) for body in asked} == {("fixed", 0.7, 5)}
+    assert len(fixed.asked("GET /v1/models")) == 1
+    for body in asked:
+        assert heaps_of(body["messages"])
+        assert ("I took" in body["messages"][3]["content"]) == (trained == 0)
+
+
+def test_an_opponent_that_is_lost_ends_the_run_as_recoverable(stage: Stage, opponent: Any) -> None:
+    settings = against(stage, opponent(lambda _: 500), agent_seconds=2)
+    maker = stage.maker(**settings)
+    assert stage.thread.call(maker.make_group(prompt_of(1))) is None
+    assert isinstance(maker.all_failed(), DependencyLostError)
+    assert "opponent failed" in str(maker.last_failure)
+
+
+@pytest.mark.parametrize("stage", ["guessing"], indirect=True)
+def test_an_opponent_in_an_environment_of_one_seat_is_refused(stage: Stage, opponent: Any) -> None:
+    settings = against(stage, opponent(optimal))
+    with pytest.raises(ConfigurationError, match="one seat"):
+        stage.group(prompt_of(1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"opponent": "version:3"}, "allowed is `self`"),
+        ({"opponent": "http://127.0.0.1:9", "rollout": "completion"}, "set ROLLOUT=environment"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(fields: dict[str, str], says: str) -> None:
+    with pytest.raises((ValidationError, ConfigurationError), match=says):
+        TrainerSettings.load(**({"rollout": "environment"} | fields))
+
+
+def test_an_earlier_version_on_the_volume_is_an_opponent_once_an_engine_serves_it(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
+    store = PolicyStore(tmp_path)
+    shutil.copytree(model, store.begin(3), dirs_exist_ok=True)
+    with served_ready(create_engine(EngineSettings(model_name=str(store.commit(3))))) as url:
+        settings = {"opponent": url, "rollout": "environment", "max_new_tokens": 4}
+        stage.clients.opponent = Opponent(TrainerSettings.load(**settings))
+        group = stage.group(prompt_of(seed_won_by(0, parity=0)), **settings)
+    assert group is not None
+    # Its third answer that is no move loses.
+    assert [(e.seat, e.reward) for e in group.experiences] == [(0, 1.0)] * 2

@@ -1,0 +1,174 @@
+"""An episode on an environment-server, whose seats are played at the same time; most environments have one seat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from statistics import fmean
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from services.agents import AgentFailedError, Example
+from services.clients.environment_episode import Episode, EpisodeLostError
+from services.core.errors import DependencyLostError
+from services.http.client import RequestRefusedError
+from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
+
+Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
+"""Returns a model's answer to a conversation."""
+
+COMMON_FAILURES = (EpisodeLostError, DependencyLostError, RequestRefusedError, AgentFailedError)
+"""Failures of the game itself, which are the same for each seat. Any other is the failure of one seat's model."""
+
+
+class Seat:
+    """One side of a game: its conversation, its rewards, and the environment's figures of its actions."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        """The environment's messages, and the answers that the environment did not take."""
+        self.episode_return = 0.0
+        self.turn_rewards: list[float] = []
+        """One reward an answer. A reward for another seat's action counts for the answer before it."""
+        self.figures: defaultdict[str, list[float]] = defaultdict(list)
+        self._view: list[dict[str, Any]] = []
+
+    def see(self, state: State) -> None:
+        """Take in the environment's view of the game."""
+        assert isinstance(state, list)
+        before, self._view = self._view, list(state)
+        continues = state[: len(before)] == before
+        self.messages = [*self.messages, *state[len(before) :]] if continues else list(state)
+
+    def refuse(self, text: str, why: str) -> None:
+        """Note an answer that the environment did not take: a turn without a reward."""
+        self.messages = [*self.messages, {"role": "assistant", "content": text}, {"role": "user", "content": why}]
+        self.turn_rewards.append(0.0)
+
+    def credit(self, reward: float, *, has_acted: bool) -> None:
+        """Add a reward."""
+        self.episode_return += reward
+        if has_acted:
+            self.turn_rewards.append(reward)
+        elif self.turn_rewards:
+            self.turn_rewards[-1] += reward
+
+
+class Game:
+    """A game whose seats wait for each other's moves. If one of them fails, the others fail, too.
+
+    An async context manager, which ends the episode on its server. The first seat that plays begins it.
+    """
+
+    def __init__(self, begin: Callable[[], Awaitable[Episode]]) -> None:
+        self._begin = begin
+        self._episode: Episode | None = None
+        self._beginning = asyncio.Lock()
+        self._seats: defaultdict[int, Seat] = defaultdict(Seat)
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._opponents: list[asyncio.Task[None]] = []
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for opponent in self._opponents:
+            opponent.cancel()
+        await asyncio.gather(*self._opponents, return_exceptions=True)
+        await self._stack.__aexit__(kind, error, trace)
+
+    def seat_opponent(self, seat: int, ask: Ask) -> None:
+        """Let another model than the one in training play a seat."""
+        self._opponents.append(asyncio.create_task(self._play(seat, ask)))
+
+    async def answer(
+        self, seat: int, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    ) -> float:
+        """Play a seat with the model at ``base_url``, as an agent, and return the sum of the seat's rewards.
+
+        ``example.turn_rewards`` gets the reward of each answer, and ``example.figures`` means over the seat's actions.
+
+        Raises:
+            AgentFailedError: the environment is not of text, the episode was lost, or another seat failed.
+            httpx.HTTPStatusError: the gateway refused a call over a limit of the session.
+        """
+
+        async def ask(messages: list[dict[str, Any]]) -> str:
+            body = {"model": example.model, "messages": messages}
+            headers = {"Authorization": f"Bearer {api_key}"}
+            reply = await http_client.post(f"{base_url}/chat/completions", json=body, headers=headers)
+            return reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+
+        try:
+            await self._play(seat, ask)
+        except EpisodeLostError as error:
+            raise AgentFailedError(str(error), "lost") from error
+        except (DependencyLostError, RequestRefusedError) as error:
+            raise AgentFailedError(str(error), "server") from error
+        played = self._seats[seat]
+        example.turn_rewards = played.turn_rewards
+        example.figures = {name: fmean(values) for name, values in played.figures.items()}
+        return played.episode_return
+
+    async def _play(self, seat: int, ask: Ask) -> None:
+        """Answer whenever it is the seat's turn, until the game is over."""
+        try:
+            episode = await self._begun()
+            while await self._is_turn_of(seat, episode):
+                self._seats[seat].see(episode.state)
+                text = await ask(self._seats[seat].messages)
+                await self._act(seat, episode, text)
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+        finally:
+            self._changed.set()
+
+    async def _begun(self) -> Episode:
+        async with self._beginning:
+            if self._episode is None:
+                self._episode = await self._stack.enter_async_context(await self._begin())
+                _check(self._episode)
+            return self._episode
+
+    async def _is_turn_of(self, seat: int, episode: Episode) -> bool:
+        """Wait until it is the seat's turn, and return True; return False once the game is over."""
+        while not episode.is_over:
+            if isinstance(self._failure, COMMON_FAILURES):
+                raise self._failure
+            if self._failure is not None:
+                raise AgentFailedError(f"another seat failed: {self._failure!r}", "opponent") from self._failure
+            if episode.seat == seat:
+                return True
+            self._changed.clear()
+            await self._changed.wait()
+        return False
+
+    async def _act(self, seat: int, episode: Episode, text: str) -> None:
+        result = await episode.step(text)
+        if result.status is StepStatus.REFUSED:
+            self._seats[seat].refuse(text, result.detail or "The action was refused.")
+            return
+        for number, reward in enumerate(result.rewards or [result.reward]):
+            self._seats[number].credit(reward, has_acted=number == seat)
+        for name, value in result.figures.items():
+            self._seats[seat].figures[name].append(value)
+        self._changed.set()
+
+
+def _check(episode: Episode) -> None:
+    info = episode.environment
+    if info.state.kind is not StateKind.MESSAGES or info.action.kind is not ActionKind.TEXT:
+        raise AgentFailedError(
+            f"ENVIRONMENT {info.id!r} has states of {info.state.kind} and actions of {info.action.kind}; a language "
+            "model plays environments of messages and text",
+            "environment",
+        )
