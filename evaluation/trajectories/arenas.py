@@ -13,7 +13,7 @@ from services.clients.environment import EnvironmentServer
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.core.tasks import in_background
-from services.environment_server.catalogue import Environment, MakeEnvironment, open_environment
+from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_environment
 from services.environment_server.environments import ActionRefusedError, Transition
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
@@ -146,13 +146,7 @@ async def _local(environment: str | None) -> AsyncIterator[LocalArena]:
         except Exception as error:
             raise ConfigurationError(f"--environment is {settings.environment!r}: {error!r}") from error
         trial.close()
-        info = EnvironmentInfo(
-            id=settings.environment,
-            state=trial.state_spec,
-            action=trial.action_spec,
-            max_steps=settings.environment_max_steps,
-            seats=getattr(trial, "seats", 1),
-        )
+        info = describe(settings.environment, make, trial, settings.environment_max_steps)
         yield LocalArena(info, make)
 
 
