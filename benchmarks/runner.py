@@ -90,6 +90,8 @@ BENCHMARKS = (
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
     Benchmark("gateway", "The gateway with an engine that costs nothing", "gateway", ("--no-fail",)),
     Benchmark("recovery", "What a death costs", "recovery"),
+    Benchmark("environment-server", "One environment-server with 256 episodes at once", "environment_server"),
+    Benchmark("trajectories", "A million steps as trajectories, against gymnasium alone", "trajectories"),
     Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
 )
 

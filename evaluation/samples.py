@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +12,8 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from evaluation.identity import check_identity
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write
 from services.protocol.groups import FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct
 from services.protocol.prompts import Prompt
@@ -150,21 +149,12 @@ def open_store(directory: Path, identity: Mapping[str, Any]) -> Iterator[SampleS
                 f"another evaluation writes to {directory}; wait for it, end it, or give another --output"
             ) from error
         store = SampleStore(file)
-        _check_identity(directory, identity, is_used=bool(store.samples))
+        check_identity(
+            directory / IDENTITY,
+            identity,
+            is_used=bool(store.samples),
+            holds="the samples of another evaluation",
+            option="--output",
+        )
         yield store
         os.fsync(file.fileno())
-
-
-def _check_identity(directory: Path, given: Mapping[str, Any], *, is_used: bool) -> None:
-    path = directory / IDENTITY
-    content = json.dumps(given, indent=2) + "\n"
-    # Through JSON, so that tuples compare equal to the lists that were written.
-    identity: dict[str, Any] = json.loads(content)
-    before = json.loads(path.read_text()) if is_used and path.exists() else identity
-    for name in sorted({*before, *identity}):
-        if before.get(name) != identity.get(name):
-            raise ConfigurationError(
-                f"{directory} holds the samples of another evaluation: {name} was {before.get(name)!r} and is "
-                f"{identity.get(name)!r}; give another --output, or remove that directory"
-            )
-    atomic_write(path, content)

@@ -32,6 +32,7 @@ ROLES = {
     "collector": ("trainer.collector", {"collector"}),
     "local": ("scripts.run_local", {"local"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
+    "trajectories": ("scripts.generate_trajectories", {"environment", "head", "local"}),
     "head": ("services.evaluation_head.__main__", {"head"}),
     "environment": ("services.environment_server.__main__", {"environment"}),
 }
@@ -43,6 +44,7 @@ OPTIONAL = {
     "head": {"sky"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
+    "trajectories": {"reasoning_gym", "transformers"},
 }
 
 

@@ -92,7 +92,7 @@ def own_model(work: Work) -> Decide:
     loaded = checkpoint.load(checkpoint.find(Path(work.policy)), torch.device(work.device))
 
     def decide(_episode: str, _step: int, _total: float, state: Any) -> Any:
-        [action], _ = loaded.decide(np.asarray([state], np.float32))
+        [action], _, _ = loaded.decide(np.asarray([state], np.float32))
         return action
 
     return decide

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,6 +31,31 @@ async def run_until_first_ends(*parts: Awaitable[object]) -> None:
             raise result
 
 
+_idle: deque[SimpleQueue[Callable[[], object]]] = deque()
+"""The inboxes of threads that have nothing to do."""
+MAX_IDLE = 32
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def start_in_background(work: Callable[[], object]) -> None:
+    """Run ``work``, which must not raise, in a daemon thread that is idle, or in a new one."""
+    try:
+        inbox = _idle.pop()
+    except IndexError:
+        inbox = SimpleQueue()
+        # Starting a thread costs several times what waking one does.
+        threading.Thread(target=_serve, args=(inbox,), name="in-background", daemon=True).start()
+    inbox.put(work)
+
+
+def _serve(inbox: SimpleQueue[Callable[[], object]]) -> None:
+    while True:
+        inbox.get()()
+        if len(_idle) >= MAX_IDLE:
+            return
+        _idle.append(inbox)
+
+
 async def in_background(work: Callable[[], T]) -> T:
     """Run blocking ``work`` in a daemon thread and return its result.
 
@@ -46,5 +74,5 @@ async def in_background(work: Callable[[], T]) -> T:
         else:
             done.set_result(result)
 
-    threading.Thread(target=run_work, name="in-background", daemon=True).start()
+    start_in_background(run_work)
     return await asyncio.wrap_future(done)

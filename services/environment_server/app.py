@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
-from services.environment_server.catalogue import open_environment
+from services.environment_server.catalogue import describe, open_environment
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.openenv_routes import add_openenv_routes
@@ -28,7 +28,6 @@ from services.protocol.base import Health
 from services.protocol.evaluation import (
     CloseReply,
     CloseRequest,
-    EnvironmentInfo,
     EnvironmentServerHealth,
     ResetReply,
     ResetRequest,
@@ -77,16 +76,7 @@ class Server:
                 raise ConfigurationError(f"ENVIRONMENT is {settings.environment!r}: {error!r}") from error
             trial.close()
             self.tasks = make if isinstance(make, Tasks) else None
-            declared = self.tasks or trial
-            info = EnvironmentInfo(
-                id=settings.environment,
-                state=trial.state_spec,
-                action=trial.action_spec,
-                max_steps=settings.environment_max_steps,
-                seats=getattr(trial, "seats", 1),
-                deterministic=getattr(declared, "deterministic", False),
-                version=getattr(declared, "version", ""),
-            )
+            info = describe(settings.environment, make, trial, settings.environment_max_steps)
             if info.seats > 1 and settings.eval_head_endpoint is not None:
                 raise ConfigurationError(
                     f"ENVIRONMENT {info.id} has {info.seats} seats, and an evaluation head plays environments of one: "
@@ -94,7 +84,7 @@ class Server:
                 )
             self.table = EpisodeTable(info, make, settings.environment_step_seconds)
             stack.callback(self.table.drop_idle, 0.0)
-            self.sessions = Sessions(self.table, self.tasks, getattr(declared, "tools", ()))
+            self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
                 self.player = await stack.enter_async_context(Player(settings, self.table).playing())

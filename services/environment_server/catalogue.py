@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
-from services.environment_server.environments import Conversation
+from services.environment_server.environments import Conversation, Tasks
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 from services.environment_server.nim import Nim
 from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, open_server
+from services.protocol.evaluation import EnvironmentInfo
 
 Environment = GymnasiumEnvironment | Conversation | OpenEnvEnvironment
 MakeEnvironment = Callable[[], Environment]
@@ -49,3 +50,17 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
             yield found
         else:
             yield partial(GymnasiumEnvironment, name)
+
+
+def describe(name: str, make: MakeEnvironment, trial: Environment, max_steps: int) -> EnvironmentInfo:
+    """Return the form of an environment; ``trial`` was made by ``make``."""
+    declared = make if isinstance(make, Tasks) else trial
+    return EnvironmentInfo(
+        id=name,
+        state=trial.state_spec,
+        action=trial.action_spec,
+        max_steps=max_steps,
+        seats=getattr(trial, "seats", 1),
+        deterministic=getattr(declared, "deterministic", False),
+        version=getattr(declared, "version", ""),
+    )

@@ -32,14 +32,17 @@ class GymnasiumEnvironment:
         self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
         if not isinstance(self._environment.observation_space, Box):
             self._environment = FlattenObservation(self._environment)
+        # Kept, because a wrapped environment asks every wrapper for its space.
         observations, actions = self._environment.observation_space, self._environment.action_space
+        self._actions = actions
         if not isinstance(observations, Box):
             raise ValueError(f"its observations, {observations}, have no fixed number of numbers")
         self.deterministic = bool(getattr(self._environment.unwrapped, "deterministic", False))
         self.version = str(getattr(self._environment.unwrapped, "version", ""))
         self.state_spec = StateSpec(kind=StateKind.NUMBERS, shape=list(observations.shape))
         if isinstance(actions, Discrete):
-            self.action_spec = ActionSpec(kind=ActionKind.INDEX, count=int(actions.n), start=int(actions.start))
+            self._count, self._start = int(actions.n), int(actions.start)
+            self.action_spec = ActionSpec(kind=ActionKind.INDEX, count=self._count, start=self._start)
         elif isinstance(actions, Box):
             self.action_spec = ActionSpec(kind=ActionKind.NUMBERS, shape=list(actions.shape))
         else:
@@ -70,19 +73,22 @@ class GymnasiumEnvironment:
 
     def _decoded(self, action: Action) -> Any:
         """Return an action as the environment takes it."""
-        space = self._environment.action_space
-        refusal = ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
+        space = self._actions
         if isinstance(space, Discrete):
-            if type(action) is not int or not space.start <= action < space.start + space.n:
-                raise refusal
+            if type(action) is not int or not 0 <= action - self._start < self._count:
+                raise _refusal(action, space)
             return np.int64(action)
         try:
             array = np.asarray(action)
         except ValueError as error:  # lists of different lengths
-            raise refusal from error
+            raise _refusal(action, space) from error
         if array.dtype.kind not in "iuf" or array.shape != space.shape or not np.isfinite(array).all():
-            raise refusal
+            raise _refusal(action, space)
         return np.clip(array, space.low, space.high).astype(space.dtype)
+
+
+def _refusal(action: Action, space: gymnasium.Space[Any]) -> ActionRefusedError:
+    return ActionRefusedError(f"the action is {repr(action)[:60]}; the environment takes {space}")
 
 
 def _encoded(observation: Any) -> State:

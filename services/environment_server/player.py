@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from services.clients.evaluation_head import EvaluationHeadClient
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
-from services.http.client import HttpClient, RequestRefusedError
+from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
     Action,
-    EvaluateReply,
-    EvaluateRequest,
     FinishedEpisode,
     OngoingEpisode,
     StateKind,
@@ -38,10 +36,13 @@ class Player:
     def __init__(self, settings: EnvironmentSettings, table: EpisodeTable) -> None:
         self._settings = settings
         self._table = table
-        self._instance_key = secrets.token_hex(16)
-        head = str(settings.eval_head_endpoint)
-        self._head = HttpClient(
-            head, token=settings.token, service="evaluation-head", timeout=REQUEST_SECONDS, deadline=REQUEST_SECONDS
+        self._head = EvaluationHeadClient(
+            str(settings.eval_head_endpoint),
+            policy=settings.environment_push_policy,
+            server=settings.environment_server_name,
+            environment=settings.environment,
+            token=settings.token,
+            deadline=REQUEST_SECONDS,
         )
         self._begun = 0
         self._finished = 0
@@ -97,20 +98,10 @@ class Player:
 
     async def _ask(self, episodes: Sequence[OngoingEpisode], reports: list[FinishedEpisode]) -> list[Action]:
         """Return the head's actions, however long it takes to get them."""
-        request = EvaluateRequest.model_construct(
-            policy=self._settings.environment_push_policy,
-            server=self._settings.environment_server_name,
-            instance_key=self._instance_key,
-            environment=self._settings.environment,
-            states=[episode.state for episode in episodes],
-            episodes=[episode.position for episode in episodes],
-            finished=reports,
-        )
+        states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
         while True:
             try:
-                actions = (await self._head.call("POST", "/evaluate", EvaluateReply, request)).actions
-                if len(actions) != len(episodes):
-                    raise DependencyLostError(f"the head gave {len(actions)} actions for {len(episodes)} states")
+                actions = (await self._head.act(states, episodes=positions, finished=reports)).actions
             except (DependencyLostError, RequestRefusedError) as error:
                 self._report(str(error))
                 self._table.touch([episode.episode for episode in episodes])

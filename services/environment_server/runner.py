@@ -30,7 +30,11 @@ class Runner:
         """
         results: list[Any] = []
         while len(results) < len(jobs):
-            results += await self._run_until_stuck(jobs[len(results) :])
+            if inspect.iscoroutinefunction(jobs[len(results)]):
+                # A call makes the coroutine and does not block.
+                results.append(jobs[len(results)]())
+            else:
+                results += await self._run_until_stuck(jobs[len(results) :])
         awaited = [i for i, result in enumerate(results) if inspect.isawaitable(result)]
         for i, result in zip(awaited, await asyncio.gather(*(self._await(results[i]) for i in awaited)), strict=True):
             results[i] = result

@@ -31,6 +31,8 @@ BATCH = Histogram(
 COMPUTE = Histogram("head_batch_seconds", "Time that a batch takes to compute.", ["policy"])
 WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch starts.", ["policy"])
 
+_Piece = tuple["_Request", NDArray[np.float32]]
+"""Some of a request's states [count, *shape], in order."""
 Compute = Callable[[NDArray[np.float32]], Sequence[Decision | PolicyFailedError]]
 
 
@@ -43,14 +45,15 @@ class _Request:
     arrived: float = field(default_factory=time.monotonic)
     decisions: list[Decision] = field(default_factory=list)
 
-    def take(self, decision: Decision | PolicyFailedError) -> None:
-        """Take the decision for the request's next state; end the request with the last one or with an error."""
+    def take(self, decisions: Sequence[Decision | PolicyFailedError]) -> None:
+        """Take the decisions for the request's next states; end the request with the last one or with an error."""
         if self.done.done():
             return
-        if isinstance(decision, PolicyFailedError):
-            self.done.set_exception(decision)
-            return
-        self.decisions.append(decision)
+        for decision in decisions:
+            if isinstance(decision, PolicyFailedError):
+                self.done.set_exception(decision)
+                return
+            self.decisions.append(decision)
         if len(self.decisions) == self.count:
             self.done.set_result(self.decisions)
 
@@ -62,7 +65,9 @@ class Batcher:
         self._compute = compute
         self._batch_size = batch_size
         self._timeout = timeout_seconds
-        self._queue: asyncio.Queue[tuple[_Request, NDArray[np.float32]]] = asyncio.Queue()
+        self._queue: asyncio.Queue[_Piece] = asyncio.Queue()
+        self._rest: _Piece | None = None
+        """States of the last piece that found no room in its batch."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"policy-{name}")
         self._running: asyncio.Task[None] | None = None
         self._batch, self._seconds, self._wait = BATCH.labels(name), COMPUTE.labels(name), WAIT.labels(name)
@@ -95,8 +100,7 @@ class Batcher:
             rate = self.states / self.compute_seconds if self.compute_seconds else float(self._batch_size)
             raise OverloadedError(self.waiting, retry_after=min(30, 1 + int(self.waiting / rate)))
         request = _Request(len(states), asyncio.get_running_loop().create_future())
-        for state in states:
-            self._queue.put_nowait((request, state))
+        self._queue.put_nowait((request, states))
         self.waiting += len(states)
         try:
             return await request.done
@@ -106,22 +110,31 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            batch = [await self._queue.get()]
-            left = batch[0][0].arrived + self._timeout - time.monotonic()
+            pieces = [await self._next(self._batch_size)]
+            size = len(pieces[0][1])
+            left = pieces[0][0].arrived + self._timeout - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     # After the timeout this still takes the states that are there, because it does not wait for them.
-                    while len(batch) < self._batch_size:
-                        batch.append(await self._queue.get())
-            self.waiting -= len(batch)
-            if batch := [(request, state) for request, state in batch if not request.done.done()]:
-                await self._decide([request for request, _ in batch], np.stack([state for _, state in batch]))
+                    while size < self._batch_size:
+                        pieces.append(await self._next(self._batch_size - size))
+                        size += len(pieces[-1][1])
+            self.waiting -= size
+            if pieces := [(request, states) for request, states in pieces if not request.done.done()]:
+                await self._decide(pieces)
 
-    async def _decide(self, requests: Sequence[_Request], states: NDArray[np.float32]) -> None:
-        """Compute the decisions for ``states`` [batch, *shape], the i-th of which belongs to the i-th request."""
+    async def _next(self, room: int) -> _Piece:
+        """Return the next states of one request, ``room`` of them at most."""
+        request, states = self._rest or await self._queue.get()
+        self._rest = (request, states[room:]) if len(states) > room else None
+        return request, states[:room]
+
+    async def _decide(self, pieces: Sequence[_Piece]) -> None:
+        """Compute the decisions for one batch."""
         started = time.monotonic()
-        for request in set(requests):
+        for request in {request for request, _ in pieces}:
             self._wait.observe(started - request.arrived)
+        states = np.concatenate([states for _, states in pieces])
         decisions: Sequence[Decision | PolicyFailedError]
         try:
             decisions = await asyncio.get_running_loop().run_in_executor(self._thread, self._compute, states)
@@ -135,5 +148,7 @@ class Batcher:
         self.compute_seconds += seconds
         self._batch.observe(len(states))
         self._seconds.observe(seconds)
-        for request, decision in zip(requests, decisions, strict=True):
-            request.take(decision)
+        start = 0
+        for request, part in pieces:
+            request.take(decisions[start : start + len(part)])
+            start += len(part)

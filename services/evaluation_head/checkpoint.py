@@ -62,13 +62,18 @@ class Loaded:
     device: torch.device
 
     @torch.inference_mode()
-    def decide(self, states: NDArray[np.float32]) -> tuple[list[Any], list[bool]]:
-        """Return an action for each of ``states`` [batch, *shape], and whether the module's output for it is finite."""
+    def decide(self, states: NDArray[np.float32]) -> tuple[list[Any], list[float | None], list[bool]]:
+        """Return for each of ``states`` [batch, *shape]: the action, its log-probability, and whether both are finite.
+
+        An index has the highest score; its log-probability is that of the scores' softmax. Numbers have None.
+        """
         output = self.module(torch.from_numpy(states).to(self.device)).float()
-        finite = output.isfinite().reshape(len(states), -1).all(dim=1)
-        is_index = self.spec.action.kind is ActionKind.INDEX
-        actions = output.argmax(dim=-1) + self.spec.action.start if is_index else output
-        return actions.tolist(), finite.tolist()
+        finite = output.isfinite().reshape(len(states), -1).all(dim=1).tolist()
+        if self.spec.action.kind is not ActionKind.INDEX:
+            return output.tolist(), [None] * len(states), finite
+        best = output.argmax(dim=-1, keepdim=True)
+        logprobs = output.log_softmax(dim=-1).gather(-1, best)
+        return (best.squeeze(-1) + self.spec.action.start).tolist(), logprobs.squeeze(-1).tolist(), finite
 
 
 def save_policy(module: torch.nn.Module, path: Path, state: StateSpec, action: ActionSpec) -> None:

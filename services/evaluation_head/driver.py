@@ -159,7 +159,7 @@ class Link:
         episodes = list(self._episodes.values())
         decisions = await policy.act([episode.state for episode in episodes])
         self._registry.played(self._server, policy.name, [episode.position for episode in episodes], len(episodes))
-        steps = [episode.step_with(action) for episode, (action, _) in zip(episodes, decisions, strict=True)]
+        steps = [episode.step_with(made.action) for episode, made in zip(episodes, decisions, strict=True)]
         reply = await self._http.call("POST", "/step", StepReply, StepRequest.model_construct(steps=steps))
         if [result.episode for result in reply.results] != [episode.episode for episode in episodes]:
             raise DependencyLostError("/step answered for other episodes than it was asked for")

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,7 +13,7 @@ from fastapi import FastAPI
 from services.core.errors import ConfigurationError
 from services.evaluation_head.discovery import Discovery
 from services.evaluation_head.driver import Driver
-from services.evaluation_head.language_policy import LanguagePolicy
+from services.evaluation_head.make_policy import make_policy
 from services.evaluation_head.policy import OverloadedError, Policy
 from services.evaluation_head.registry import Registry
 from services.evaluation_head.settings import HeadSettings
@@ -56,7 +55,7 @@ class Head:
             )
         async with AsyncExitStack() as stack:
             for name, target in settings.policies.items():
-                self.policies[name] = await stack.enter_async_context(_policy(name, target, settings))
+                self.policies[name] = await stack.enter_async_context(make_policy(name, target, settings))
             stack.push_async_callback(self.driver.close)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             tasks = [group.create_task(self.discovery.run()), group.create_task(self._tick())]
@@ -80,7 +79,7 @@ class Head:
             self.registry.finish(server, report, policy.name)
         states = request.all_states
         try:
-            decisions = await policy.act(states) if states else []
+            decisions = await policy.act(states, logprobs=request.logprobs) if states else []
         except OverloadedError:
             self.meter.overloaded += 1
             raise
@@ -92,6 +91,7 @@ class Head:
             policy_versions=[decision.version for decision in decisions],
             actions=actions,
             action=actions[0] if request.state is not None else None,
+            logprobs=[decision.logprob for decision in decisions] if request.logprobs else None,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -147,12 +147,3 @@ async def _keep_fresh(policy: Policy) -> None:
     while True:
         await asyncio.sleep(RELOAD_SECONDS)
         await policy.refresh()
-
-
-def _policy(name: str, target: str, settings: HeadSettings) -> Policy:
-    if "://" in target:
-        return LanguagePolicy(name, target, settings)
-    # Torch takes seconds to load, and a head of language models alone needs none.
-    from services.evaluation_head.torch_policy import TorchPolicy
-
-    return TorchPolicy(name, Path(target), settings)

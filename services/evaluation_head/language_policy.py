@@ -6,6 +6,7 @@ Rollout servers batch continuously by themselves, so conversations are sent as t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -38,9 +39,18 @@ class _Message(BaseModel):
     content: str | None = None
 
 
+class _Token(BaseModel):
+    logprob: float
+
+
+class _Logprobs(BaseModel):
+    content: list[_Token] | None = None
+
+
 class _Choice(BaseModel):
     message: _Message
     finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
 
 
 class _ChatReply(BaseModel):
@@ -80,15 +90,15 @@ class LanguagePolicy(Policy):
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
 
-    async def act(self, states: Sequence[State]) -> list[Decision]:
-        """See Policy."""
+    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+        """See Policy. An answer's log-probability is the sum over the tokens that the rollout server lists."""
         conversations = [_conversation(i, state) for i, state in enumerate(states)]
         if self._waiting and self._waiting + len(states) > policy.MAX_WAITING:
             raise OverloadedError(self._waiting, retry_after=5)
         self._waiting += len(states)
         try:
             async with asyncio.TaskGroup() as group:
-                answers = [group.create_task(self._answer(conversation)) for conversation in conversations]
+                answers = [group.create_task(self._answer(conversation, logprobs)) for conversation in conversations]
         except* (PolicyFailedError, StatesRefusedError) as errors:
             # The first error is the reason; the other conversations were cancelled with it.
             raise errors.exceptions[0] from None
@@ -122,13 +132,15 @@ class LanguagePolicy(Policy):
             self.trouble = None
             self._version = int(version) if version.isdecimal() else None
 
-    async def _answer(self, messages: list[dict[str, str]]) -> Decision:
-        payload = {
+    async def _answer(self, messages: list[dict[str, str]], logprobs: bool) -> Decision:
+        payload: dict[str, Any] = {
             "model": self._settings.head_llm_model,
             "messages": messages,
             "max_tokens": self._settings.head_llm_max_tokens,
             "temperature": self._settings.head_llm_temperature,
         }
+        if logprobs:
+            payload["logprobs"] = True
         async with self._places:
             version = self._version
             try:
@@ -141,8 +153,10 @@ class LanguagePolicy(Policy):
         if choice.finish_reason == "abort" or choice.message.content is None:
             raise PolicyFailedError(f"the rollout server gave no text (finish_reason {choice.finish_reason!r})")
         self._states += 1
+        tokens = choice.logprobs.content if choice.logprobs else None
+        logprob = math.fsum(token.logprob for token in tokens) if tokens else None
         # If the weights changed meanwhile, no single version chose the answer.
-        return Decision(choice.message.content, version if version == self._version else None)
+        return Decision(choice.message.content, version if version == self._version else None, logprob)
 
 
 def _conversation(index: int, state: State) -> list[dict[str, str]]:

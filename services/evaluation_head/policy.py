@@ -38,10 +38,14 @@ class PolicyFailedError(ProblemError):
 
 
 class Decision(NamedTuple):
-    """An action, and the version of the policy that chose it; None where no single version did."""
+    """An action, and the version of the policy that chose it; None where no single version did.
+
+    ``logprob`` is the action's log-probability in nats; None where the policy gives none.
+    """
 
     action: Action
     version: int | None
+    logprob: float | None = None
 
 
 class Policy(AbstractAsyncContextManager["Policy"], ABC):
@@ -58,8 +62,8 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
     async def __aenter__(self) -> Self: ...
 
     @abstractmethod
-    async def act(self, states: Sequence[State]) -> list[Decision]:
-        """Return one decision a state, in order.
+    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+        """Return one decision a state, in order; ``logprobs`` asks for log-probabilities that cost extra.
 
         Raises:
             StatesRefusedError: a state does not fit.

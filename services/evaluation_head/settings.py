@@ -18,8 +18,9 @@ class HeadSettings(Settings):
     head_policies: str = Field(
         default="",
         description="The policies, as `name=target` with spaces between; the first is the default. A target is a "
-        "`.pt2` file or a directory of versions `v000001/policy.pt2` (a torch module; `publish_policy`), or the URL "
-        "of a rollout server or router (a language model).",
+        "`.pt2` file or a directory of versions `v000001/policy.pt2` (a torch module; `publish_policy`), the URL of a "
+        "rollout server or router (a language model), `module:function` (takes a list of states, returns actions), or "
+        "`head+http://host:8080#name` (a policy of another head).",
     )
     head_batch_size: int = Field(default=32, ge=1, le=4096, description="States that a torch policy computes at once.")
     head_timeout_ms: float = Field(

@@ -55,8 +55,8 @@ class TorchPolicy(Policy):
     async def __aexit__(self, *_: object) -> None:
         await self._batcher.__aexit__()
 
-    async def act(self, states: Sequence[State]) -> list[Decision]:
-        """See Policy."""
+    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+        """See Policy. Log-probabilities of indices are always there; numbers have none."""
         return await self._batcher.submit(self._encode(states))
 
     def misfit(self, environment: EnvironmentInfo) -> str | None:
@@ -131,10 +131,11 @@ class TorchPolicy(Policy):
     def _compute(self, states: NDArray[np.float32]) -> list[Decision | PolicyFailedError]:
         """Return the decisions for a batch; called in the policy's thread."""
         loaded = self.loaded
-        actions, finite = loaded.decide(states)
+        actions, logprobs, finite = loaded.decide(states)
         version = loaded.source.version
         failed = PolicyFailedError(f"policy {self.name!r}, version {version}, gave NaN or infinity for a state")
-        return [Decision(a, version) if ok else failed for a, ok in zip(actions, finite, strict=True)]
+        decisions = zip(actions, logprobs, finite, strict=True)
+        return [Decision(action, version, logprob) if ok else failed for action, logprob, ok in decisions]
 
 
 def _numbers(value: Any) -> NDArray[np.float64] | None:

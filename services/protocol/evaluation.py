@@ -90,7 +90,8 @@ class EvaluateRequest(StrictModel):
 
     The head lists the sender under the name ``server``. A server that also sends an ``instance_key``, a secret that it
     has chosen, reserves its name. ``episodes`` has one entry a state. ``finished`` reports episodes that have ended;
-    each is counted once, however often it is reported. A request may consist of reports alone.
+    each is counted once, however often it is reported. A request may consist of reports alone. ``logprobs`` asks for
+    the actions' log-probabilities.
     """
 
     policy: Name | None = None
@@ -101,6 +102,7 @@ class EvaluateRequest(StrictModel):
     states: list[State] | None = Field(default=None, max_length=MAX_STATES)
     episodes: list[EpisodePosition] | None = Field(default=None, max_length=MAX_STATES)
     finished: list[FinishedEpisode] = Field(default_factory=list, max_length=MAX_STATES)
+    logprobs: bool = Field(default=False, exclude_if=lambda value: not value)
 
     @model_validator(mode="after")
     def _states_and_episodes_agree(self) -> Self:
@@ -123,12 +125,14 @@ class EvaluateReply(WireModel):
     """Reply of POST /evaluate: one action a state, in order; ``action`` is the first, for requests with ``state``.
 
     ``policy_versions`` has the version that chose each action, because a policy may be reloaded between two batches.
+    ``logprobs`` is there if the request asked for it; None for an action whose policy gives no log-probability.
     """
 
     policy: str
     policy_versions: list[int | None]
     actions: list[Action]
     action: Action | None = None
+    logprobs: list[float | None] | None = Field(default=None, exclude_if=_is_none)
 
 
 # --- evaluation head: servers ---------------------------------------------------------------------------------------
@@ -338,7 +342,7 @@ class OngoingEpisode:
 
     def step_with(self, action: Action) -> StepItem:
         """Return the next step, with ``action``."""
-        return StepItem.model_construct(episode=self.episode, step=self.steps, action=action)
+        return StepItem(episode=self.episode, step=self.steps, action=action)
 
     def follow(self, result: StepResult) -> None:
         """Move on to the state after a step."""

@@ -1,0 +1,59 @@
+"""A Python function as a policy: a rule of one's own, a solver, or a baseline to compare with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from services.core.functions import load_function
+from services.core.tasks import in_background
+from services.evaluation_head.policy import Decision, Policy, PolicyFailedError
+from services.protocol.evaluation import Action, EnvironmentInfo, State
+
+
+class FunctionPolicy(Policy):
+    """The function ``module:function``, which takes a list of states and returns their actions in order.
+
+    It is called in a thread, for one request at a time.
+    """
+
+    kind = "function"
+
+    def __init__(self, name: str, target: str) -> None:
+        super().__init__(name)
+        self._target = target
+        self._one_at_a_time = asyncio.Lock()
+        self._states = 0
+
+    async def __aenter__(self) -> FunctionPolicy:
+        self._function: Callable[[list[State]], Sequence[Action]] = load_function("HEAD_POLICIES", self._target)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Hold nothing."""
+
+    async def act(self, states: Sequence[State], *, logprobs: bool = False) -> list[Decision]:
+        """See Policy."""
+        async with self._one_at_a_time:
+            try:
+                actions = await in_background(lambda: self._function(list(states)))
+                decisions = [Decision(action, None) for action in actions]
+            # Anybody's function may raise anything, or return something else.
+            except Exception as error:
+                raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
+        if len(decisions) != len(states):
+            raise PolicyFailedError(f"{self._target} gave {len(decisions)} actions for {len(states)} states")
+        self._states += len(states)
+        return decisions
+
+    async def refresh(self) -> None:
+        """Do nothing, because a function has one version."""
+
+    def misfit(self, environment: EnvironmentInfo) -> str | None:
+        """Return None, because only a call shows which states a function takes."""
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """See Policy."""
+        return {"function": self._target, "states": self._states}

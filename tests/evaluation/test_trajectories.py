@@ -1,0 +1,330 @@
+"""scripts.generate_trajectories: content of the files, resuming after a kill, refusals, games, servers, ratings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fastapi import FastAPI
+
+from evaluation.trajectories.plan import lineups_of
+from evaluation.trajectories.ratings import METHOD, bradley_terry
+from evaluation.trajectories.run import Options, generate
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
+from services.environment_server.app import create_app
+from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head.app import create_app as create_head
+from services.evaluation_head.policy import PolicyFailedError
+from services.evaluation_head.settings import HeadSettings
+from tests.services.environment_server import odd_environments
+from tests.services.evaluation_head import policies
+from tests.services.run_page.serving import served, served_ready
+from tests.waiting import LIMIT_SECONDS, wait_until
+
+ROOT = Path(__file__).parents[2]
+MINE = "tests.evaluation.trajectory_policies"
+ODD = "tests.services.environment_server.odd_environments:Odd/"
+
+
+def run(save_to: Path, policies: str, environment: str | None = "CartPole-v1", **options: Any) -> dict[str, Any]:
+    given = {"server": None, "episodes": 5, "seed": 7, "shard_episodes": 2, "at_once": 2, **options}
+    return asyncio.run(generate(Options(environment, policies=policies, save_to=save_to, **given), lambda _: None))
+
+
+def rows_of(directory: Path) -> list[dict[str, Any]]:
+    tables = [pq.read_table(path) for path in sorted(directory.glob("shard-*.parquet"))]
+    return pa.concat_tables(tables).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def wobbles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wobbles")
+    policies.publish_wobbles(directory, 3)
+    return directory
+
+
+def test_each_row_is_a_step_of_the_environment_with_that_seed(tmp_path: Path, wobbles: Path) -> None:
+    results = run(tmp_path, f"wobbles={wobbles},left={MINE}:left", at_once=3)
+    rows = rows_of(tmp_path)
+    assert [row["episode"] for row in rows] == sorted(row["episode"] for row in rows)
+    assert {row["episode"] for row in rows} == set(range(10))
+    returns: dict[str, list[float]] = {"wobbles": [], "left": []}
+    for episode in range(10):
+        of_episode = [row for row in rows if row["episode"] == episode]
+        returns[of_episode[0]["policy"]].append(sum(row["reward"] for row in of_episode))
+        environment = gymnasium.make("CartPole-v1")
+        state, _ = environment.reset(seed=7 + episode % 5)
+        for step, row in enumerate(of_episode):
+            assert (row["step"], row["seed"], row["state"]) == (step, 7 + episode % 5, state.tolist())
+            state, reward, terminated, truncated, _ = environment.step(row["action"])
+            assert (row["reward"], row["terminated"], row["truncated"]) == (reward, terminated, truncated)
+            assert row["final_state"] == (state.tolist() if terminated or truncated else None)
+        assert of_episode[-1]["terminated"] or of_episode[-1]["truncated"]
+    for row in rows:
+        angle = row["state"][2]
+        logprob = -math.log(1 + math.exp(-2 * abs(angle))) if row["policy"] == "wobbles" else None
+        assert row["version"] == (3 if row["policy"] == "wobbles" else None)
+        assert row["logprob"] == (None if logprob is None else pytest.approx(logprob, rel=1e-5))
+    for row in results["policies"]:
+        values = returns[row["policy"]]
+        assert row["mean_return"] == pytest.approx(np.mean(values))
+        assert row["standard_error"] == pytest.approx(np.std(values, ddof=1) / math.sqrt(5))
+    assert results == json.loads((tmp_path / "results.json").read_text())
+
+
+def test_datasets_reads_the_files(tmp_path: Path, wobbles: Path) -> None:
+    import datasets
+
+    run(tmp_path / "out", f"wobbles={wobbles}")
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "out/*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded.to_list() == rows_of(tmp_path / "out")
+    run(tmp_path / "nim", f"a={MINE}:optimal,b={MINE}:greedy", "nim")
+    loaded = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "nim/*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded.to_list() == rows_of(tmp_path / "nim")
+
+
+def command(save_to: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "scripts.generate_trajectories", "--save-to", str(save_to), *options]
+
+
+def test_a_run_that_is_killed_goes_on_without_a_double_or_a_gap(tmp_path: Path) -> None:
+    options = ["--policies", f"lean={MINE}:slow_lean", "--episodes", "12", "--shard-episodes", "2", "--at-once", "2"]
+    out = tmp_path / "killed"
+    for shards in (1, 3):
+        process = subprocess.Popen(command(out, *options), stderr=subprocess.PIPE)
+        try:
+            wait_until(
+                lambda shards=shards, process=process: (
+                    len(list(out.glob("shard-*.parquet"))) >= shards or process.poll() is not None
+                ),
+                "shards are written",
+                every=0.02,
+                progress=lambda: len(list(out.glob("*"))),
+            )
+            assert process.poll() is None, process.stderr.read()
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    # What a kill in the midst of writing leaves behind.
+    (out / ".shard-000004.parquet.partial").write_bytes(b"PAR1")
+    kept = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.parquet")}
+    assert len(kept) < 6
+    done = subprocess.run(command(out, *options), capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "12 episodes" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    run(tmp_path / "whole", f"lean={MINE}:lean", episodes=12, seed=0)
+    rows = rows_of(out)
+    assert rows == rows_of(tmp_path / "whole")
+    assert len({(row["episode"], row["step"]) for row in rows}) == len(rows)
+    assert {row["episode"]: row["seed"] for row in rows} == {episode: episode for episode in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"episodes": 6}, "episodes was 5 and is 6"),
+        ({"seed": 8}, "seed was 7 and is 8"),
+        ({"environment": "Acrobot-v1", "policies": f"a={MINE}:left"}, "environment.action was"),
+        ({"policies": f"a={MINE}:lean"}, f"policies.a was '{MINE}:left' and is '{MINE}:lean'"),
+        ({"policies": f"a={MINE}:left,b={MINE}:left"}, r"policies was \['a'\] and is \['a', 'b'\]"),
+    ],
+)
+def test_other_settings_are_refused_with_the_difference(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    given = {"policies": f"a={MINE}:left"}
+    run(tmp_path, **given)
+    before = rows_of(tmp_path)
+    with pytest.raises(ConfigurationError, match=says):
+        run(tmp_path, **{**given, **options})
+    assert rows_of(tmp_path) == before
+
+
+def test_a_new_version_of_a_policy_is_refused_in_a_run_that_has_begun(tmp_path: Path) -> None:
+    policies.publish_wobbles(tmp_path / "policy", 1)
+    run(tmp_path / "out", f"a={tmp_path / 'policy'}")
+    policies.publish_lean(tmp_path / "policy", 2)
+    with pytest.raises(ConfigurationError, match=r"policies.a.sha256|policies.a.version was 1 and is 2"):
+        run(tmp_path / "out", f"a={tmp_path / 'policy'}")
+
+
+def test_the_command_ends_with_the_exit_code_of_the_reason(tmp_path: Path, wobbles: Path) -> None:
+    for options, code, says in [
+        (["--policies", "a=nowhere"], EXIT_CONFIGURATION, "no policy at nowhere"),
+        (["--policies", f"a={wobbles}", "--environment", "Acrobot-v1"], EXIT_CONFIGURATION, "takes numbers of shape"),
+        (["--policies", f"a={MINE}:heaps"], EXIT_RECOVERABLE, "the same command goes on"),
+    ]:
+        done = subprocess.run(
+            command(tmp_path / "out", *options), capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+
+
+def test_policies_of_a_game_play_each_other_from_both_seats(tmp_path: Path) -> None:
+    results = run(tmp_path, f"optimal={MINE}:optimal,greedy={MINE}:greedy", "nim", episodes=12, shard_episodes=5)
+    rows = rows_of(tmp_path)
+    assert {tuple(row["policies"]) for row in rows} == {("optimal", "greedy"), ("greedy", "optimal")}
+    seeds = [{row["seed"] for row in rows if row["policies"][0] == name} for name in ("optimal", "greedy")]
+    assert seeds == [set(range(7, 19))] * 2
+    for row in rows:
+        assert row["policy"] == row["policies"][row["seat"]]
+        assert row["reward"] == row["rewards"][row["seat"]]
+        assert "Nim" in row["state"][0]["content"]
+        assert (row["final_state"] is not None) == row["terminated"]
+    first, second = results["policies"]
+    assert (results["method"], first["policy"], second["policy"]) == (METHOD, "optimal", "greedy")
+    won = sum(row["rewards"][row["policies"].index("optimal")] == 1 for row in rows if row["terminated"])
+    assert (first["wins"], first["games"], second["losses"]) == (won, 24, won)
+    assert first["rating"] + second["rating"] == pytest.approx(3000)
+    share = (won + 0.5) / 25
+    assert first["rating"] - second["rating"] == pytest.approx(400 * math.log10(share / (1 - share)), rel=1e-6)
+
+
+def test_every_order_of_seats_is_played() -> None:
+    assert lineups_of(["a", "b"], 1) == [("a",), ("b",)]
+    assert lineups_of(["a", "b", "c"], 2) == [*(("a", x) for x in "bc"), ("b", "a"), ("b", "c"), ("c", "a"), ("c", "b")]
+    assert lineups_of(["a"], 2) == [("a", "a")]
+
+
+def test_ratings_of_three_players_are_the_maximum_of_the_likelihood() -> None:
+    strength = np.array([1.0, 2.0, 8.0])
+    wins = 1e6 * strength[:, None] / (strength[:, None] + strength[None, :])
+    np.fill_diagonal(wins, 0)
+    elo, errors = bradley_terry(wins)
+    assert np.diff(elo) == pytest.approx(400 * np.log10([2, 4]), abs=0.01)
+    assert elo.mean() == pytest.approx(1500)
+    # Two equal players: the variance of the log-odds is 4 / games, and half of it is each one's share.
+    _, errors = bradley_terry(np.array([[0.0, 199.5], [199.5, 0.0]]))
+    assert errors == pytest.approx([400 / math.log(10) * math.sqrt(4 / 400) / 2] * 2)
+
+
+@pytest.mark.parametrize("environment", ["CartPole-v1", "nim"])
+def test_a_server_plays_the_same_episodes(tmp_path: Path, environment: str) -> None:
+    names = ("left", "lean") if environment == "CartPole-v1" else ("optimal", "greedy")
+    given = ",".join(f"{name}={MINE}:{name}" for name in names)
+    run(tmp_path / "here", given, environment)
+    with served_ready(create_app(EnvironmentSettings(environment=environment))) as url:
+        run(tmp_path / "there", given, None, server=url)
+        with pytest.raises(ConfigurationError, match=f"has '{environment}', --environment is 'Other-v0'"):
+            run(tmp_path / "other", given, "Other-v0", server=url)
+    assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
+
+
+def test_a_policy_of_a_head_gives_versions_and_log_probabilities(tmp_path: Path, wobbles: Path) -> None:
+    with served_ready(create_head(HeadSettings(head_policies=f"w={wobbles}"))) as url:
+        run(tmp_path / "there", f"wobbles=head+{url}#w")
+    run(tmp_path / "here", f"wobbles={wobbles}")
+    assert rows_of(tmp_path / "there") == rows_of(tmp_path / "here")
+
+
+def test_a_language_models_log_probability_is_the_sum_over_its_tokens(tmp_path: Path) -> None:
+    app = FastAPI()
+
+    @app.get("/model_info")
+    async def info() -> Any:
+        return {"weight_version": "9"}
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: dict[str, Any]) -> Any:
+        assert body["logprobs"] is True
+        tokens = {"content": [{"token": "5", "logprob": -0.5}, {"token": "0", "logprob": -0.25}]}
+        return {"choices": [{"message": {"content": "50"}, "finish_reason": "stop", "logprobs": tokens}]}
+
+    with served(app) as url:
+        run(tmp_path, f"llm={url}", "guessing", episodes=1)
+    rows = rows_of(tmp_path)
+    assert {(row["action"], row["version"], row["logprob"]) for row in rows} == {("50", 9, -0.75)}
+    assert [len(row["state"]) for row in rows] == [1 + 2 * step for step in range(len(rows))]
+
+
+class Fragile(odd_environments.Echo):
+    """An echo that breaks the first time each seed is played."""
+
+    seen: ClassVar[set[int]] = set()
+
+    async def step(self, action: Any) -> Any:
+        if self.seed not in Fragile.seen:
+            Fragile.seen.add(self.seed)
+            raise RuntimeError("a gear fell off")
+        return await super().step(action)
+
+    async def reset(self, seed: int) -> Any:
+        self.seed = seed
+        return await super().reset(seed)
+
+
+def repeat(states: list[Any]) -> list[str]:
+    return [state[-1]["content"] for state in states]
+
+
+def test_a_lost_episode_is_played_again_with_its_seed(tmp_path: Path) -> None:
+    module = "tests.evaluation.test_trajectories"
+    results = run(tmp_path, f"a={module}:repeat", f"{module}:Fragile")
+    assert [(row["episode"], row["action"]) for row in rows_of(tmp_path)] == [(i, f"seed {7 + i}") for i in range(5)]
+    assert (results["episodes"], results["left_out"]) == (5, {})
+
+
+def test_an_action_that_never_fits_is_left_out_and_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no episode .* comes to its end: the action is 99"):
+        run(tmp_path, f"a={MINE}:wrong")
+
+
+def test_a_policy_that_fails_ends_the_run_and_keeps_what_is_done(tmp_path: Path) -> None:
+    run(tmp_path, f"a={MINE}:left")
+    (tmp_path / "shard-000001.parquet").unlink()
+    (tmp_path / "manifest.json").write_text(
+        (tmp_path / "manifest.json").read_text().replace(f"{MINE}:left", f"{MINE}:heaps")
+    )
+    with pytest.raises(PolicyFailedError, match="heaps raised"):
+        run(tmp_path, f"a={MINE}:heaps")
+    assert len(list(tmp_path.glob("shard-*.parquet"))) == 2
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path, wobbles: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/evaluation_head.md").read_text()
+    commands = [line for line in page.splitlines() if "-m scripts.generate_trajectories" in line]
+    assert len(commands) == 2
+    given = {
+        "cartpole=runs/policies/cartpole": f"cartpole={wobbles}",
+        "new=http://127.0.0.1:30000,old=http://127.0.0.1:30001": f"new={MINE}:optimal,old={MINE}:greedy",
+        "2000": "3",
+        "100": "3",
+    }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for line in commands:
+        words = [given.get(word, word) for word in shlex.split(line)[1:]]
+        done = subprocess.run(
+            [sys.executable, *words],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "Bradley-Terry" in done.stdout
+    [text] = re.findall(r"^```python\n(from datasets.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    read: dict[str, Any] = {}
+    exec(compile(text, "evaluation_head.md", "exec"), read)
+    columns = set(rows_of(tmp_path / "runs/trajectories/nim")[0])
+    assert set(read["steps"].column_names) == columns - {"seat", "policies", "rewards"}
+    section = page.partition("## Trajectories")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+    assert {name for cell in shown for name in re.findall(r"`(\w+)`", cell)} == columns

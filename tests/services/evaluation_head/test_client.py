@@ -1,0 +1,142 @@
+"""The client of the evaluation head: actions, log-probabilities, repeated requests, refusals, the example agent."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Response
+
+from evaluation import head_agent
+from services.clients.evaluation_head import EvaluationHeadClient
+from services.core.errors import DependencyLostError
+from services.http.client import RETRIES, RequestRefusedError
+from services.protocol.evaluation import EvaluateReply, EvaluateRequest, FinishedEpisode
+from tests.services.run_page.serving import served, served_ready
+from tests.waiting import IDLE_SECONDS
+
+ROOT = Path(__file__).parents[3]
+
+
+def retries() -> float:
+    return RETRIES.labels("evaluation-head")._value.get()
+
+
+class Busy:
+    """A head that answers 503 twice, then 0 for each state."""
+
+    def __init__(self) -> None:
+        self.requests: list[EvaluateRequest] = []
+        self.app = FastAPI()
+
+        @self.app.post("/evaluate")
+        async def evaluate(request: EvaluateRequest) -> Any:
+            self.requests.append(request)
+            if len(self.requests) < 3:
+                return Response("{}", 503, {"Retry-After": "0"})
+            return EvaluateReply(policy="zero", policy_versions=[1], actions=[0])
+
+
+async def test_actions_come_in_order_with_versions_and_log_probabilities(head: Any, lean: Path, times: Path) -> None:
+    with served_ready(head(head_policies=f"lean={lean} times={times}")) as url:
+        async with EvaluationHeadClient(url) as client:
+            reply = await client.act([[0.0, 0.0, 0.5, 0.0], [0.0, 0.0, -1.0, 0.0]], logprobs=True)
+            assert (reply.actions, reply.policy_versions) == ([1, 0], [1, 1])
+            assert reply.logprobs == pytest.approx([-math.log(1 + math.exp(-2 * x)) for x in (0.5, 1.0)], rel=1e-5)
+            assert (await client.act([[0.0] * 4])).logprobs is None
+        async with EvaluationHeadClient(url, policy="times") as client:
+            reply = await client.act([[1.0, 2.0]], logprobs=True)
+            assert (reply.actions, reply.logprobs) == ([[3.0, 6.0]], [None])
+
+
+async def test_a_busy_head_is_asked_again_and_each_repetition_is_counted() -> None:
+    busy, before = Busy(), retries()
+    with served(busy.app) as url:
+        async with EvaluationHeadClient(url) as client:
+            assert (await client.act([[1.0]])).actions == [0]
+            assert retries() - before == 2
+            with pytest.raises(DependencyLostError, match="gave 1 actions for 2 states"):
+                await client.act([[1.0], [2.0]])
+
+
+async def test_a_head_that_is_away_is_given_up_at_the_deadline() -> None:
+    async with EvaluationHeadClient("http://127.0.0.1:9", deadline=0.3) as client:
+        with pytest.raises(DependencyLostError, match="evaluation-head did not answer POST"):
+            await client.act([[1.0]])
+
+
+async def test_a_refusal_says_what_fits(head: Any) -> None:
+    with served_ready(head()) as url:
+        async with EvaluationHeadClient(url) as client:
+            with pytest.raises(RequestRefusedError, match="policy 'times' takes numbers of shape"):
+                await client.act([[1.0]])
+        async with EvaluationHeadClient(url, policy="no") as client:
+            with pytest.raises(RequestRefusedError, match="no policy 'no' here"):
+                await client.act([[1.0]])
+
+
+def test_the_synchronous_client_is_the_same_client_and_reports_once(head: Any) -> None:
+    with served_ready(head()) as url, EvaluationHeadClient(url, server="script").sync() as client:
+        client.wait_healthy(IDLE_SECONDS)
+        assert client.act([[1.0, 2.0]]).actions == [[3.0, 6.0]]
+        ended = FinishedEpisode(episode="e", steps=2, episode_return=5.0)
+        for _ in range(2):
+            client.act(finished=[ended])
+        stats = httpx.get(f"{url}/stats", trust_env=False).json()
+        assert (stats["episodes"]["finished"], [row["name"] for row in stats["servers"]]) == (1, ["script"])
+
+
+def test_the_example_agent_plays_cartpole(head: Any, lean: Path) -> None:
+    with served_ready(head(head_policies=f"lean={lean}")) as url:
+        returns = head_agent.play(url, range(2))
+        stats = httpx.get(f"{url}/stats", trust_env=False).json()
+    assert all(value > 100 for value in returns)
+    assert stats["episodes"] == {"active": 0, "finished": 2, "lost": 0}
+    assert stats["returns"]["mean"] == sum(returns) / 2
+    assert stats["servers"][0]["environment"] == "CartPole-v1"
+
+
+def test_the_page_shows_the_example_agent() -> None:
+    page = (ROOT / "docs/evaluation_head.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert (ROOT / "evaluation/head_agent.py").read_text() in blocks
+
+
+def say_two(states: list[Any]) -> list[int]:
+    return [2 for _ in states]
+
+
+async def test_a_function_and_a_policy_of_another_head_are_policies(head: Any, serving: Any) -> None:
+    module = "tests.services.evaluation_head.test_client"
+    with served_ready(head()) as url:
+        targets = f"two={module}:say_two far=head+{url}#times near=head+{url} none=head+{url}#none"
+        async with serving(head(head_policies=targets)) as client:
+
+            async def ask(policy: str) -> Any:
+                return await client.post("/evaluate", json={"policy": policy, "states": [[1, 2], [3, 4]]})
+
+            assert (await ask("two")).json()["actions"] == [2, 2]
+            for name in ("far", "near"):
+                reply = (await ask(name)).json()
+                assert (reply["actions"], reply["policy_versions"]) == ([[3.0, 6.0], [9.0, 12.0]], [3, 3])
+            refused = await ask("none")
+            assert (refused.status_code, "no policy 'none'" in refused.json()["detail"]) == (422, True)
+
+
+@pytest.mark.parametrize(("function", "says"), [("say_two_twice", "gave 4 actions"), ("fail", "ZeroDivisionError")])
+async def test_a_function_that_fails_is_a_policy_that_failed(head: Any, serving: Any, function: str, says: str) -> None:
+    async with serving(head(head_policies=f"p=tests.services.evaluation_head.test_client:{function}")) as client:
+        reply = await client.post("/evaluate", json={"states": [[1], [2]]})
+        assert (reply.status_code, says in reply.json()["detail"]) == (500, True)
+
+
+def say_two_twice(states: list[Any]) -> list[int]:
+    return say_two(states) * 2
+
+
+def fail(states: list[Any]) -> list[int]:
+    return [1 // 0 for _ in states]
