@@ -130,8 +130,7 @@ class World:
             collector = _collector(environment, log)
             try:
                 for kill in kills:
-                    reached = partial(_has_queued, replay, kill)
-                    await eventually(reached, "groups in the queue", progress=lambda: bytes_in(self.directory))
+                    await _until_queued(replay, kill, self.directory)
                     await asyncio.sleep(draw.uniform(0, 0.05))
                     assert not _ended(collector), f"it ended before it was killed: {log.read_text()[-3000:]}"
                     collector.kill()
@@ -217,8 +216,11 @@ def _collector(environment: dict[str, str], log: Path) -> subprocess.Popen[bytes
         )
 
 
-async def _has_queued(replay: ReplayClient, groups: int) -> bool:
-    return (await replay.stats()).waiting >= groups
+async def _until_queued(replay: ReplayClient, groups: int, directory: Path) -> None:
+    async def are_queued() -> bool:
+        return (await replay.stats()).waiting >= groups
+
+    await eventually(are_queued, f"{groups} groups in the queue", progress=lambda: bytes_in(directory))
 
 
 def _ended(player: subprocess.Popen[bytes]) -> bool:
