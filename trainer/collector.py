@@ -1,7 +1,8 @@
 """Collectors of the asynchronous mode: prompts in, scored groups into the replay buffer's fresh queue.
 
 One runs beside the trainer by default; ``python -m trainer.collector`` runs one by itself, any number of them, on any
-node of the job group. They share the data-server's cursor, so that each prompt is taken once per epoch.
+node of the job group. They share the data-server's cursor, so that each prompt is taken once per epoch. The prompts
+that a collector has taken are on disk, and its next process begins with those of which it pushed no group.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
 from trainer.rollouts.episodes import group_maker
 from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.taken import TakenPrompts
 
 log = get_logger(__name__)
 
@@ -67,6 +69,7 @@ class Collector:
         self.number = number
         self.name = collector_name(number)
         self.collectors = collectors
+        self._taken = TakenPrompts(clients.data, COLLECTORS, settings.run_dir / "collectors" / f"{number}.json")
         self._places = asyncio.Semaphore(settings.generation_concurrency)
         self._in_flight = 0
 
@@ -86,15 +89,15 @@ class Collector:
             raise ended.exceptions[0] from None
 
     async def _take_prompts(self, flights: asyncio.TaskGroup) -> None:
+        prompts = await self._taken.left_behind()
         while True:
-            room = await self._wait_for_room()
-            prompts = (await self.data.prompts(room, consumer=COLLECTORS)).prompts
             for prompt in prompts:
                 if prompt.epoch >= self.settings.num_epochs:
                     return
                 await self._places.acquire()
                 self._in_flight += 1
                 flights.create_task(self._collect(prompt))
+            prompts = await self._taken.take(await self._wait_for_room())
 
     async def _collect(self, prompt: Prompt) -> None:
         try:
@@ -105,6 +108,7 @@ class Collector:
                 await self.replay.enqueue([group])
                 COLLECTED.inc()
                 await self.success_rates.record([group])
+            self._taken.finish(prompt)
         finally:
             self._in_flight -= 1
             self._places.release()

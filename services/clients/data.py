@@ -30,11 +30,12 @@ class DataClient(ServiceClient):
         split: Split | str = Split.TRAIN,
         cursor: Cursor | None = None,
         consumer: str = "trainer",
+        request_id: str | None = None,
     ) -> PromptBatch:
         """Return the next ``batch_size`` prompts and the cursor after them.
 
         With a ``cursor``, the reply depends on the cursor alone. Without one, the server advances its own cursor of
-        ``consumer``.
+        ``consumer``; a ``request_id`` that it has answered before gets the same prompts again.
         """
         if cursor is not None:
             request = PromptsRequest(batch_size=batch_size, split=Split(split), cursor=cursor)
@@ -44,7 +45,7 @@ class DataClient(ServiceClient):
             "split": Split(split).value,
             "consumer": consumer,
             # A repeated request must not use up a second batch.
-            "request_id": uuid.uuid4().hex,
+            "request_id": request_id or uuid.uuid4().hex,
         }
         return await self.call("GET", "/prompts", PromptBatch, params=params)
 

@@ -81,7 +81,7 @@ def _router(gateway: Gateway, session_of: Callable[..., Awaitable[Session]]) -> 
     async def post_count_tokens(body: dict[str, Any], session: Session = asked) -> Response:
         """Return the number of tokens of a conversation's prompt."""
         session.check_open()
-        return JsonResponse({"input_tokens": gateway.calls.count(session, MESSAGES.request(body, session))})
+        return JsonResponse({"input_tokens": await gateway.calls.count(session, MESSAGES.request(body, session))})
 
     @router.post(RESPONSES.path)
     async def post_responses(body: dict[str, Any], session: Session = asked) -> Response:

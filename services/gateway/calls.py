@@ -99,22 +99,22 @@ class Calls:
             task.add_done_callback(done)
         return await asyncio.shield(task)
 
-    def count(self, session: Session, request: ChatRequest) -> int:
+    async def count(self, session: Session, request: ChatRequest) -> int:
         """Return the number of tokens of the prompt that a request would have.
 
         Raises:
             ProblemError: 400, the conversation is not readable.
         """
         messages = request.fitted()
-        call = self._place(session, request, messages, request.keys(messages))
-        return len(call.added_ids) + len(call.parent.held_ids if call.parent else ())
+        call = await self._place(session, request, messages, request.keys(messages))
+        return len(call.prompt_ids)
 
     async def _call(self, session: Session, request: ChatRequest, limit: int, api: Api) -> dict[str, Any]:
         """Sample, record and return the reply to a new request; each choice has ``limit`` tokens at most."""
         messages = request.fitted()
         keys = request.keys(messages)
-        call = self._place(session, request, messages, keys)
-        prompt_ids = [*(call.parent.held_ids if call.parent else ()), *call.added_ids]
+        call = await self._place(session, request, messages, keys)
+        prompt_ids = call.prompt_ids
         room = self.context - len(prompt_ids)
         if room < 1:
             detail = f"the conversation has {len(prompt_ids)} tokens; the context length is {self.context} tokens"
@@ -131,7 +131,7 @@ class Calls:
         await self._record(session, call)
         return call.reply
 
-    def _place(
+    async def _place(
         self, session: Session, request: ChatRequest, messages: list[dict[str, Any]], keys: Sequence[bytes]
     ) -> Call:
         """Return the call, without turns, at its place in the tree."""
@@ -143,11 +143,11 @@ class Calls:
         turn, known = session.tree.deepest(keys)
         if turn is not None:
             held = messages[known - 1]
-            suffix = self.prompts.suffix(held, turn.completion, messages[known:], tools, options)
+            suffix = await self.prompts.suffix(held, turn.completion, messages[known:], tools, options)
             if suffix is not None:
                 return Call(request.digest, turn, suffix, request.messages[known:], sampling, {})
             BROKEN.inc()
-        whole = self.prompts.whole(messages, tools, options)
+        whole = await self.prompts.whole(messages, tools, options)
         return Call(request.digest, None, whole, request.messages, sampling, {})
 
     async def _sample(

@@ -7,6 +7,7 @@ The suffix is found for any chat template by rendering a short conversation with
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,9 @@ class PromptMaker:
         self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
         self._close = functools.lru_cache(maxsize=64)(self._render_close)
 
-    def whole(self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]) -> list[int]:
+    async def whole(
+        self, messages: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+    ) -> list[int]:
         """Return the token ids of a conversation up to the beginning of the assistant's answer.
 
         Raises:
@@ -50,11 +53,11 @@ class PromptMaker:
         if self._tokenizer.chat_template is None:
             raise ProblemError(400, "this model has no chat template")
         try:
-            return self._encode(self._render(messages, tools, options, adds_generation_prompt=True))
+            return await self._encode(self._render(messages, tools, options, adds_generation_prompt=True))
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise ProblemError(400, f"the model's chat template does not take this conversation: {error}") from error
 
-    def suffix(
+    async def suffix(
         self,
         turn: Mapping[str, Any],
         completion: Completion,
@@ -87,7 +90,7 @@ class PromptMaker:
         [(close, continuation), *others] = found
         if others or close is None or continuation is None:
             return None
-        suffix = self._encode(close + continuation)
+        suffix = await self._encode(close + continuation)
         has_end = completion.finish_reason is FinishReason.STOP and completion.completion_ids[-1] in self._special
         # The end token that the model sampled stands for the first token of the close.
         closed = has_end and bool(close and suffix) and suffix[0] in self._special
@@ -118,9 +121,9 @@ class PromptMaker:
         assert isinstance(rendered, str)
         return rendered
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    async def _encode(self, text: str) -> list[int]:
+        """Return the text's tokens. Other calls go on meanwhile, because the tokenizer releases the interpreter."""
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
 
     def text_and_calls(
         self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]

@@ -89,7 +89,7 @@ def _message(
     """Return a completion as the agent gets it, and the number of tool calls in it that cannot be parsed."""
     if request.offered_tools is None:
         return {"role": "assistant", "content": prompts.text(completion, request.stop)}, 0
-    text, calls, unparsed = prompts.text_and_calls(completion, request.stop, call.prompt_ids, request.offered_tools)
+    text, calls, unparsed = prompts.text_and_calls(completion, request.stop, call.added_ids, request.offered_tools)
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if calls:
         # The ids follow from the request, so that a call that is sampled again after a crash has the same.

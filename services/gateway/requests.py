@@ -16,6 +16,8 @@ from services.http.problems import ProblemError, printable
 MAX_CHOICES = 128
 _EXACT = 2**53
 """Integers below this are exact in every JSON library."""
+# Not orjson, which refuses integers beyond 64 bits; models write such arguments.
+_CANONICAL = json.JSONEncoder(sort_keys=True)
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -200,5 +202,4 @@ def _given(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hash(key: bytes, content: Any) -> bytes:
-    # Not by orjson, which refuses integers beyond 64 bits; models write such arguments.
-    return hashlib.blake2b(key + b"\0" + json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+    return hashlib.blake2b(key + b"\0" + _CANONICAL.encode(content).encode(), digest_size=16).digest()

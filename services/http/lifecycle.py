@@ -76,7 +76,8 @@ def background_lifespan(lifespan: Lifespan, lifecycle: Lifecycle) -> Lifespan:
 
 def _tune_garbage_collection() -> None:
     # The loaded data stays: frozen, it no longer makes full collections take tens of milliseconds. Requests make many
-    # containers and hardly any cycles, so collections may be rarer than Python's default of every 700 containers.
+    # containers and hardly any cycles, so that larger collections may be rare; the smallest ones must stay short,
+    # because every request in flight waits for them.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(2_000, 200, 50)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -40,10 +41,10 @@ BAD = 7
 
 def prompts(request: dict[str, Any]) -> dict[str, Any]:
     """POST /prompts: one epoch of 100, whose token id is 1 more than their place."""
-    cursor = request["cursor"]
+    cursor, epoch = request["cursor"], request["cursor"].get("epoch", 0)
     first, last = cursor["position"], min(cursor["position"] + request["batch_size"], 100)
     found = [
-        {"id": f"p/{i}", "prompt": str(i), "ground_truth": "x", "prompt_ids": [i + 1], "epoch": 0, "position": i}
+        {"id": f"p/{i}", "prompt": str(i), "ground_truth": "x", "prompt_ids": [i + 1], "epoch": epoch, "position": i}
         for i in range(first, last)
     ]
     return {"prompts": found, "cursor": {**cursor, "position": last}, "total_available": 100}
@@ -101,10 +102,11 @@ class Services:
     replay: FakeService
     clients: Clients
     thread: ServiceThread
+    directory: Path
 
     def settings(self, **fields: Any) -> TrainerSettings:
         wanted = {"batch_size": 4, "group_size": 2, "num_epochs": 1, "replay_groups": 0, "eval_prompts": 0}
-        return TrainerSettings.load(**(wanted | {"checkpoint_every": 0} | fields))
+        return TrainerSettings.load(**(wanted | {"checkpoint_every": 0, "shared_dir": self.directory} | fields))
 
     def steps(self, position: int = 0, **fields: Any) -> Steps:
         main = MainRank(self.settings(**fields), self.thread, self.clients)
@@ -134,7 +136,7 @@ def fakes() -> Iterator[list[FakeService]]:
 
 
 @pytest.fixture
-def services(fakes: list[FakeService]) -> Iterator[Services]:
+def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
     data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
     clients = Clients(
         DataClient(data, deadline=20),
@@ -144,7 +146,7 @@ def services(fakes: list[FakeService]) -> Iterator[Services]:
     )
     with ServiceThread() as thread:
         thread.call(clients.open())
-        yield Services(*fakes, clients, thread)
+        yield Services(*fakes, clients, thread, tmp_path)
         thread.call(clients.close())
 
 
@@ -289,6 +291,40 @@ def test_a_collector_ends_when_a_batch_in_a_row_cannot_be_generated(
         services.collect()
     assert served.position < 50
     assert (collector_name(0), 1) not in served.cursors, "it is not done"
+
+
+def test_a_restarted_collector_begins_with_the_prompts_that_the_last_one_left(services: Services) -> None:
+    served = CollectorServices(services, 12)
+    # Like kill -9 while some groups are in the queue and others are under way.
+    services.replay.routes["POST /queue"] = lambda request: (
+        400 if request["groups"][0]["position"] == BAD else added(request)
+    )
+    with pytest.raises(ExceptionGroup):
+        services.collect()
+    missing = set(range(12)) - {group["position"] for group in served.queue()[:-1]} | {BAD}
+    services.replay.requests.clear()
+    services.replay.routes["POST /queue"] = added
+    services.collect()
+    assert {group["position"] for group in served.queue()} >= missing
+
+
+def test_prompts_whose_reply_was_lost_with_the_collector_are_asked_for_again(services: Services) -> None:
+    served = CollectorServices(services, 12)
+    answer, ids = served.prompts, list[str]()
+
+    def lost(request: dict[str, Any]) -> Any:
+        ids.append(request["request_id"])
+        answer(request)
+        return 400
+
+    services.data.routes["GET /prompts"] = lost
+    with pytest.raises(ExceptionGroup):
+        services.collect()
+    served.position = 0  # The data-server gives a repeated request the same prompts.
+    services.data.routes["GET /prompts"] = answer
+    services.collect()
+    assert [request["request_id"] for request in services.data.asked("GET /prompts")][: len(ids) + 1] == [*ids, ids[-1]]
+    assert sorted(group["position"] for group in served.queue()) == list(range(12))
 
 
 # The fresh queue
