@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
+from evaluation.server import LIMITS
+
 _COMPLETIONS = ("/chat/completions", "/completions")
-_LIMITS = ("max_tokens", "max_completion_tokens")
-"""Two names of OpenAI's API for the length limit of a turn."""
 
 
 @dataclass
@@ -51,6 +51,8 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """Length limit of a turn, unless the agent sets a lower one."""
     recording: Recording
     """The conversation so far, which each request continues."""
+    limit_name: str = "max_tokens"
+    """The server's name for the length limit."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""
@@ -77,9 +79,9 @@ class RecordingTransport(httpx.AsyncBaseTransport):
         return response
 
     def _with_sampling(self, body: dict[str, Any]) -> dict[str, Any]:
-        limit = min([self.max_tokens, *(int(body[name]) for name in _LIMITS if body.get(name))])
-        kept = {name: value for name, value in body.items() if name not in _LIMITS}
-        return {**kept, "max_tokens": limit, **self.forced}
+        limit = min([self.max_tokens, *(int(body[name]) for name in LIMITS if body.get(name))])
+        kept = {name: value for name, value in body.items() if name not in LIMITS}
+        return {**kept, self.limit_name: limit, **self.forced}
 
     def _record(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
         recording = self.recording

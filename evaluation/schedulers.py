@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluation import skypilot
+from evaluation import skypilot, vllm
 from evaluation.plan import Plan
-from evaluation.servers import Discover, parse_url
-from evaluation.settings import SchedulerName
+from evaluation.server import parse_url
+from evaluation.servers import Discover
+from evaluation.settings import Backend, SchedulerName
 from local_runner import gpus, nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
@@ -30,6 +31,10 @@ from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, Configura
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 
+START_SECONDS = 60.0
+"""The wait for the first of servers that run already."""
+JOB_GROUP_START_SECONDS = 3600.0
+"""The same wait in a job group, where images are pulled and models loaded at the same time."""
 LOCAL_START_SECONDS = 1800.0
 """Enough for a model to be downloaded and loaded."""
 POLL_SECONDS = 0.2
@@ -50,6 +55,8 @@ class Servers:
     urls: Sequence[str]
     reward: Endpoint
     discover: Discover | None = None
+    start_seconds: float = START_SECONDS
+    """The wait for the first of them."""
     watch: Callable[[], Awaitable[None]] = _forever
     """Raises an error once servers that were started here have failed for good."""
 
@@ -70,22 +77,24 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
         async with _started(plan, model, output, say) as servers:
             yield servers
         return
-    urls = [parse_url(url).url for url in plan.urls]
+    origin = plan.origin
+    urls = [parse_url(url).url for url in origin.urls] + [parse_url(url, is_api=True).url for url in origin.endpoints]
     discover: Discover | None = None
-    if plan.discover is not None:
+    if origin.discover is not None:
         skypilot.import_sky()
-        discover = partial(asyncio.to_thread, skypilot.find, plan.discover)
+        discover = partial(asyncio.to_thread, skypilot.find, origin.discover)
     if not urls and discover is None:
         if not in_job_group():
-            raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
+            raise ConfigurationError("--scheduler endpoints needs --url, --endpoint or --discover outside a job group")
         urls = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
-    if plan.reward_url is not None:
-        yield Servers(urls, parse_url(plan.reward_url), discover)
+    start_seconds = JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
+    if origin.reward_url is not None:
+        yield Servers(urls, parse_url(origin.reward_url), discover, start_seconds)
     elif in_job_group():
-        yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover)
+        yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover, start_seconds)
     else:
         async with _started(plan, None, output, say) as servers:
-            yield Servers(urls, servers.reward, discover, servers.watch)
+            yield Servers(urls, servers.reward, discover, start_seconds, servers.watch)
 
 
 @asynccontextmanager
@@ -121,11 +130,15 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             try:
                 reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
                 urls = []
-                if model is not None:
+                if model is not None and plan.origin.backend is Backend.VLLM:
+                    ranks = range(plan.origin.allocation.data)
+                    nodes_of = (addresses.find(Task.ROLLOUT_SERVER, rank, endpoints.ENGINE_PORT) for rank in ranks)
+                    urls = [f"http://{address}/v1" for address in nodes_of]
+                elif model is not None:
                     router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
                     await run_until_first_ends(_wait_ready(router), watch())
                     urls = [router.url]
-                yield Servers(urls, reward, watch=watch)
+                yield Servers(urls, reward, start_seconds=LOCAL_START_SECONDS, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
@@ -155,10 +168,10 @@ async def _wait_ready(router: Endpoint) -> None:
 def _group(model: str | None, plan: Plan) -> JobGroup:
     """Return the tasks of jobgroup.yaml that an evaluation needs; each is primary, so its end is noticed."""
 
-    def task(name: Task, count: int, gpus_per_node: int, **own: str) -> TaskSpec:
+    def task(name: Task, count: int, gpus_per_node: int, module: str, **own: str) -> TaskSpec:
         return TaskSpec(
             name=name.value,
-            run=f"exec python -m services.{name.value.replace('-', '_')}",
+            run=f"exec python -m {module}",
             num_nodes=count,
             gpus_per_node=gpus_per_node,
             environment={**plan.variables, **own},
@@ -167,10 +180,16 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
             is_primary=True,
         )
 
-    tasks = [task(Task.REWARD_SERVER, 1, 0)]
+    tasks = [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
     if model is not None:
-        share = len(gpus.visible()) // plan.num_servers
-        tasks.append(task(Task.ROLLOUT_SERVER, plan.num_servers, share, MODEL_NAME=model))
+        allocation = plan.origin.allocation
+        share = allocation.gpus if allocation.gpus > 1 else len(gpus.visible()) // allocation.data
+        is_vllm = plan.origin.backend is Backend.VLLM
+        module = vllm.MODULE if is_vllm else "services.rollout_server"
+        given = plan.variables
+        sizes = vllm.variables(allocation, given) if is_vllm else allocation.sglang_variables(given)
+        own = {"MODEL_NAME": model, **sizes}
+        tasks.append(task(Task.ROLLOUT_SERVER, allocation.data, share, module, **own))
     return JobGroup("evaluation", tuple(tasks))
 
 

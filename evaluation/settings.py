@@ -27,6 +27,21 @@ class SchedulerName(StrEnum):
     SKYPILOT = "skypilot"
 
 
+class Backend(StrEnum):
+    """The program that serves a model where servers are started on this machine."""
+
+    ROLLOUT = "rollout"
+    """A rollout node: SGLang, or the embedded engine where there is no GPU."""
+    VLLM = "vllm"
+
+
+class Api(StrEnum):
+    """The route of an OpenAI-compatible server that answers prompts."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+
+
 class WorkflowName(StrEnum):
     """The way in which a prompt is answered."""
 

@@ -16,9 +16,10 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from evaluation.plan import Plan
+from evaluation.allocation import Allocation, parse_allocation
+from evaluation.plan import Origin, Plan
 from evaluation.run import run_until_signal
-from evaluation.settings import MATH_AGENT, EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from evaluation.workflows import ScoringLostError
 from local_runner import spec
 from services.core import logs
@@ -44,10 +45,23 @@ AgentCommand = Annotated[
     str | None, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
 ]
 Scheduler = Annotated[SchedulerName | None, Option(help="Default: endpoints where some are given, else local.")]
-NumServers = Annotated[int, Option(min=1, help="Rollout nodes to start.")]
+BackendOption = Annotated[Backend, Option(help="What serves the model on this machine: a rollout node, or vLLM.")]
+NumServers = Annotated[int | None, Option(min=1, help="Servers to start; default 1.")]
+AllocationOption = Annotated[
+    str | None,
+    Option("--allocation", help="Servers in shorthand: d12p1t2 is 12, each on 1 x 2 GPUs (pipeline x tensor)."),
+]
 Urls = Annotated[
     list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
 ]
+Endpoints = Annotated[
+    list[str] | None,
+    Option("--endpoint", help="Any OpenAI-compatible server, such as http://127.0.0.1:8000/v1. Repeatable."),
+]
+ApiOption = Annotated[
+    Api | None, Option(help="How an --endpoint is asked: conversations, or completions of token ids; default chat.")
+]
+ApiKeyEnv = Annotated[str | None, Option(help="The variable that has the key of --endpoint.")]
 Discover = Annotated[str | None, Option(help="Use servers of SkyPilot whose name begins so.")]
 RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
 Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
@@ -71,8 +85,13 @@ def main(
     agent: AgentName = None,
     agent_command: AgentCommand = None,
     scheduler: Scheduler = None,
-    num_servers: NumServers = 1,
+    backend: BackendOption = Backend.ROLLOUT,
+    num_servers: NumServers = None,
+    allocation: AllocationOption = None,
     url: Urls = None,
+    endpoint: Endpoints = None,
+    api: ApiOption = None,
+    api_key_env: ApiKeyEnv = None,
     discover: Discover = None,
     reward_url: RewardUrl = None,
     concurrency: Concurrency = None,
@@ -93,11 +112,17 @@ def main(
             _settings(variables, overrides),
             models=model or [],
             run_dir=run_dir,
-            scheduler=scheduler,
-            num_servers=num_servers,
-            urls=url or [],
-            discover=discover,
-            reward_url=reward_url,
+            origin=Origin(
+                scheduler=scheduler,
+                backend=backend,
+                allocation=_allocation(num_servers, allocation),
+                urls=url or (),
+                discover=discover,
+                endpoints=endpoint or (),
+                api=api,
+                api_key_env=api_key_env or "",
+                reward_url=reward_url,
+            ),
             output=output,
             variables=variables,
         )
@@ -112,6 +137,14 @@ def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> Eva
     settings = EvaluationSettings.load(**overrides)
     logs.configure("evaluate", "warning")
     return settings
+
+
+def _allocation(num_servers: int | None, text: str | None) -> Allocation:
+    if text is None:
+        return Allocation(data=num_servers or 1)
+    if num_servers is not None:
+        raise ConfigurationError("--allocation and --num-servers are both given; d of the allocation is the number")
+    return parse_allocation(text)
 
 
 def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:

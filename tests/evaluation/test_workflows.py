@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import SecretStr
 
-from evaluation import servers
+from evaluation import server as inference
 from evaluation.samples import Kind
-from evaluation.servers import Server
+from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import AgentWorkflow, ScoringLostError, seed_of
 from services.agents import AgentFailedError, load_agent
@@ -75,10 +75,10 @@ async def play() -> AsyncIterator[Any]:
     clients: list[httpx.AsyncClient] = []
 
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
-        clients.append(http)
+        server = RolloutServer("http://server", SETTINGS, 17)
+        server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
+        clients.append(server.http)
         workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m", asyncio.Semaphore(1))
-        server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
 
@@ -186,7 +186,7 @@ def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeyp
 
 
 async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):
-    monkeypatch.setattr(servers, "PROMPT_SECONDS", 0.05)
+    monkeypatch.setattr(inference, "PROMPT_SECONDS", 0.05)
 
     async def agent(example, **_):
         await asyncio.sleep(60)
