@@ -39,6 +39,7 @@ class Origin:
     api_key_env: str = ""
     """The variable with their key."""
     reward_url: str | None = None
+    is_dry_run: bool = False
 
     @property
     def is_foreign(self) -> bool:
@@ -69,7 +70,9 @@ class Origin:
             if scheduler is not SchedulerName.LOCAL:
                 raise ConfigurationError("--backend vllm starts servers on this machine; give --scheduler local")
             vllm.require()
-        if scheduler is SchedulerName.SKYPILOT:
+        if self.is_dry_run and scheduler is not SchedulerName.SLURM:
+            raise ConfigurationError("--dry-run shows the batch file of --scheduler slurm; leave it out")
+        if scheduler in (SchedulerName.SKYPILOT, SchedulerName.SLURM, SchedulerName.RAY):
             self.allocation.check_cluster()
         elif scheduler is SchedulerName.LOCAL:
             self.allocation.check_machine(len(gpus.visible()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -36,7 +35,6 @@ AT_ONCE = 1024
 """The most samples of a prompt that a rollout server is asked for at once, so that it computes the prompt once."""
 UPLOADED = "/models"
 """The directory of a job's nodes for models of this machine."""
-SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 
 
 async def run_until_signal(plan: Plan) -> int:
@@ -107,7 +105,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         # The name tells the samples of two models on the volume apart.
         variables["MODEL_NAME"] = f"{UPLOADED}/{checkpoint.name}-{checkpoint.fingerprint()[:8]}"
         uploads[variables["MODEL_NAME"]] = checkpoint.model
-    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    secrets = schedulers.secrets()
     content = await asyncio.to_thread(
         skypilot.launch,
         f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"),

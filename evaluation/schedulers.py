@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluation import skypilot, vllm
+from evaluation import node, ray_nodes, skypilot, slurm, vllm
 from evaluation.plan import Plan
 from evaluation.server import parse_url
 from evaluation.servers import Discover
@@ -35,6 +35,10 @@ START_SECONDS = 60.0
 """The wait for the first of servers that run already."""
 JOB_GROUP_START_SECONDS = 3600.0
 """The same wait in a job group, where images are pulled and models loaded at the same time."""
+QUEUE_SECONDS = 86_400.0
+"""The same wait for a job in Slurm's queue."""
+SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
+"""Variables that reach nodes elsewhere, and no log."""
 LOCAL_START_SECONDS = 1800.0
 """Enough for a model to be downloaded and loaded."""
 POLL_SECONDS = 0.2
@@ -42,6 +46,16 @@ MAX_RESTARTS = 3
 LOG_LINES = 5
 
 Say = Callable[[str], None]
+Watch = Callable[[], Awaitable[None]]
+
+
+def secrets() -> dict[str, str]:
+    """Return the secrets of this process's environment, which servers elsewhere need, too."""
+    return {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+
+
+async def _watch_both(first: Watch, second: Watch) -> None:
+    await run_until_first_ends(first(), second())
 
 
 async def _forever() -> None:
@@ -57,7 +71,7 @@ class Servers:
     discover: Discover | None = None
     start_seconds: float = START_SECONDS
     """The wait for the first of them."""
-    watch: Callable[[], Awaitable[None]] = _forever
+    watch: Watch = _forever
     """Raises an error once servers that were started here have failed for good."""
 
 
@@ -73,10 +87,22 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
             message has the end of its log.
         DependencyLostError: a started server failed for good, or was not ready in time.
     """
-    if plan.scheduler is SchedulerName.LOCAL:
-        async with _started(plan, model, output, say) as servers:
-            yield servers
-        return
+    match plan.scheduler:
+        case SchedulerName.LOCAL:
+            started = _started(plan, model, output, say)
+        case SchedulerName.SLURM:
+            started = _on_slurm(plan, model, output, say)
+        case SchedulerName.RAY:
+            started = _on_ray(plan, model, output, say)
+        case _:
+            started = _running(plan, output, say)
+    async with started as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def _running(plan: Plan, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Yield servers that run already, with a reward-server."""
     origin = plan.origin
     urls = [parse_url(url).url for url in origin.urls] + [parse_url(url, is_api=True).url for url in origin.endpoints]
     discover: Discover | None = None
@@ -95,6 +121,46 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
     else:
         async with _started(plan, None, output, say) as servers:
             yield Servers(urls, servers.reward, discover, start_seconds, servers.watch)
+
+
+@asynccontextmanager
+async def _on_slurm(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start rollout nodes as a job of Slurm, and a reward-server here."""
+    directory = output / "servers" / f"slurm-{uuid.uuid4().hex[:8]}"
+    directory.mkdir(parents=True)
+    text = slurm_script(plan, model, directory)
+    async with _started(plan, None, output, say) as own, slurm.running(text, directory) as watch:
+        say(f"submitted {plan.origin.allocation} to Slurm; log and addresses in {directory}")
+        yield Servers(
+            [],
+            own.reward,
+            partial(asyncio.to_thread, node.registered, directory),
+            QUEUE_SECONDS,
+            partial(_watch_both, own.watch, watch),
+        )
+
+
+@asynccontextmanager
+async def _on_ray(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start rollout nodes as actors of Ray, and a reward-server here."""
+    allocation = plan.origin.allocation
+    variables = _node_variables(plan, model) | secrets()
+    async with (
+        _started(plan, None, output, say) as own,
+        ray_nodes.running(allocation, variables) as (urls, watch),
+    ):
+        say(f"started {allocation} on Ray")
+        watch_both = partial(_watch_both, own.watch, watch)
+        yield Servers(urls, own.reward, None, LOCAL_START_SECONDS, watch_both)
+
+
+def slurm_script(plan: Plan, model: str, directory: Path) -> str:
+    """Return the batch file of the rollout nodes of a plan; ``directory`` gets their log and addresses."""
+    return slurm.script("evaluate", plan.origin.allocation, _node_variables(plan, model), directory)
+
+
+def _node_variables(plan: Plan, model: str) -> dict[str, str]:
+    return {**plan.variables, "MODEL_NAME": model, **plan.origin.allocation.sglang_variables(plan.variables)}
 
 
 @asynccontextmanager

@@ -153,7 +153,8 @@ class ServerPool:
         try:
             discovered = -1e9
             while True:
-                if self._discover is not None and time.monotonic() - discovered > DISCOVER_SECONDS:
+                is_due = not self.alive or time.monotonic() - discovered > DISCOVER_SECONDS
+                if self._discover is not None and is_due:
                     discovered = time.monotonic()
                     await self._find_more(self._discover)
                 await asyncio.gather(*(self._probe(server) for server in self.servers.values() if server.is_due))

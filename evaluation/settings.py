@@ -25,6 +25,8 @@ class SchedulerName(StrEnum):
     LOCAL = "local"
     ENDPOINTS = "endpoints"
     SKYPILOT = "skypilot"
+    SLURM = "slurm"
+    RAY = "ray"
 
 
 class Backend(StrEnum):

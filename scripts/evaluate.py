@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from evaluation import schedulers
 from evaluation.allocation import Allocation, parse_allocation
 from evaluation.plan import Origin, Plan
 from evaluation.run import run_until_signal
@@ -54,6 +55,7 @@ AllocationOption = Annotated[
 Urls = Annotated[
     list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
 ]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the batch file of --scheduler slurm, and start nothing.")]
 Endpoints = Annotated[
     list[str] | None,
     Option("--endpoint", help="Any OpenAI-compatible server, such as http://127.0.0.1:8000/v1. Repeatable."),
@@ -88,6 +90,7 @@ def main(
     backend: BackendOption = Backend.ROLLOUT,
     num_servers: NumServers = None,
     allocation: AllocationOption = None,
+    dry_run: DryRun = False,
     url: Urls = None,
     endpoint: Endpoints = None,
     api: ApiOption = None,
@@ -122,10 +125,14 @@ def main(
                 api=api,
                 api_key_env=api_key_env or "",
                 reward_url=reward_url,
+                is_dry_run=dry_run,
             ),
             output=output,
             variables=variables,
         )
+        if dry_run:
+            print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
+            return 0
         return asyncio.run(run_until_signal(plan))
 
     raise typer.Exit(_exit_code(work))
