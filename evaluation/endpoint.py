@@ -7,7 +7,7 @@ texts, no token ids, and need not say whether it uses a seed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import httpx
@@ -65,6 +65,8 @@ class OpenAIServer(Server):
         self.model = model
         self.api = api
         self.counts_tokens = True
+        self.template_args: Mapping[str, Any] = {}
+        """Arguments of the chat template for conversations."""
         self._client = HttpClient(
             url,
             token=key,
@@ -129,6 +131,7 @@ class OpenAIServer(Server):
             "temperature": params.temperature,
             "top_p": params.top_p,
             **({"seed": seed} if self.takes_seeds else {}),
+            **({"chat_template_kwargs": self.template_args} if self.template_args and self.api is Api.CHAT else {}),
         }
 
     async def _check_listed(self) -> None:

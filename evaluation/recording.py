@@ -7,6 +7,7 @@ the agent uses.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """The conversation so far, which each request continues."""
     limit_name: str = "max_tokens"
     """The server's name for the length limit."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, over which the agent's own win."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""
@@ -81,6 +84,8 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     def _with_sampling(self, body: dict[str, Any]) -> dict[str, Any]:
         limit = min([self.max_tokens, *(int(body[name]) for name in LIMITS if body.get(name))])
         kept = {name: value for name, value in body.items() if name not in LIMITS}
+        if self.template_args:
+            kept["chat_template_kwargs"] = {**self.template_args, **(body.get("chat_template_kwargs") or {})}
         return {**kept, self.limit_name: limit, **self.forced}
 
     def _record(self, body: dict[str, Any], reply: dict[str, Any]) -> None:

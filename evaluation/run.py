@@ -172,6 +172,12 @@ def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
     settings, origin = plan.settings, plan.origin
     if origin.is_foreign:
         key = plan.key or settings.token
-        return lambda url: OpenAIServer(url, checkpoint.model, origin.openai_api, key, settings.eval_concurrency)
+
+        def connect(url: str) -> OpenAIServer:
+            server = OpenAIServer(url, checkpoint.model, origin.openai_api, key, settings.eval_concurrency)
+            server.template_args = settings.chat_template_args
+            return server
+
+        return connect
     size = vocabulary_size(checkpoint.model, "--model")
     return lambda url: RolloutServer(url, settings, size)

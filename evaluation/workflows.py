@@ -104,7 +104,7 @@ class AgentWorkflow:
             forced |= {"seed": seed} if server.takes_seeds else {}
         forced |= server.forced
         transport = RecordingTransport(
-            server.http, forced, settings.max_new_tokens, recording, limit_name=server.limit_name
+            server.http, forced, settings.max_new_tokens, recording, server.limit_name, settings.chat_template_args
         )
         example = Example(**dict(prompt), model=self.model, scorer=self.score)
         started = time.monotonic()

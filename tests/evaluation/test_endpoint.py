@@ -87,6 +87,7 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
     fake = Fake(lambda _: said("It is 7."))
     with served(fake.app) as url:
         async with endpoint(url, key="secret") as server:
+            server.template_args = {"enable_thinking": False}
             await server.admit()
             [first, second] = await server.complete(PROMPT, SamplingParams(8, 0.5, 0.9), 2, seed=3)
     assert fake.asked[1] == {
@@ -96,6 +97,7 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
         "temperature": 0.5,
         "top_p": 0.9,
         "seed": 3,
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     TypeAdapter(ChatParams).validate_python(fake.asked[1])
     assert fake.asked[2]["seed"] == 4

@@ -78,7 +78,8 @@ async def play() -> AsyncIterator[Any]:
         server = RolloutServer("http://server", SETTINGS, 17)
         server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
         clients.append(server.http)
-        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m", asyncio.Semaphore(1))
+        settings, scorer = options.get("settings", SETTINGS), options.get("score", score)
+        workflow = AgentWorkflow(agent, settings, scorer, "m", asyncio.Semaphore(1))
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
 
@@ -137,6 +138,21 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
     assert third["seed"] == seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 4)
     assert seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
     assert sampled.kind is Kind.SAMPLED
+
+
+async def test_arguments_of_the_chat_template_reach_the_model_and_the_agents_own_win(play):
+    settings = SETTINGS.model_copy(update={"chat_template_args": {"enable_thinking": False, "date": "today"}})
+
+    async def agent(example, **given):
+        await ask(example, **given)
+        await ask(example, **given, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        return 1.0
+
+    model = Model(*[{"content": "hm"}] * 2)
+    await play(agent, model, settings=settings)
+    first, second = model.asked
+    assert first["chat_template_kwargs"] == {"enable_thinking": False, "date": "today"}
+    assert second["chat_template_kwargs"] == {"enable_thinking": True, "date": "today"}
 
 
 @pytest.mark.parametrize("status", [500, 503, 429])
