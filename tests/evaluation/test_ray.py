@@ -1,4 +1,4 @@
-"""Ray: a whole evaluation on a local Ray cluster, where Ray is installed."""
+"""Ray: a whole evaluation on a local Ray cluster, and the refusal where Ray is not installed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def test_without_ray_the_error_says_how_to_install_it(evaluate: Any, tiny_model:
     assert "Ray is not installed here; install it with pip install ray" in command.text
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+@pytest.mark.oracles
 def test_an_evaluation_runs_on_a_local_ray_cluster(evaluate: Any, tiny_model: Path) -> None:
     own = {"ROLLOUT_ENGINE": "embedded", **ARITHMETIC}
     options = [option for name, value in own.items() for option in ("--env", f"{name}={value}")]
