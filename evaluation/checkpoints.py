@@ -27,13 +27,18 @@ class Checkpoint:
     model: str
     step: int | None = None
 
+    @property
+    def is_here(self) -> bool:
+        """Return whether the model is a directory of this machine."""
+        return Path(self.model).is_dir()
+
     def fingerprint(self) -> str:
         """Return a digest of the weights: the same for a copy, another once the weights have changed.
 
         A model of the hub has its name as fingerprint.
         """
         directory = Path(self.model)
-        if not directory.is_dir():
+        if not self.is_here:
             return self.model
         digest = hashlib.sha256()
         for path in sorted([directory / CONFIG, *directory.glob("*.safetensors")]):

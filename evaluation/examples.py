@@ -25,8 +25,10 @@ class Examples:
     """The settings that the prompts depend on: other prompts make another evaluation."""
 
 
-def load(split: str, model: str, limit: int) -> Examples:
+def load(split: str, model: str | None, limit: int) -> Examples:
     """Load the first ``limit`` prompts (0: all) of a split: ``train``, ``test`` or ``all``.
+
+    Without a ``model`` they have messages, and no token ids.
 
     Raises:
         ConfigurationError: the dataset or the tokenizer of ``model`` cannot be loaded.

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evaluation import checkpoints
+from evaluation import checkpoints, vllm
+from evaluation.allocation import Allocation
 from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
-from evaluation.settings import EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
+from local_runner import gpus
 from services.agents import Agent, load_agent
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
@@ -17,6 +21,74 @@ from services.programs import Program
 from services.reward_server.settings import RewardSettings
 
 VOLUME = "/shared/"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The options about servers: which are there, or how they are started."""
+
+    scheduler: SchedulerName | None = None
+    backend: Backend = Backend.ROLLOUT
+    allocation: Allocation = field(default_factory=Allocation)
+    urls: Sequence[str] = ()
+    discover: str | None = None
+    endpoints: Sequence[str] = ()
+    """Servers of any make that speak OpenAI's API."""
+    api: Api | None = None
+    """Their route; None: chat for given servers, completions for vLLM of our own, which gets the prompts' token ids."""
+    api_key_env: str = ""
+    """The variable with their key."""
+    reward_url: str | None = None
+    is_dry_run: bool = False
+
+    @property
+    def is_foreign(self) -> bool:
+        """Return whether the servers are not rollout nodes, but speak OpenAI's API."""
+        return bool(self.endpoints) or self.backend is Backend.VLLM
+
+    @property
+    def openai_api(self) -> Api:
+        """The route by which foreign servers answer prompts."""
+        return self.api or (Api.CHAT if self.endpoints else Api.COMPLETIONS)
+
+    def resolved(self) -> SchedulerName:
+        """Return the origin of the servers.
+
+        Raises:
+            ConfigurationError: options contradict each other.
+        """
+        given = [name for name, value in (("--url", self.urls), ("--discover", self.discover)) if value]
+        if self.endpoints and given:
+            raise ConfigurationError(f"--endpoint and {given[0]} are both given; give the servers of one kind")
+        given += ["--endpoint"] if self.endpoints else []
+        scheduler = self.scheduler or (SchedulerName.ENDPOINTS if given else SchedulerName.LOCAL)
+        if given and scheduler is not SchedulerName.ENDPOINTS:
+            raise ConfigurationError(f"--scheduler {scheduler.value} starts its own servers; leave out {given[0]}")
+        if self.api is not None and not self.endpoints:
+            raise ConfigurationError("--api is for --endpoint; leave it out")
+        if self.backend is Backend.VLLM:
+            if scheduler is not SchedulerName.LOCAL:
+                raise ConfigurationError("--backend vllm starts servers on this machine; give --scheduler local")
+            vllm.require()
+        if self.is_dry_run and scheduler is not SchedulerName.SLURM:
+            raise ConfigurationError("--dry-run shows the batch file of --scheduler slurm; leave it out")
+        if scheduler in (SchedulerName.SKYPILOT, SchedulerName.SLURM, SchedulerName.RAY):
+            self.allocation.check_cluster()
+        elif scheduler is SchedulerName.LOCAL:
+            self.allocation.check_machine(len(gpus.visible()))
+        return scheduler
+
+    def key(self) -> str | None:
+        """Return the key for foreign servers.
+
+        Raises:
+            ConfigurationError: the variable that is to have it is not set.
+        """
+        if not self.api_key_env:
+            return None
+        if not os.environ.get(self.api_key_env):
+            raise ConfigurationError(f"--api-key-env {self.api_key_env}: this variable is not set; put the key into it")
+        return os.environ[self.api_key_env]
 
 
 class Plan:
@@ -28,11 +100,7 @@ class Plan:
         *,
         models: Sequence[str],
         run_dir: Path | None,
-        scheduler: SchedulerName | None,
-        num_servers: int,
-        urls: Sequence[str],
-        discover: str | None,
-        reward_url: str | None,
+        origin: Origin,
         output: Path | None,
         variables: Mapping[str, str],
     ) -> None:
@@ -43,18 +111,18 @@ class Plan:
         """
         if not models and run_dir is None:
             models = [settings.model_name]
-        has_servers = bool(urls or discover)
         self.settings = settings
-        self.scheduler = scheduler or (SchedulerName.ENDPOINTS if has_servers else SchedulerName.LOCAL)
-        self.num_servers = num_servers
-        self.urls = urls
-        self.discover = discover
-        self.reward_url = reward_url
+        self.origin = origin
+        self.scheduler = origin.resolved()
+        self.key = origin.key()
         self.variables = variables
         self.dataset = DataSettings.load().dataset
-        _check(settings, self.scheduler, has_servers=has_servers)
+        _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
-        found = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
+        if origin.endpoints:
+            found = _named(models, run_dir)
+        else:
+            found = _on_cluster(models, run_dir) if is_on_cluster else checkpoints.resolve(models, run_dir)
         if self.scheduler is SchedulerName.ENDPOINTS and len(found) > 1:
             raise ConfigurationError(
                 f"running servers have one model, but {len(found)} are given; give one, or --scheduler local"
@@ -78,11 +146,12 @@ class Plan:
             "weights": checkpoint.fingerprint(),
             **sampling,
             "eval_workflow": settings.workflow.value,
+            **({"api": self.origin.openai_api.value} if self.origin.is_foreign else {}),
             **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
             **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
-            **({"reward_fn": RewardSettings.load().reward_fn} if self.reward_url is None else {}),
+            **({"reward_fn": RewardSettings.load().reward_fn} if self.origin.reward_url is None else {}),
         }
 
 
@@ -93,24 +162,27 @@ def _agent_of(settings: EvaluationSettings) -> Agent:
 
 
 def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
-    """Return checkpoints that the cluster has: names on the hub, and directories of the volume."""
-    here = [model for model in models if Path(model).is_dir() and not model.startswith(VOLUME)]
-    if here or run_dir is not None:
-        raise ConfigurationError(
-            f"--scheduler skypilot: {here[0] if here else run_dir} is a directory of this machine; give a model's name "
-            f"on the hub, or a directory of the volume such as {VOLUME}runs/grpo-17/model"
-        )
+    """Return checkpoints for a cluster: directories of its volume, names on the hub, and directories of this machine.
+
+    Raises:
+        ConfigurationError: a directory of this machine is no model.
+    """
+    on_volume = [Checkpoint(checkpoints.file_name(model), model) for model in models if model.startswith(VOLUME)]
+    others = [model for model in models if not model.startswith(VOLUME)]
+    return on_volume + (checkpoints.resolve(others, run_dir) if others or run_dir else [])
+
+
+def _named(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
+    """Return models by the names that foreign servers have for them."""
+    if run_dir is not None:
+        raise ConfigurationError("--endpoint and --run are both given; --model names the model of an endpoint")
     return [Checkpoint(checkpoints.file_name(model), model) for model in models]
 
 
-def _check(settings: EvaluationSettings, scheduler: SchedulerName, *, has_servers: bool) -> None:
+def _check_ks(settings: EvaluationSettings) -> None:
     too_large = [k for k in settings.ks if k > settings.eval_samples]
     if too_large:
         raise ConfigurationError(
             f"--k {too_large[0]} needs as many samples of each prompt, but --samples is {settings.eval_samples}; give "
             f"--samples {too_large[-1]} or more, or a smaller k"
-        )
-    if has_servers and scheduler is not SchedulerName.ENDPOINTS:
-        raise ConfigurationError(
-            f"--scheduler {scheduler.value} starts its own servers; leave out --url and --discover"
         )

@@ -7,14 +7,15 @@ the agent uses.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from evaluation.server import LIMITS
+
 _COMPLETIONS = ("/chat/completions", "/completions")
-_LIMITS = ("max_tokens", "max_completion_tokens")
-"""Two names of OpenAI's API for the length limit of a turn."""
 
 
 @dataclass
@@ -51,6 +52,10 @@ class RecordingTransport(httpx.AsyncBaseTransport):
     """Length limit of a turn, unless the agent sets a lower one."""
     recording: Recording
     """The conversation so far, which each request continues."""
+    limit_name: str = "max_tokens"
+    """The server's name for the length limit."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, over which the agent's own win."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request; a request for a completion gets the evaluation's sampling parameters and is recorded."""
@@ -77,9 +82,11 @@ class RecordingTransport(httpx.AsyncBaseTransport):
         return response
 
     def _with_sampling(self, body: dict[str, Any]) -> dict[str, Any]:
-        limit = min([self.max_tokens, *(int(body[name]) for name in _LIMITS if body.get(name))])
-        kept = {name: value for name, value in body.items() if name not in _LIMITS}
-        return {**kept, "max_tokens": limit, **self.forced}
+        limit = min([self.max_tokens, *(int(body[name]) for name in LIMITS if body.get(name))])
+        kept = {name: value for name, value in body.items() if name not in LIMITS}
+        if self.template_args:
+            kept["chat_template_kwargs"] = {**self.template_args, **(body.get("chat_template_kwargs") or {})}
+        return {**kept, self.limit_name: limit, **self.forced}
 
     def _record(self, body: dict[str, Any], reply: dict[str, Any]) -> None:
         recording = self.recording

@@ -53,6 +53,8 @@ class Results(BaseModel):
     """Samples counted as wrong because the verifier reached its time or memory limit over them."""
     throughput: dict[str, int | float | None] = {}
     servers: dict[str, Any] = {}
+    not_given: list[str] = []
+    """Facts that the servers do not give."""
     policy_versions: list[int] = []
     settings: dict[str, Any] = {}
 
@@ -138,7 +140,8 @@ def _statistics(by_kind: Mapping[str, Sequence[Sample]]) -> dict[str, dict[str, 
         rewards = [s.result.reward for s in samples if s.result is not None and s.result.reward is not None]
         if rewards:
             found["reward_mean"][kind] = statistics.fmean(rewards)
-        found["completion_tokens"][kind] = lengths([s.completion_tokens for s in samples])
+        # A server that counts no tokens gives 0; a completion has one at least, its end.
+        found["completion_tokens"][kind] = lengths([s.completion_tokens for s in samples if s.completion_tokens])
         found["truncated"][kind] = statistics.fmean(s.finish_reason is FinishReason.LENGTH for s in samples)
     if episodes := [s for samples in by_kind.values() for s in samples if s.messages is not None]:
         found["agent"]["turns"] = statistics.fmean(s.turns for s in episodes)
@@ -172,6 +175,8 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
         counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
         console.print(f"left out: {counts}", style="yellow")
+    if first.not_given:
+        console.print(f"the servers do not give: {', '.join(first.not_given)}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):
         console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,14 @@ from rich.console import Console
 
 from evaluation import examples, report, schedulers, servers, skypilot
 from evaluation.checkpoints import Checkpoint
+from evaluation.endpoint import OpenAIServer
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
 from evaluation.relay import reachable
 from evaluation.samples import open_store
+from evaluation.server import RolloutServer, Server
 from evaluation.servers import ServerPool
-from evaluation.settings import SchedulerName
+from evaluation.settings import Api, SchedulerName
 from evaluation.view import View
 from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
 from services.agents import Score
@@ -30,11 +31,10 @@ from services.core.tasks import run_until_first_ends
 from services.core.vocabulary import vocabulary_size
 from services.programs import episodes_at_once
 
-START_SECONDS = 60.0
-"""The wait for the first of servers that run already."""
-JOB_GROUP_START_SECONDS = 3600.0
-"""The same wait in a job group, where images are pulled and models loaded at the same time."""
-SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
+AT_ONCE = 1024
+"""The most samples of a prompt that a rollout server is asked for at once, so that it computes the prompt once."""
+UPLOADED = "/models"
+"""The directory of a job's nodes for models of this machine."""
 
 
 async def run_until_signal(plan: Plan) -> int:
@@ -100,37 +100,50 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         "DATASET": plan.dataset,
         "MODEL_NAME": checkpoint.model,
     }
-    secrets = {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+    uploads: dict[str, str] = {}
+    if checkpoint.is_here:
+        # The name tells the samples of two models on the volume apart.
+        variables["MODEL_NAME"] = f"{UPLOADED}/{checkpoint.name}-{checkpoint.fingerprint()[:8]}"
+        uploads[variables["MODEL_NAME"]] = checkpoint.model
+    secrets = schedulers.secrets()
     content = await asyncio.to_thread(
         skypilot.launch,
         f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"),
-        plan.num_servers,
+        plan.origin.allocation,
         {name: value for name, value in variables.items() if name not in secrets},
         secrets,
+        uploads,
         console.print,
     )
-    return report.Results.model_validate(content)
+    own = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
+    return report.Results.model_validate(content | own)
 
 
 async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
     settings = plan.settings
     directory = plan.directory(checkpoint)
     say = console.print
-    found = examples.load(settings.eval_split, checkpoint.model, settings.eval_prompts)
+    origin = plan.origin
+    needs_ids = not origin.is_foreign or origin.openai_api is Api.COMPLETIONS
+    found = examples.load(settings.eval_split, checkpoint.model if needs_ids else None, settings.eval_prompts)
     identity = plan.identity(checkpoint, found)
-    start_seconds = JOB_GROUP_START_SECONDS if schedulers.in_job_group() else START_SECONDS
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
         async with (
             schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
-            ServerPool(started.urls, settings, vocabulary_size(checkpoint.model, "--model"), started.discover) as pool,
+            ServerPool(
+                started.urls,
+                _connector(plan, checkpoint),
+                places=settings.eval_concurrency,
+                discover=started.discover,
+            ) as pool,
             RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
             reachable(plan.agent) as agent,
         ):
-            await run_until_first_ends(pool.wait_ready(start_seconds), started.watch())
+            await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
             scorer: Score = partial(score, rewards)
-            workflow: Workflow = SingleTurn(settings)
+            workflow: Workflow = SingleTurn(settings, at_once=1 if origin.is_foreign else AT_ONCE)
             if plan.agent is not None and agent is not None:
                 places = asyncio.Semaphore(episodes_at_once(plan.agent))
                 workflow = AgentWorkflow(agent, settings, scorer, checkpoint.model, places)
@@ -149,5 +162,22 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 dataset=plan.dataset,
                 throughput=progress.throughput,
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
+                not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),
                 identity=identity,
             )
+
+
+def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
+    """Return the maker of a pool's servers."""
+    settings, origin = plan.settings, plan.origin
+    if origin.is_foreign:
+        key = plan.key or settings.token
+
+        def connect(url: str) -> OpenAIServer:
+            server = OpenAIServer(url, checkpoint.model, origin.openai_api, key, settings.eval_concurrency)
+            server.template_args = settings.chat_template_args
+            return server
+
+        return connect
+    size = vocabulary_size(checkpoint.model, "--model")
+    return lambda url: RolloutServer(url, settings, size)

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from evaluation import skypilot
+from evaluation import node, ray_nodes, skypilot, slurm, vllm
 from evaluation.plan import Plan
-from evaluation.servers import Discover, parse_url
-from evaluation.settings import SchedulerName
+from evaluation.server import parse_url
+from evaluation.servers import Discover
+from evaluation.settings import Backend, SchedulerName
 from local_runner import gpus, nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
@@ -30,6 +31,14 @@ from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, Configura
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 
+START_SECONDS = 60.0
+"""The wait for the first of servers that run already."""
+JOB_GROUP_START_SECONDS = 3600.0
+"""The same wait in a job group, where images are pulled and models loaded at the same time."""
+QUEUE_SECONDS = 86_400.0
+"""The same wait for a job in Slurm's queue."""
+SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
+"""Variables that reach nodes elsewhere, and no log."""
 LOCAL_START_SECONDS = 1800.0
 """Enough for a model to be downloaded and loaded."""
 POLL_SECONDS = 0.2
@@ -37,6 +46,16 @@ MAX_RESTARTS = 3
 LOG_LINES = 5
 
 Say = Callable[[str], None]
+Watch = Callable[[], Awaitable[None]]
+
+
+def secrets() -> dict[str, str]:
+    """Return the secrets of this process's environment, which servers elsewhere need, too."""
+    return {name: os.environ[name] for name in SECRETS if os.environ.get(name)}
+
+
+async def _watch_both(first: Watch, second: Watch) -> None:
+    await run_until_first_ends(first(), second())
 
 
 async def _forever() -> None:
@@ -50,7 +69,9 @@ class Servers:
     urls: Sequence[str]
     reward: Endpoint
     discover: Discover | None = None
-    watch: Callable[[], Awaitable[None]] = _forever
+    start_seconds: float = START_SECONDS
+    """The wait for the first of them."""
+    watch: Watch = _forever
     """Raises an error once servers that were started here have failed for good."""
 
 
@@ -66,26 +87,80 @@ async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIt
             message has the end of its log.
         DependencyLostError: a started server failed for good, or was not ready in time.
     """
-    if plan.scheduler is SchedulerName.LOCAL:
-        async with _started(plan, model, output, say) as servers:
-            yield servers
-        return
-    urls = [parse_url(url).url for url in plan.urls]
+    match plan.scheduler:
+        case SchedulerName.LOCAL:
+            started = _started(plan, model, output, say)
+        case SchedulerName.SLURM:
+            started = _on_slurm(plan, model, output, say)
+        case SchedulerName.RAY:
+            started = _on_ray(plan, model, output, say)
+        case _:
+            started = _running(plan, output, say)
+    async with started as servers:
+        yield servers
+
+
+@asynccontextmanager
+async def _running(plan: Plan, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Yield servers that run already, with a reward-server."""
+    origin = plan.origin
+    urls = [parse_url(url).url for url in origin.urls] + [parse_url(url, is_api=True).url for url in origin.endpoints]
     discover: Discover | None = None
-    if plan.discover is not None:
+    if origin.discover is not None:
         skypilot.import_sky()
-        discover = partial(asyncio.to_thread, skypilot.find, plan.discover)
+        discover = partial(asyncio.to_thread, skypilot.find, origin.discover)
     if not urls and discover is None:
         if not in_job_group():
-            raise ConfigurationError("--scheduler endpoints needs --url or --discover outside a job group")
+            raise ConfigurationError("--scheduler endpoints needs --url, --endpoint or --discover outside a job group")
         urls = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
-    if plan.reward_url is not None:
-        yield Servers(urls, parse_url(plan.reward_url), discover)
+    start_seconds = JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
+    if origin.reward_url is not None:
+        yield Servers(urls, parse_url(origin.reward_url), discover, start_seconds)
     elif in_job_group():
-        yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover)
+        yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover, start_seconds)
     else:
         async with _started(plan, None, output, say) as servers:
-            yield Servers(urls, servers.reward, discover, servers.watch)
+            yield Servers(urls, servers.reward, discover, start_seconds, servers.watch)
+
+
+@asynccontextmanager
+async def _on_slurm(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start rollout nodes as a job of Slurm, and a reward-server here."""
+    directory = output / "servers" / f"slurm-{uuid.uuid4().hex[:8]}"
+    directory.mkdir(parents=True)
+    text = slurm_script(plan, model, directory)
+    async with _started(plan, None, output, say) as own, slurm.running(text, directory) as watch:
+        say(f"submitted {plan.origin.allocation} to Slurm; log and addresses in {directory}")
+        yield Servers(
+            [],
+            own.reward,
+            partial(asyncio.to_thread, node.registered, directory),
+            QUEUE_SECONDS,
+            partial(_watch_both, own.watch, watch),
+        )
+
+
+@asynccontextmanager
+async def _on_ray(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
+    """Start rollout nodes as actors of Ray, and a reward-server here."""
+    allocation = plan.origin.allocation
+    variables = _node_variables(plan, model) | secrets()
+    async with (
+        _started(plan, None, output, say) as own,
+        ray_nodes.running(allocation, variables) as (urls, watch),
+    ):
+        say(f"started {allocation} on Ray")
+        watch_both = partial(_watch_both, own.watch, watch)
+        yield Servers(urls, own.reward, None, LOCAL_START_SECONDS, watch_both)
+
+
+def slurm_script(plan: Plan, model: str, directory: Path) -> str:
+    """Return the batch file of the rollout nodes of a plan; ``directory`` gets their log and addresses."""
+    return slurm.script("evaluate", plan.origin.allocation, _node_variables(plan, model), directory)
+
+
+def _node_variables(plan: Plan, model: str) -> dict[str, str]:
+    return {**plan.variables, "MODEL_NAME": model, **plan.origin.allocation.sglang_variables(plan.variables)}
 
 
 @asynccontextmanager
@@ -121,11 +196,15 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
             try:
                 reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
                 urls = []
-                if model is not None:
+                if model is not None and plan.origin.backend is Backend.VLLM:
+                    ranks = range(plan.origin.allocation.data)
+                    nodes_of = (addresses.find(Task.ROLLOUT_SERVER, rank, endpoints.ENGINE_PORT) for rank in ranks)
+                    urls = [f"http://{address}/v1" for address in nodes_of]
+                elif model is not None:
                     router = parse_url(addresses.find(Task.ROLLOUT_SERVER, 0, endpoints.ROUTER_PORT))
                     await run_until_first_ends(_wait_ready(router), watch())
                     urls = [router.url]
-                yield Servers(urls, reward, watch=watch)
+                yield Servers(urls, reward, start_seconds=LOCAL_START_SECONDS, watch=watch)
             finally:
                 supervisor.stop(signal.SIGTERM)
                 await asyncio.gather(job, return_exceptions=True)
@@ -155,10 +234,10 @@ async def _wait_ready(router: Endpoint) -> None:
 def _group(model: str | None, plan: Plan) -> JobGroup:
     """Return the tasks of jobgroup.yaml that an evaluation needs; each is primary, so its end is noticed."""
 
-    def task(name: Task, count: int, gpus_per_node: int, **own: str) -> TaskSpec:
+    def task(name: Task, count: int, gpus_per_node: int, module: str, **own: str) -> TaskSpec:
         return TaskSpec(
             name=name.value,
-            run=f"exec python -m services.{name.value.replace('-', '_')}",
+            run=f"exec python -m {module}",
             num_nodes=count,
             gpus_per_node=gpus_per_node,
             environment={**plan.variables, **own},
@@ -167,10 +246,16 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
             is_primary=True,
         )
 
-    tasks = [task(Task.REWARD_SERVER, 1, 0)]
+    tasks = [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
     if model is not None:
-        share = len(gpus.visible()) // plan.num_servers
-        tasks.append(task(Task.ROLLOUT_SERVER, plan.num_servers, share, MODEL_NAME=model))
+        allocation = plan.origin.allocation
+        share = allocation.gpus if allocation.gpus > 1 else len(gpus.visible()) // allocation.data
+        is_vllm = plan.origin.backend is Backend.VLLM
+        module = vllm.MODULE if is_vllm else "services.rollout_server"
+        given = plan.variables
+        sizes = vllm.variables(allocation, given) if is_vllm else allocation.sglang_variables(given)
+        own = {"MODEL_NAME": model, **sizes}
+        tasks.append(task(Task.ROLLOUT_SERVER, allocation.data, share, module, **own))
     return JobGroup("evaluation", tuple(tasks))
 
 

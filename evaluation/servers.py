@@ -1,7 +1,7 @@
 """A pool of inference servers: work goes to the least busy live server, and moves to another when its server dies.
 
-A server is a router, an SGLang or a rollout node; all have the same routes. The unfinished work of a dead server is
-done again elsewhere, so a death costs time and nothing else. A server that answers again is used again.
+The unfinished work of a dead server is done again elsewhere, so a death costs time and nothing else. A server that
+answers again is used again.
 """
 
 from __future__ import annotations
@@ -10,22 +10,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx
-from pydantic import HttpUrl, TypeAdapter, ValidationError
 
-from evaluation.settings import EvaluationSettings
-from services.clients.rollout import RolloutClient
-from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError, DependencyLostError
+from evaluation.server import Server, parse_url
+from services.core.errors import DependencyLostError
 from services.http.client import describe
 
 T = TypeVar("T")
 
-PROMPT_SECONDS = 600.0
-"""The longest time that one prompt or episode may take at one server."""
 LOST_SECONDS = 600.0
 """The evaluation gives up after no server, or no reward-server, has answered for this long. Within that
 time, a node that is replaced on a cluster is back."""
@@ -42,70 +36,23 @@ MAX_TRIES = 4
 Discover = Callable[[], Awaitable[Sequence[str]]]
 
 
-@dataclass(frozen=True)
-class UrlEndpoint(Endpoint):
-    """An endpoint given by its URL, which may have https or a path."""
-
-    base_url: str = ""
-
-    @property
-    def url(self) -> str:
-        """The base URL, without a trailing slash."""
-        return self.base_url
-
-
-def parse_url(text: str) -> UrlEndpoint:
-    """Return the endpoint of ``host:port`` or of a URL.
-
-    Raises:
-        ConfigurationError: ``text`` is neither.
-    """
-    base = (text if "://" in text else f"http://{text}").rstrip("/").removesuffix("/v1")
-    try:
-        url = TypeAdapter(HttpUrl).validate_python(base)
-    except ValidationError as error:
-        raise ConfigurationError(f"{text!r} is no address; give one such as http://127.0.0.1:30000") from error
-    return UrlEndpoint(url.host or "", url.port or 80, base)
-
-
-@dataclass(eq=False)
-class Server:
-    """One server and its work."""
-
-    url: str
-    rollouts: RolloutClient
-    http: httpx.AsyncClient
-    """The client for all routes but /generate; all episodes share its connections."""
-    adapter: str | None = None
-    """The LoRA adapter that requests name, if the server has one."""
-    is_alive: bool = False
-    answered: float = -1e9
-    refusals: int = 0
-    problem: str = "not asked yet"
-    jobs: set[asyncio.Task[Any]] = field(default_factory=set)
-
-    @property
-    def is_usable(self) -> bool:
-        """Return whether the server gets work: it lives, and the last probe could connect."""
-        return self.is_alive and not self.refusals
-
-
 class ServerPool:
     """Servers that share work. An async context manager, used within one event loop."""
 
     def __init__(
         self,
         urls: Sequence[str],
-        settings: EvaluationSettings,
-        vocab_size: int,
+        connect: Callable[[str], Server],
+        *,
+        places: int,
         discover: Discover | None = None,
     ) -> None:
         """Make a pool.
 
         Args:
             urls: servers known from the start.
-            settings: token, work at one server at once, and whether engines are deterministic.
-            vocab_size: token ids of prompts must be below.
+            connect: makes the server of a URL.
+            places: pieces of work at one server at once.
             discover: returns the URLs of more servers, and is asked now and then; a dead server that it no longer names
                 is dropped.
         """
@@ -115,10 +62,9 @@ class ServerPool:
         self.moved = 0
         """How often work was begun anew on another server."""
         self._given = urls
-        self._settings = settings
-        self._vocab_size = vocab_size
+        self._connect = connect
+        self._places = places
         self._discover = discover
-        self._adapter: str | None = None
         self._evicted: set[asyncio.Task[Any]] = set()
         self._changed = asyncio.Condition()
         self._alive_at = time.monotonic()
@@ -141,10 +87,10 @@ class ServerPool:
         return [server for server in self.servers.values() if server.is_alive]
 
     async def wait_ready(self, seconds: float) -> None:
-        """Wait until a server lives and accepts our token.
+        """Wait until a server lives and takes our requests.
 
         Raises:
-            ConfigurationError: a server refuses the token.
+            ConfigurationError: a server does not take them.
             DependencyLostError: no server lives within ``seconds``; the message has the answer of each.
         """
         try:
@@ -154,7 +100,6 @@ class ServerPool:
             raise DependencyLostError(f"no server answers within {seconds:g} s: {self._problems()}") from error
         if self._watch.done():
             await self._watch
-        await asyncio.gather(*(self._check_token(server) for server in self.alive))
 
     async def run(self, work: Callable[[Server], Awaitable[T]]) -> T:
         """Return the result of ``work`` on any of the servers.
@@ -188,8 +133,7 @@ class ServerPool:
     async def _place(self) -> AsyncIterator[Server]:
         """Wait for a free place, and yield the least busy server."""
         async with self._changed:
-            places = self._settings.eval_concurrency
-            while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < places]):
+            while not (free := [s for s in self.servers.values() if s.is_usable and len(s.jobs) < self._places]):
                 if self._watch.done():
                     await self._watch
                 if not self.alive and time.monotonic() - self._alive_at > LOST_SECONDS:
@@ -202,39 +146,18 @@ class ServerPool:
                 self._changed.notify()
 
     async def _add(self, url: str) -> None:
-        settings, token = self._settings, self._settings.token
-        rollouts = RolloutClient(
-            parse_url(url),
-            token,
-            vocab_size=self._vocab_size,
-            max_concurrency=settings.eval_concurrency,
-            deadline_seconds=PROMPT_SECONDS,
-            seed_each_completion=settings.engine_deterministic,
-            lora_path=self._adapter,
-        )
-        http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx.Timeout(PROMPT_SECONDS, connect=PROBE_SECONDS),
-            limits=httpx.Limits(),  # The places of a server bound its connections.
-            trust_env=False,
-        )
-        self.servers[url] = Server(
-            url,
-            await self._stack.enter_async_context(rollouts),
-            await self._stack.enter_async_context(http),
-            self._adapter,
-        )
+        self.servers[url] = await self._stack.enter_async_context(self._connect(url))
 
     async def _watch_servers(self) -> None:
         """Probe every server every WATCH_SECONDS, and discover new ones, until cancelled."""
         try:
             discovered = -1e9
             while True:
-                if self._discover is not None and time.monotonic() - discovered > DISCOVER_SECONDS:
+                is_due = not self.alive or time.monotonic() - discovered > DISCOVER_SECONDS
+                if self._discover is not None and is_due:
                     discovered = time.monotonic()
                     await self._find_more(self._discover)
-                await asyncio.gather(*(self._probe(server) for server in self.servers.values()))
+                await asyncio.gather(*(self._probe(server) for server in self.servers.values() if server.is_due))
                 if self.alive:
                     self._alive_at = time.monotonic()
                 async with self._changed:
@@ -257,33 +180,30 @@ class ServerPool:
                 del self.servers[url]
 
     async def _probe(self, server: Server) -> None:
+        """Ask a server whether it lives; the first time that it does, whether it takes our requests.
+
+        Raises:
+            ConfigurationError: it does not take them.
+        """
         try:
-            response = await server.http.get("/health", timeout=PROBE_SECONDS)
-        except httpx.HTTPError as error:
+            response = await server.http.get(server.probe_path, timeout=PROBE_SECONDS)
+            server.refusals = 0
+            if server.is_good(response):
+                if not server.is_admitted:
+                    await server.admit()
+                server.is_admitted = server.is_alive = True
+                server.answered = time.monotonic()
+                return
+            server.problem = f"{server.probe_path} answers {response.status_code} {response.text[:100]}".strip()
+        except (httpx.HTTPError, DependencyLostError) as error:
             server.refusals += isinstance(error, httpx.ConnectError)
             server.problem = describe(error)
-        else:
-            server.refusals = 0
-            if response.status_code == httpx.codes.OK:
-                server.answered = time.monotonic()
-                server.is_alive = True
-                return
-            server.problem = f"/health answers {response.status_code} {response.text[:100]}".strip()
         if server.refusals >= REFUSALS or time.monotonic() - server.answered > SILENT_SECONDS:
             self.deaths += server.is_alive
             server.is_alive = False
             for job in server.jobs:
                 self._evicted.add(job)
                 job.cancel()
-
-    async def _check_token(self, server: Server) -> None:
-        response = await server.http.get("/v1/models")
-        if response.status_code in (401, 403):
-            raise ConfigurationError(
-                f"{server.url} refuses the token ({response.status_code}); set JOBGROUP_TOKEN to the servers' own"
-            )
-        # A training run's workers serve the trained adapters beside the model.
-        server.adapter = self._adapter = await server.rollouts.find_adapter()
 
     def _problems(self) -> str:
         problems = [f"{server.url}: {server.problem}" for server in self.servers.values()]

@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.core.settings import Settings
+from services.core.settings import JsonObject, Settings
 
 MATH_AGENT = "evaluation.math_agent:solve"
 """The built-in agent, which has the tools add and multiply."""
@@ -25,6 +25,23 @@ class SchedulerName(StrEnum):
     LOCAL = "local"
     ENDPOINTS = "endpoints"
     SKYPILOT = "skypilot"
+    SLURM = "slurm"
+    RAY = "ray"
+
+
+class Backend(StrEnum):
+    """The program that serves a model where servers are started on this machine."""
+
+    ROLLOUT = "rollout"
+    """A rollout node: SGLang, or the embedded engine where there is no GPU."""
+    VLLM = "vllm"
+
+
+class Api(StrEnum):
+    """The route of an OpenAI-compatible server that answers prompts."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
 
 
 class WorkflowName(StrEnum):
@@ -47,6 +64,8 @@ class EvaluationSettings(Settings):
     """Temperature of the samples; greedy is beside it."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus of the samples; 1 cuts nothing."""
+    chat_template_args: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template as a JSON object, as in training; an agent's own win."""
     seed: int = Field(0, ge=0)
     """Seed of the sampling and of the bootstrap."""
     engine_deterministic: bool = False

@@ -1,7 +1,7 @@
 """SkyPilot: an evaluation as a job group of its own, and the discovery of servers by their names.
 
-Of this project it imports only errors and the evaluation head's discovery, so that it also runs in an environment made
-for SkyPilot.
+Of this project it imports only errors, allocations and the evaluation head's discovery, so that it also runs in an
+environment made for SkyPilot.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evaluation.allocation import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError, first_line
 from services.evaluation_head.skypilot import find_clusters, find_replicas
 
@@ -28,8 +29,12 @@ RESULTS_MARK = "results.json: "
 Say = Callable[[str], None]
 
 
-def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, str]) -> sky.Dag:
-    """Return the job group of evaluation/evaluate.yaml with ``num_servers`` rollout nodes and further variables.
+def load(
+    allocation: Allocation, variables: Mapping[str, str], secrets: Mapping[str, str], uploads: Mapping[str, str]
+) -> sky.Dag:
+    """Return the job group of evaluation/evaluate.yaml with the allocation's rollout nodes and further variables.
+
+    ``uploads`` are directories of this machine, by their paths on the nodes that read models.
 
     Raises:
         ConfigurationError: SkyPilot is not installed, or refuses the file with these variables.
@@ -45,12 +50,26 @@ def load(num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, s
         raise ConfigurationError(f"SkyPilot refuses {YAML}: {error}; is this a checkout of the project?") from error
     for task in group.tasks:
         if task.name == SERVERS_TASK:
-            task.num_nodes = num_servers
+            task.num_nodes = allocation.data
+            task.update_envs(allocation.sglang_variables(variables))
+            task.set_resources(_with_gpus(task.resources, allocation.gpus))
+        if task.name in (SERVERS_TASK, EVALUATE_TASK):
+            task.update_file_mounts(dict(uploads))
     return group
 
 
+def _with_gpus(resources: Any, count: int) -> Any:
+    """Return the same choice of resources with ``count`` GPUs of each kind a node."""
+    return type(resources)(one.copy(accelerators=dict.fromkeys(one.accelerators, count)) for one in resources)
+
+
 def launch(
-    name: str, num_servers: int, variables: Mapping[str, str], secrets: Mapping[str, str], say: Say
+    name: str,
+    allocation: Allocation,
+    variables: Mapping[str, str],
+    secrets: Mapping[str, str],
+    uploads: Mapping[str, str],
+    say: Say,
 ) -> dict[str, Any]:
     """Launch an evaluation as a managed job group, follow its log, and return its results.
 
@@ -58,7 +77,7 @@ def launch(
         ConfigurationError: SkyPilot does not launch it.
         DependencyLostError: the job ended without results.
     """
-    group = load(num_servers, variables, secrets)
+    group = load(allocation, variables, secrets, uploads)
     from sky import jobs
 
     sky = import_sky()

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import httpx
 
-from evaluation import servers
+from evaluation import server as inference
 from evaluation.recording import Recording, RecordingTransport
 from evaluation.samples import Kind, Sample
-from evaluation.servers import Server
+from evaluation.server import Server
 from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
@@ -37,10 +37,10 @@ def seed_of(seed: int, prompt: Prompt, kind: Kind, index: int) -> int:
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """One request for all completions of a prompt, so that the engine computes the prompt once."""
+    """One completion answers a prompt."""
 
     settings: EvaluationSettings
-    at_once: ClassVar[int] = 1024
+    at_once: int
     """The most samples of a prompt that are one piece of work."""
 
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
@@ -51,22 +51,22 @@ class SingleTurn:
             params = SamplingParams(settings.max_new_tokens, temperature=0.0)
         seed = seed_of(settings.seed, prompt, kind, indices[0])
         started = time.monotonic()
-        completions = await server.rollouts.generate(prompt.prompt_ids, params, n=len(indices), seed=seed)
+        answers = await server.complete(prompt, params, len(indices), seed)
         seconds = time.monotonic() - started
         return [
             Sample.of(
                 prompt,
                 kind,
                 index,
-                completion=completion.completion,
-                finish_reason=completion.finish_reason,
-                prompt_tokens=len(prompt.prompt_ids),
-                completion_tokens=len(completion.completion_ids),
-                policy_version=completion.oldest_version if completion.policy_versions else None,
+                completion=answer.text,
+                finish_reason=answer.finish_reason,
+                prompt_tokens=answer.prompt_tokens,
+                completion_tokens=answer.completion_tokens,
+                policy_version=answer.policy_version,
                 server=server.url,
                 seconds=seconds,
             )
-            for index, completion in zip(indices, completions, strict=False)
+            for index, answer in zip(indices, answers, strict=False)
         ]
 
 
@@ -100,14 +100,16 @@ class AgentWorkflow:
         forced: dict[str, Any] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
             seed = seed_of(settings.seed, prompt, kind, index)
-            forced = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": seed}
-        if server.adapter is not None:
-            forced["lora_path"] = server.adapter
-        transport = RecordingTransport(server.http, forced, settings.max_new_tokens, recording)
+            forced = {"temperature": settings.temperature, "top_p": settings.top_p}
+            forced |= {"seed": seed} if server.takes_seeds else {}
+        forced |= server.forced
+        transport = RecordingTransport(
+            server.http, forced, settings.max_new_tokens, recording, server.limit_name, settings.chat_template_args
+        )
         example = Example(**dict(prompt), model=self.model, scorer=self.score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
-            reward = await self._reward(example, f"{server.url}/v1", http_client, recording)
+            reward = await self._reward(server, example, http_client, recording)
         return Sample.of(
             prompt,
             kind,
@@ -125,7 +127,7 @@ class AgentWorkflow:
         )
 
     async def _reward(
-        self, example: Example, base_url: str, http_client: httpx.AsyncClient, recording: Recording
+        self, server: Server, example: Example, http_client: httpx.AsyncClient, recording: Recording
     ) -> float | None:
         """Run the agent and return its reward.
 
@@ -134,16 +136,20 @@ class AgentWorkflow:
             AgentFailedError: the agent failed, or took too long.
         """
         try:
-            key = self.settings.token or NO_KEY
             return await play(
-                self.agent, example, servers.PROMPT_SECONDS, base_url=base_url, api_key=key, http_client=http_client
+                self.agent,
+                example,
+                inference.PROMPT_SECONDS,
+                base_url=server.api_url,
+                api_key=server.token or NO_KEY,
+                http_client=http_client,
             )
         except (AgentFailedError, DependencyLostError, ScoringLostError):
             raise
         # An agent's library may raise anything, and one failed episode must not end the others.
         except Exception as error:
             if recording.server_error is not None:
-                raise DependencyLostError(f"{base_url}: {recording.server_error}") from error
+                raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
             raise AgentFailedError(f"{type(error).__name__}: {error}") from error
 
 

@@ -96,6 +96,8 @@ class Supervisor:
         self._start_node = start_node or self._start_here
         self._records = {task.name: _Record() for task in run.group.tasks}
         self._stop: asyncio.Future[int] | None = None
+        self._stopped_early: int | None = None
+        """The signal of a request to stop that came before the run."""
         self._impatient = threading.Event()
         self._ending = False
         self._told_of_logs = False
@@ -104,6 +106,8 @@ class Supervisor:
         """Run the group to its end, and return when none of its processes is left."""
         started = time.monotonic()
         self._stop = asyncio.get_running_loop().create_future()
+        if self._stopped_early is not None:
+            self._stop.set_result(self._stopped_early)
         jobs = {task.name: asyncio.create_task(self._run_task(task), name=task.name) for task in self._run.group.tasks}
         try:
             exit_code, reason = await self._until_over(jobs)
@@ -119,7 +123,9 @@ class Supervisor:
 
     def stop(self, signal_number: int) -> None:
         """End the run early, the primary tasks first, so that they can write a checkpoint; a second call kills all."""
-        if self._stop is not None and not self._stop.done():
+        if self._stop is None and self._stopped_early is None:
+            self._stopped_early = signal_number
+        elif self._stop is not None and not self._stop.done():
             self._stop.set_result(signal_number)
         else:
             self._impatient.set()

@@ -16,9 +16,11 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from evaluation.plan import Plan
+from evaluation import schedulers
+from evaluation.allocation import Allocation, parse_allocation
+from evaluation.plan import Origin, Plan
 from evaluation.run import run_until_signal
-from evaluation.settings import MATH_AGENT, EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from evaluation.workflows import ScoringLostError
 from local_runner import spec
 from services.core import logs
@@ -44,10 +46,24 @@ AgentCommand = Annotated[
     str | None, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
 ]
 Scheduler = Annotated[SchedulerName | None, Option(help="Default: endpoints where some are given, else local.")]
-NumServers = Annotated[int, Option(min=1, help="Rollout nodes to start.")]
+BackendOption = Annotated[Backend, Option(help="What serves the model on this machine: a rollout node, or vLLM.")]
+NumServers = Annotated[int | None, Option(min=1, help="Servers to start; default 1.")]
+AllocationOption = Annotated[
+    str | None,
+    Option("--allocation", help="Servers in shorthand: d12p1t2 is 12, each on 1 x 2 GPUs (pipeline x tensor)."),
+]
 Urls = Annotated[
     list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
 ]
+DryRun = Annotated[bool, Option("--dry-run", help="Print the batch file of --scheduler slurm, and start nothing.")]
+Endpoints = Annotated[
+    list[str] | None,
+    Option("--endpoint", help="Any OpenAI-compatible server, such as http://127.0.0.1:8000/v1. Repeatable."),
+]
+ApiOption = Annotated[
+    Api | None, Option(help="How an --endpoint is asked: conversations, or completions of token ids; default chat.")
+]
+ApiKeyEnv = Annotated[str | None, Option(help="The variable that has the key of --endpoint.")]
 Discover = Annotated[str | None, Option(help="Use servers of SkyPilot whose name begins so.")]
 RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
 Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
@@ -71,8 +87,14 @@ def main(
     agent: AgentName = None,
     agent_command: AgentCommand = None,
     scheduler: Scheduler = None,
-    num_servers: NumServers = 1,
+    backend: BackendOption = Backend.ROLLOUT,
+    num_servers: NumServers = None,
+    allocation: AllocationOption = None,
+    dry_run: DryRun = False,
     url: Urls = None,
+    endpoint: Endpoints = None,
+    api: ApiOption = None,
+    api_key_env: ApiKeyEnv = None,
     discover: Discover = None,
     reward_url: RewardUrl = None,
     concurrency: Concurrency = None,
@@ -93,14 +115,24 @@ def main(
             _settings(variables, overrides),
             models=model or [],
             run_dir=run_dir,
-            scheduler=scheduler,
-            num_servers=num_servers,
-            urls=url or [],
-            discover=discover,
-            reward_url=reward_url,
+            origin=Origin(
+                scheduler=scheduler,
+                backend=backend,
+                allocation=_allocation(num_servers, allocation),
+                urls=url or (),
+                discover=discover,
+                endpoints=endpoint or (),
+                api=api,
+                api_key_env=api_key_env or "",
+                reward_url=reward_url,
+                is_dry_run=dry_run,
+            ),
             output=output,
             variables=variables,
         )
+        if dry_run:
+            print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
+            return 0
         return asyncio.run(run_until_signal(plan))
 
     raise typer.Exit(_exit_code(work))
@@ -112,6 +144,14 @@ def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> Eva
     settings = EvaluationSettings.load(**overrides)
     logs.configure("evaluate", "warning")
     return settings
+
+
+def _allocation(num_servers: int | None, text: str | None) -> Allocation:
+    if text is None:
+        return Allocation(data=num_servers or 1)
+    if num_servers is not None:
+        raise ConfigurationError("--allocation and --num-servers are both given; d of the allocation is the number")
+    return parse_allocation(text)
 
 
 def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:

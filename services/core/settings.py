@@ -7,16 +7,30 @@ variables, so a class ignores variables of the other classes. A value that is no
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.retired import RETIRED
+
+
+def _parsed(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"give a JSON object ({error})") from error
+
+
+JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parsed)]
+"""A setting that is a JSON object."""
 
 
 class Settings(BaseSettings):

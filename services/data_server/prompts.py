@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ class PromptMaker:
         self._tokenizer = tokenizer
         self._system = settings.system_prompt
         self._style = settings.prompt_style
+        self._template_args = settings.chat_template_args
         self._examples = examples
         self._instruction = instruction if settings.instruction is None else settings.instruction
         if self._instruction is not None and self._instruction.lower() == "none":
@@ -70,7 +72,7 @@ class PromptMaker:
         """Return the whole prompt as text, before tokenisation."""
         if self._uses_chat and self._tokenizer is not None:
             rendered: str = self._tokenizer.apply_chat_template(
-                self.messages(question), add_generation_prompt=True, tokenize=False
+                self.messages(question), add_generation_prompt=True, tokenize=False, **self._template_args
             )
             return rendered
         parts = [self._system] if self._system else []
@@ -104,5 +106,6 @@ class PromptMaker:
             [(row.question, row.answer) for row in self._examples],
             None if tokenizer is None else tokenizer.chat_template if self._uses_chat else "",
             None if tokenizer is None else tokenizer(_PROBE, add_special_tokens=not self._uses_chat)["input_ids"],
+            *([json.dumps(self._template_args, sort_keys=True)] if self._template_args else []),
         )
         return hashlib.blake2b(ascii(content).encode(), digest_size=8).hexdigest()

@@ -9,7 +9,7 @@ from string import Formatter
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.core.settings import Settings
+from services.core.settings import JsonObject, Settings
 
 
 class PromptStyle(StrEnum):
@@ -80,6 +80,9 @@ class DataSettings(Settings):
     """Appended to every question on a line of its own. Default: asks for steps and the answer in the form of the
     ground truths (`####` or `\\boxed{}`, `<answer>` for `reasoning_gym:...`), nothing where they are plain; `none`
     appends nothing."""
+    chat_template_args: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`; the gateway and the
+    evaluation have the same variable."""
     max_prompt_tokens: int = Field(4096, ge=1)
     """Longer prompts are passed over and counted."""
 

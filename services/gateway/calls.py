@@ -54,7 +54,7 @@ class Calls:
             ConfigurationError: they cannot be used.
         """
         model = settings.model_name
-        self.prompts = PromptMaker(load_tokenizer(model))
+        self.prompts = PromptMaker(load_tokenizer(model), settings.chat_template_args)
         self.vocabulary = vocabulary_size(model, "MODEL_NAME")
         self.context = settings.engine_context_length or context_length(model, "MODEL_NAME")
         self._model = model

@@ -34,10 +34,11 @@ _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
 
 class PromptMaker:
-    """A maker of prompts by a tokenizer's chat template."""
+    """A maker of prompts by a tokenizer's chat template, with its arguments where a request does not give them."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_args: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._template_args = dict(template_args or {})
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
         self._close = functools.lru_cache(maxsize=64)(self._render_close)
@@ -116,7 +117,7 @@ class PromptMaker:
             tools=tools,
             add_generation_prompt=adds_generation_prompt,
             tokenize=False,
-            **options,
+            **self._template_args | dict(options),
         )
         assert isinstance(rendered, str)
         return rendered

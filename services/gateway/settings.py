@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from services.core.settings import Settings
+from services.core.settings import JsonObject, Settings
 
 
 class GatewaySettings(Settings):
@@ -19,6 +19,9 @@ class GatewaySettings(Settings):
     """Model whose tokenizer and chat template make the prompts, by hub name or directory."""
     gateway_dir: Path | None = None
     """Where the sessions are kept, on a disk of this machine; default `gateway` in the run directory."""
+    chat_template_args: JsonObject = Field(default_factory=dict)
+    """Arguments of the chat template as a JSON object, such as `{"enable_thinking": false}`. A request's own
+    `chat_template_kwargs` win."""
     engine_context_length: int | None = Field(None, ge=16)
     """Longest prompt and completion together, in tokens; default the model's."""
 

@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
+from services.embedded_engine.http.app import create_app
+from services.rollout_server.settings import RolloutSettings
 from tests.models import made_once
+from tests.services.run_page.serving import served_ready
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -117,3 +120,10 @@ def tool_model() -> Path:
     """A directory with the model that calls tools. Not to be written to."""
     sources = [Path(__file__).with_name("tool_model.py"), ROOT / "evaluation/math_agent.py"]
     return made_once("tool-model", sources, "tests.evaluation.tool_model")
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Path) -> Iterator[str]:
+    """The URL of an embedded engine with the tiny model."""
+    with served_ready(create_app(RolloutSettings(model_name=str(tiny_model), engine_dtype="float32"))) as url:
+        yield url

@@ -20,6 +20,7 @@ from sky import exceptions, jobs  # noqa: E402
 from sky.utils import dag_utils  # noqa: E402
 
 from evaluation import skypilot  # noqa: E402
+from evaluation.allocation import Allocation  # noqa: E402
 from services.core.errors import (  # noqa: E402
     ConfigurationError,
     DependencyLostError,
@@ -48,16 +49,26 @@ sky.stream_and_get = lambda request: ([17], None)
 
 told["results"] = skypilot.launch(
     "evaluate-mine",
-    3,
+    Allocation(data=3, tensor=2),
     {"MODEL_NAME": "some/model", "EVAL_SAMPLES": "8", "DATASET": "arithmetic"},
     {"HF_TOKEN": "secret"},
+    {"/models/mine": os.environ["HOME"]},
     told["lines"].append,
 )
 group, told["name"] = launched[0]
 told["group"] = {
     "name": group.name,
     "primary": group.primary_tasks,
-    "tasks": {t.name: {"nodes": t.num_nodes, "envs": t.envs, "secrets": sorted(t.secrets)} for t in group.tasks},
+    "tasks": {
+        t.name: {
+            "nodes": t.num_nodes,
+            "envs": t.envs,
+            "secrets": sorted(t.secrets),
+            "mounts": t.file_mounts,
+            "gpus": [one.accelerators for one in t.resources],
+        }
+        for t in group.tasks
+    },
 }
 
 
@@ -73,9 +84,9 @@ def refuse(request):
 
 
 jobs.tail_logs = lambda **_: 1
-error_of("no results", lambda: skypilot.launch("evaluate-mine", 1, {}, {}, lambda _: None))
+error_of("no results", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
 sky.stream_and_get = refuse
-error_of("no server", lambda: skypilot.launch("evaluate-mine", 1, {}, {}, lambda _: None))
+error_of("no server", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
 
 
 # Discovery: what is up, what is not, and what has another name.

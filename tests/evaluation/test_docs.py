@@ -46,7 +46,7 @@ def test_its_commands_run(command, place, tiny_model):
     nodes.directory.mkdir()
     try:
         router = nodes.start_all().router.url if URL in command else ""
-        given = {MODEL: str(tiny_model), RUN: str(place / "run"), URL: router}
+        given = {MODEL: str(tiny_model), RUN: str(place / "run"), URL: router, f"{URL}/v1": f"{router}/v1"}
         # A training run's settings are of its own model: the variables of the tests win over the file's.
         own = [option for name, value in ARITHMETIC.items() for option in ("--env", f"{name}={value}")]
         extra = ["--limit", "4", "--max-new-tokens", "4", "--output", str(place / "out"), *own]

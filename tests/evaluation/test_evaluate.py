@@ -139,6 +139,27 @@ def test_a_server_that_dies_costs_nothing_but_time(evaluate, tiny_model, tmp_pat
 
 
 @pytest.mark.slow
+def test_an_endpoint_is_evaluated_as_a_rollout_node_is(evaluate, tiny_model, engine):
+    arguments = ("--model", tiny_model, "--split", "all", "--samples", "4")
+    node = evaluate(*arguments, "--url", engine, **ARITHMETIC)
+    expected = Results.model_validate(node.succeed())
+    completions = ("--endpoint", f"{engine}/v1", "--api", "completions", "--api-key-env", "THE_KEY")
+    first = evaluate(*arguments, *completions, output=node.output.with_name("endpoint"), THE_KEY="k", **ARITHMETIC)
+    first.wait_for_samples(50)
+    first.process.kill()
+    first.process.wait(IDLE_SECONDS)
+    again = evaluate(*arguments, *completions, output=first.output, THE_KEY="k", **ARITHMETIC)
+    results = Results.model_validate(again.succeed())
+    assert results.throughput["samples_resumed"] >= 50
+    assert results.metrics["greedy pass@1"] == expected.metrics["greedy pass@1"]
+    assert set(results.metrics) == set(expected.metrics)
+    assert results.completion_tokens["greedy"] == expected.completion_tokens["greedy"]
+    assert results.left_out == {}
+    assert results.not_given == ["token ids", "whether seeds are used"]
+    assert "the servers do not give: token ids, whether seeds are used" in again.text
+
+
+@pytest.mark.slow
 def test_without_its_token_servers_refuse(evaluate, tiny_model, tmp_path):
     nodes = Nodes(tmp_path, tiny_model)
     try:
@@ -186,7 +207,16 @@ REFUSED = [
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent is 'nothing:here'"),
     (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
     (["--agent", "json:loads", "--agent-command", "true"], 78, "EVAL_AGENT and EVAL_AGENT_COMMAND are both set"),
-    (["--scheduler", "endpoints"], 78, "needs --url or --discover"),
+    (["--scheduler", "endpoints"], 78, "needs --url, --endpoint or --discover"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], 78, "--endpoint and --url are both given"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--run", "runs/x"], 78, "--endpoint and --run are both given"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], 78, "--api-key-env NO_KEY: this variable"),
+    (["--api", "chat"], 78, "--api is for --endpoint"),
+    (["--backend", "vllm"], 78, "there is no vllm in PATH"),
+    (["--allocation", "d2t2d2"], 78, "--allocation 'd2t2d2' is none; give"),
+    (["--allocation", "d2", "--num-servers", "2"], 78, "--allocation and --num-servers are both given"),
+    (["--allocation", "d2p1t4"], 78, "--allocation d2p1t4 needs 8 GPUs, and this machine has 0"),
+    (["--scheduler", "skypilot", "--allocation", "p4t4"], 78, "needs 16 GPUs of one node"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
     (["--url", "nonsense:port"], 78, "is no address"),
     (["--temperature", "-1"], 78, "TEMPERATURE is -1.0"),
@@ -200,7 +230,7 @@ def refusals(tiny_model, tmp_path_factory):
     cases = []
     for arguments, _, _ in REFUSED:
         given = arguments if "--model" in arguments else ["--model", str(tiny_model), *arguments]
-        variables = {"PROMPT_STYLE": "plain", "HF_HUB_OFFLINE": "1"}
+        variables = {"PROMPT_STYLE": "plain", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         variables |= {} if "--dataset" in arguments else {"DATASET": "arithmetic"}
         output = tmp_path_factory.mktemp("refused")
         cases.append({"arguments": [*given, "--output", str(output)], "variables": variables})

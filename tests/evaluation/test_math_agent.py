@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from evaluation.samples import Kind
-from evaluation.servers import Server
+from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import AgentWorkflow
 from services.embedded_engine.http.app import create_app
@@ -49,7 +49,8 @@ async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
         workflow = AgentWorkflow(
             math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model, asyncio.Semaphore(9)
         )
-        server = Server("http://engine", None, http)  # type: ignore[arg-type]  # agents do not use /generate
+        server = RolloutServer("http://engine", EvaluationSettings(), 17)
+        server.http = http
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]
     assert [sample.result.reward for sample in samples] == [1.0] * len(rows)

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from evaluation.relay import reachable
 from evaluation.samples import Kind, Sample
-from evaluation.servers import Server
+from evaluation.server import RolloutServer
 from evaluation.workflows import AgentWorkflow, seed_of
 from services.agents import AgentFailedError
 from services.core.errors import DependencyLostError
@@ -38,11 +38,11 @@ messages = [{"role": "user", "content": task["prompt"]}]
 async def play(model: Model, code: str, kind: Kind = Kind.GREEDY) -> Sample:
     """Play an episode of a program in Python against a server."""
     command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
-    async with http, reachable(Program(command)) as agent:
+    server = RolloutServer("http://server", SETTINGS, 17)
+    server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
+    async with server.http, reachable(Program(command)) as agent:
         assert agent is not None
         workflow = AgentWorkflow(agent, SETTINGS, score, "m", asyncio.Semaphore(1))
-        server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
 

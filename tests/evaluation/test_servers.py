@@ -14,8 +14,10 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
 
+from evaluation import server as inference
 from evaluation import servers
-from evaluation.servers import ServerPool, parse_url
+from evaluation.server import RolloutServer, parse_url
+from evaluation.servers import ServerPool
 from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -119,11 +121,12 @@ async def make_server():
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(servers, "WATCH_SECONDS", 0.05)
-    monkeypatch.setattr(servers, "PROMPT_SECONDS", IDLE_SECONDS)
+    monkeypatch.setattr(inference, "PROMPT_SECONDS", IDLE_SECONDS)
 
 
 def pool_of(*urls, places=4, discover=None, **settings):
-    return ServerPool(urls, EvaluationSettings(eval_concurrency=places, **settings), 17, discover)
+    given = EvaluationSettings(eval_concurrency=places, **settings)
+    return ServerPool(urls, lambda url: RolloutServer(url, given, 17), places=places, discover=discover)
 
 
 async def work(server):
@@ -309,5 +312,5 @@ async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(mak
     async with pool_of(server.url) as pool:
         await pool.wait_ready(IDLE_SECONDS)
         await pool.run(lambda own: own.rollouts.generate([1], SamplingParams(max_new_tokens=1), n=2))
-        assert [own.adapter for own in pool.servers.values()] == [adapter]
+        assert [own.forced.get("lora_path") for own in pool.servers.values()] == [adapter]
     assert server.adapters[-1] == adapter

@@ -1,7 +1,9 @@
 """evaluation/evaluate.yaml is what SkyPilot takes, and the scheduler launches it; it runs on this machine too."""
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from evaluation import skypilot
+from evaluation.plan import Origin, Plan
+from evaluation.report import Results
+from evaluation.run import evaluate as evaluate_plan
+from evaluation.settings import EvaluationSettings, SchedulerName
 from local_runner import spec
 from services.core.errors import EXIT_RECOVERABLE
 from tests.evaluation.conftest import ARITHMETIC
@@ -95,10 +102,50 @@ def test_discovery_finds_running_servers_by_name(told):
     assert told["errors"]["discovery"].startswith("DependencyLostError: SkyPilot cannot tell its servers: ")
 
 
-def test_a_model_of_this_machine_is_refused(evaluate, tiny_model):
-    command = evaluate("--scheduler", "skypilot", "--model", tiny_model)
-    assert command.wait() == 78
-    assert "is a directory of this machine" in command.text
+def test_an_allocation_and_a_model_of_this_machine_reach_the_nodes(told):
+    tasks = told["group"]["tasks"]
+    assert [list(gpus.values()) for gpus in tasks["rollout-server"]["gpus"]] == [[2]] * 4
+    assert tasks["rollout-server"]["envs"]["SGLANG_TP_SIZE"] == "2"
+    mounts = {name: task["mounts"] or {} for name, task in tasks.items()}
+    assert set(mounts["rollout-server"]) == set(mounts["evaluate"]) == {"/models/mine"}
+    assert mounts["reward-server"] == {}
+
+
+def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model, tmp_path, monkeypatch):
+    launched = []
+
+    def launch(*given):
+        launched.append(given)
+        return finished.model_dump()
+
+    finished = Results(
+        model="/models/x",
+        name="x",
+        step=None,
+        fingerprint="f",
+        dataset="arithmetic",
+        split="test",
+        workflow="single-turn",
+        prompts=0,
+        samples_per_prompt=0,
+        metrics={},
+    )
+    monkeypatch.setattr(skypilot, "launch", launch)
+    monkeypatch.setenv("DATASET", "arithmetic")
+    own = tmp_path / "run" / "policy" / "v000003"
+    shutil.copytree(tiny_model, own)
+    origin = Origin(scheduler=SchedulerName.SKYPILOT)
+    plan = Plan(
+        EvaluationSettings(), models=[str(own)], run_dir=None, origin=origin, output=tmp_path / "out", variables={}
+    )
+    asyncio.run(evaluate_plan(plan))
+    [(_, _, variables, _, uploads, _)] = launched
+    [(path, source)] = uploads.items()
+    assert source == str(own)
+    assert path.startswith("/models/v000003-")
+    assert variables["MODEL_NAME"] == path
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert (results["model"], results["name"], results["step"]) == (str(own), "v000003", 3)
 
 
 def test_without_skypilot_the_error_has_the_install_command(evaluate):

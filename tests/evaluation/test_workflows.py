@@ -13,9 +13,9 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import SecretStr
 
-from evaluation import servers
+from evaluation import server as inference
 from evaluation.samples import Kind
-from evaluation.servers import Server
+from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import AgentWorkflow, ScoringLostError, seed_of
 from services.agents import AgentFailedError, load_agent
@@ -75,10 +75,11 @@ async def play() -> AsyncIterator[Any]:
     clients: list[httpx.AsyncClient] = []
 
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
-        clients.append(http)
-        workflow = AgentWorkflow(agent, SETTINGS, options.get("score", score), "m", asyncio.Semaphore(1))
-        server = Server("http://server", None, http)  # type: ignore[arg-type]  # agents do not use /generate
+        server = RolloutServer("http://server", SETTINGS, 17)
+        server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
+        clients.append(server.http)
+        settings, scorer = options.get("settings", SETTINGS), options.get("score", score)
+        workflow = AgentWorkflow(agent, settings, scorer, "m", asyncio.Semaphore(1))
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample
 
@@ -139,6 +140,21 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
     assert sampled.kind is Kind.SAMPLED
 
 
+async def test_arguments_of_the_chat_template_reach_the_model_and_the_agents_own_win(play):
+    settings = SETTINGS.model_copy(update={"chat_template_args": {"enable_thinking": False, "date": "today"}})
+
+    async def agent(example, **given):
+        await ask(example, **given)
+        await ask(example, **given, extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+        return 1.0
+
+    model = Model(*[{"content": "hm"}] * 2)
+    await play(agent, model, settings=settings)
+    first, second = model.asked
+    assert first["chat_template_kwargs"] == {"enable_thinking": False, "date": "today"}
+    assert second["chat_template_kwargs"] == {"enable_thinking": True, "date": "today"}
+
+
 @pytest.mark.parametrize("status", [500, 503, 429])
 async def test_an_overloaded_server_is_no_fault_of_the_agent(play, status):
     with pytest.raises(DependencyLostError, match=str(status)):
@@ -186,7 +202,7 @@ def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeyp
 
 
 async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):
-    monkeypatch.setattr(servers, "PROMPT_SECONDS", 0.05)
+    monkeypatch.setattr(inference, "PROMPT_SECONDS", 0.05)
 
     async def agent(example, **_):
         await asyncio.sleep(60)

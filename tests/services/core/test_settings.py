@@ -6,6 +6,7 @@ import pytest
 
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
+from services.data_server.settings import DataSettings
 
 
 def test_a_retired_variable_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +15,16 @@ def test_a_retired_variable_is_refused_with_what_to_do(monkeypatch: pytest.Monke
     monkeypatch.setenv("REWARD_SERVER_LISTEN_PORT", "9000")
     with pytest.raises(ConfigurationError, match=r"REWARD_SERVER_LISTEN_PORT is no longer read: give --host and"):
         Settings.load()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("nonsense", "CHAT_TEMPLATE_ARGS is 'nonsense': give a JSON object"), ("[1]", "dictionary")]
+)
+def test_a_setting_that_is_a_json_object_is_read_and_anything_else_refused(
+    monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setenv("CHAT_TEMPLATE_ARGS", '{"enable_thinking": false, "names": ["a"]}')
+    assert DataSettings.load().chat_template_args == {"enable_thinking": False, "names": ["a"]}
+    monkeypatch.setenv("CHAT_TEMPLATE_ARGS", text)
+    with pytest.raises(ConfigurationError, match=message):
+        DataSettings.load()

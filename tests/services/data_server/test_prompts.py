@@ -37,6 +37,19 @@ def test_chat_prompts_are_the_template_with_system_turn_instruction_and_generati
     ]
 
 
+def test_arguments_of_the_chat_template_reach_it_and_make_other_prompts(chat_model: str) -> None:
+    tokenizer: Any = load_tokenizer(chat_model)
+    tokenizer.chat_template = "{{ messages[0].content }}{% if enable_thinking is false %} /no_think{% endif %}"
+    settings = DataSettings(dataset="x", model_name=chat_model, chat_template_args={"enable_thinking": False})
+    made, other = (
+        PromptMaker(settings, None, tokenizer, []),
+        PromptMaker(DataSettings(dataset="x"), None, tokenizer, []),
+    )
+    assert made.text("3 + 4?") == "3 + 4? /no_think"
+    assert other.text("3 + 4?") == "3 + 4?"
+    assert made.digest() != other.digest()
+
+
 def test_plain_prompts_are_the_text_with_the_tokenizers_begin_token(base_model: str) -> None:
     made = maker(base_model, prompt_style="plain", system_prompt="Sums.")
     assert made.text("3 + 4?") == "Sums.\n\n3 + 4?"

@@ -79,9 +79,14 @@ async def test_an_append_only_conversation_is_one_sequence_of_the_templates_own_
         assert running.engine.prompts()[-1] == whole, text
 
 
-async def test_qwen3_without_thinking_keeps_its_empty_thoughts_and_stays_one_sequence(gateway: StartGateway) -> None:
-    options = {"chat_template_kwargs": {"enable_thinking": False}}
-    async with gateway("qwen3", answers=[CALL, "It is 42.", CALL, "Still 42.", "Bye."]) as running:
+@pytest.mark.parametrize("by", ["request", "setting"])
+async def test_qwen3_without_thinking_keeps_its_empty_thoughts_and_stays_one_sequence(
+    gateway: StartGateway, by: str
+) -> None:
+    off = {"enable_thinking": False}
+    options = {"chat_template_kwargs": off} if by == "request" else {}
+    settings = {"chat_template_args": off} if by == "setting" else {}
+    async with gateway("qwen3", answers=[CALL, "It is 42.", CALL, "Still 42.", "Bye."], **settings) as running:
         messages = await play(running, [ADD], **options)
         check_one_sequence(running, await running.finish())
         whole = running.whole([_with_objects(m) for m in messages[:-1]], tools=[ADD], enable_thinking=False)

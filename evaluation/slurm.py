@@ -1,0 +1,100 @@
+"""Slurm: rollout nodes as the tasks of a batch job, which this process submits, watches and ends.
+
+Queue, account and time limit are sbatch's own variables, such as SBATCH_PARTITION. sbatch passes this process's
+environment on, with its secrets. The machines share a file system.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from evaluation import node
+from evaluation.allocation import Allocation
+from services.core.errors import ConfigurationError, DependencyLostError
+
+ROOT = Path(__file__).parents[1]
+POLL_SECONDS = 5.0
+LOG = "slurm.log"
+LOG_LINES = 5
+
+WAITING = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED")
+"""States of a job that may still serve. squeue no longer knows an old job, and answers nothing."""
+
+Watch = Callable[[], Awaitable[None]]
+
+
+def script(name: str, allocation: Allocation, variables: Mapping[str, str], directory: Path) -> str:
+    """Return the batch file of the nodes; ``directory`` gets their log and their addresses."""
+    is_on_gpus = variables.get("ROLLOUT_ENGINE") != "embedded"
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={name}",
+        f"#SBATCH --ntasks={allocation.data}",
+        *([f"#SBATCH --gpus-per-task={allocation.gpus}"] if is_on_gpus else []),
+        f"#SBATCH --output={directory / LOG}",
+        "set -euo pipefail",
+        f"cd {shlex.quote(str(ROOT))}",
+        *(f"export {key}={shlex.quote(value)}" for key, value in sorted(variables.items())),
+        # A node that ends does not end the others.
+        f"exec srun --kill-on-bad-exit=0 {shlex.join([sys.executable, '-m', node.MODULE, str(directory)])}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+@asynccontextmanager
+async def running(text: str, directory: Path) -> AsyncIterator[Watch]:
+    """Submit a batch file and yield what raises an error once the job has ended; cancel the job on exit.
+
+    Raises:
+        ConfigurationError: there is no Slurm here, or it refuses the file.
+    """
+    path = directory / "job.sbatch"
+    await asyncio.to_thread(path.write_text, text)
+    told = await _run("sbatch", "--parsable", str(path))
+    found = re.match(r"\d+", told)
+    if found is None:
+        raise ConfigurationError(f"sbatch answered {told[:200]!r}, which has no job's number")
+    try:
+        yield partial(_watch, found[0], directory / LOG)
+    finally:
+        await _run("scancel", found[0])
+
+
+async def _watch(job: str, log: Path) -> None:
+    """Wait until the job has left the queue.
+
+    Raises:
+        DependencyLostError: it has; the message has the end of its log.
+    """
+    question = ("squeue", "--noheader", "--format=%T", "--states=all", f"--jobs={job}")
+    while (await _run(*question)).strip() in WAITING:  # noqa: ASYNC110
+        await asyncio.sleep(POLL_SECONDS)
+    lines = await asyncio.to_thread(lambda: log.read_text().splitlines() if log.exists() else [])
+    raise DependencyLostError(f"Slurm's job {job} has ended: {' | '.join(lines[-LOG_LINES:])}; see {log}")
+
+
+async def _run(*command: str) -> str:
+    """Run one of Slurm's commands and return its output.
+
+    Raises:
+        ConfigurationError: it does not exist, or fails.
+    """
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except FileNotFoundError as error:
+        raise ConfigurationError(
+            f"--scheduler slurm: there is no {command[0]} in PATH; run this on a node of the Slurm cluster"
+        ) from error
+    out, err = await process.communicate()
+    if process.returncode:
+        raise ConfigurationError(f"{shlex.join(command)} failed: {err.decode(errors='replace').strip()[:300]}")
+    return out.decode(errors="replace")

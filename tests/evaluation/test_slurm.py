@@ -1,0 +1,143 @@
+"""Slurm: the batch file, and a whole evaluation on a Slurm whose commands start processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from evaluation import node, slurm
+from evaluation.allocation import Allocation
+from evaluation.report import Results
+from services.core.errors import ConfigurationError, DependencyLostError
+from tests.evaluation.conftest import ARITHMETIC
+from tests.waiting import IDLE_SECONDS, wait_until
+
+COMMANDS = {
+    # Starts the batch file in a process group of its own, with the log that it asks for; its number is the job's.
+    "sbatch": """
+import re, subprocess, sys
+text = open(sys.argv[-1]).read()
+log = open(re.search("--output=(.*)", text)[1], "w")
+print(subprocess.Popen(["bash", sys.argv[-1]], stdout=log, stderr=log, start_new_session=True).pid)
+""",
+    # As many processes as the batch file has tasks.
+    "srun": """
+import os, re, subprocess, sys
+tasks = int(os.environ["FAKE_TASKS"])
+running = [subprocess.Popen(sys.argv[2:]) for _ in range(tasks)]
+sys.exit(max(process.wait() for process in running))
+""",
+    "squeue": """
+import psutil, sys
+job = int(sys.argv[-1].partition("=")[2])
+print("RUNNING" if psutil.pid_exists(job) and psutil.Process(job).status() != "zombie" else "")
+""",
+    "scancel": """
+import os, signal, sys
+try: os.killpg(int(sys.argv[1]), signal.SIGTERM)
+except ProcessLookupError: pass
+""",
+}
+
+
+@pytest.fixture
+def slurm_path(tmp_path: Path) -> str:
+    """A PATH that has Slurm's commands."""
+    directory = tmp_path / "slurm"
+    directory.mkdir()
+    for name, code in COMMANDS.items():
+        path = directory / name
+        path.write_text(f"#!{sys.executable}{code}")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return f"{directory}:{os.environ['PATH']}"
+
+
+def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
+    variables = {"MODEL_NAME": "some/model", "SGLANG_EXTRA_FLAGS": "--pp-size 2"}
+    text = slurm.script("evaluate", Allocation(3, 2, 4), variables, tmp_path)
+    assert text.splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=evaluate",
+        "#SBATCH --ntasks=3",
+        "#SBATCH --gpus-per-task=8",
+        f"#SBATCH --output={tmp_path}/slurm.log",
+        "set -euo pipefail",
+        f"cd {slurm.ROOT}",
+        "export MODEL_NAME=some/model",
+        "export SGLANG_EXTRA_FLAGS='--pp-size 2'",
+        f"exec srun --kill-on-bad-exit=0 {sys.executable} -m evaluation.node {tmp_path}",
+    ]
+
+
+def test_a_dry_run_shows_it_and_starts_nothing(evaluate: Any, tiny_model: Path) -> None:
+    options = ("--scheduler", "slurm", "--allocation", "d4t2", "--dry-run", "--dataset", "arithmetic")
+    command = evaluate("--model", tiny_model, *options, JOBGROUP_TOKEN="secret")
+    assert command.wait() == 0
+    assert "#SBATCH --ntasks=4" in command.text
+    assert "export SGLANG_TP_SIZE=2" in command.text
+    assert "secret" not in command.text
+    assert not command.output.exists()
+
+
+@pytest.mark.parametrize("text", ["what?", ""])
+async def test_an_answer_without_a_number_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\necho '{text}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ConfigurationError, match="no job's number"):
+        async with slurm.running("", tmp_path):
+            pass
+
+
+async def test_a_job_that_ends_is_an_error_with_the_end_of_its_log(
+    slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", slurm_path)
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.05)
+    text = f"#SBATCH --output={tmp_path / slurm.LOG}\necho no such model >&2; exit 78\n"
+    async with slurm.running(text, tmp_path) as watch:
+        with pytest.raises(DependencyLostError, match="has ended: no such model; see"):
+            await watch()
+
+
+def test_nodes_are_found_by_the_files_that_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: started.update(environment))
+    node.main(tmp_path, {"MODEL_NAME": "m"})
+    [url] = node.registered(tmp_path)
+    assert url.removeprefix("http://") in started["JOBGROUP_ENDPOINTS"]
+    assert (started["MODEL_NAME"], started["SKYPILOT_NODE_RANK"]) == ("m", "0")
+
+
+@pytest.mark.slow
+def test_an_evaluation_runs_on_slurm_and_leaves_nothing(evaluate: Any, tiny_model: Path, slurm_path: str) -> None:
+    own = {"ROLLOUT_ENGINE": "embedded", **ARITHMETIC}
+    options = [option for name, value in own.items() for option in ("--env", f"{name}={value}")]
+    given = ("--model", tiny_model, "--scheduler", "slurm", "--num-servers", "2", "--samples", "4", "--split", "all")
+    command = evaluate(*given, *options, PATH=slurm_path, FAKE_TASKS="2")
+    results = Results.model_validate(command.succeed())
+    assert results.left_out == {}
+    assert len(results.servers["urls"]) == 2
+    assert len(command.samples()) == 500
+
+    def is_over() -> bool:
+        marks = [p for p in psutil.process_iter() if str(command.output) in " ".join(_command_line(p))]
+        return not marks
+
+    wait_until(is_over, "the end of Slurm's job", idle_seconds=IDLE_SECONDS)
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return [*process.cmdline(), process.environ().get("SHARED_DIR", "")]
+    except psutil.Error:
+        return []
