@@ -16,6 +16,7 @@ from services.protocol.groups import Group
 
 _PREFIX = struct.Struct("<BcI")
 _VERSION = 1
+_OPTIONAL = {"loss_mask", "advantages", "episode", "seat", "messages", "turns"}
 
 
 def pack(group: Group) -> bytes:
@@ -30,7 +31,7 @@ def pack(group: Group) -> bytes:
                 "finish_reason": e.finish_reason.value,
                 "result": e.result.model_dump(mode="json"),
                 "tokens": len(e.completion_ids),
-                **e.model_dump(include={"loss_mask", "advantages", "episode", "messages", "turns"}, exclude_none=True),
+                **e.model_dump(include=_OPTIONAL, exclude_none=True),
             }
             for e in group.experiences
         ],

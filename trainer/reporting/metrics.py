@@ -152,12 +152,18 @@ ENVIRONMENT = Measure(
     "trainer_environment_mean",
     "Mean over episodes of a figure that the environment gives about actions, such as the share of legal moves.",
 )
+EVALUATED_ENVIRONMENT = Measure(
+    "eval_environment_<figure>",
+    "trainer_evaluation_environment_mean",
+    "Mean of a figure of the environment over the greedy episodes of the newest evaluation.",
+)
 WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of games won, by the seat of the policy.")
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
     (TOKENS_LOST, re.compile(r"episode_tokens_lost_(?P<reason>\w+)")),
     (FAILED, re.compile(r"episodes_failed_(?P<reason>.+)")),
+    (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),
     (ENVIRONMENT, re.compile(r"environment_(?P<figure>.+)")),
     (WIN_RATE, re.compile(r"win_rate_seat_(?P<seat>\d+)")),
     (REWARD_PART, re.compile(r"reward_part_(?P<function>.+)")),

@@ -95,6 +95,7 @@ def group_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, flo
     return (
         metrics
         | _episode_metrics(groups)
+        | environment_figures(groups)
         | _win_rates(episodes)
         | _reward_parts([sequences[0] for sequences in episodes])
     )
@@ -114,9 +115,6 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
     parsed = sum(f.tool_calls for f in figures)
     written = parsed + sum(f.unparsed_tool_calls for f in figures)
     failed = sum((Count(group.episodes_failed) for group in groups), Count())
-    named: defaultdict[str, list[float]] = defaultdict(list)
-    for name, value in (item for f in figures for item in f.figures.items()):
-        named[name].append(value)
     metrics = {
         "turns_mean": statistics.fmean(f.turns for f in figures),
         "turns_max": float(max(f.turns for f in figures)),
@@ -124,9 +122,18 @@ def _episode_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "branches_mean": statistics.fmean(f.branches for f in figures),
         "episodes_failed": float(failed.total()),
         **{f"episodes_failed_{reason}": float(count) for reason, count in failed.items()},
-        **{f"environment_{name}": statistics.fmean(values) for name, values in named.items()},
     }
     return metrics | ({"tool_calls_parsed": parsed / written} if written else {})
+
+
+def environment_figures(groups: Sequence[Group]) -> dict[str, float]:
+    """Return the mean over episodes of each figure that the environment gives; nothing without an environment."""
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for episode in (group.episode_figures or {}).values():
+            for name, value in episode.figures.items():
+                found[name].append(value)
+    return {f"environment_{name}": statistics.fmean(values) for name, values in found.items()}
 
 
 def _win_rates(episodes: Sequence[Sequence[Experience]]) -> dict[str, float]:

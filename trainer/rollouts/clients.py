@@ -70,12 +70,14 @@ class Clients:
             await self._stack.enter_async_context(self.opponent)
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
-        """Wait until all services but the rollout workers are healthy.
+        """Wait until all services but the rollout workers are healthy, and the opponent answers.
 
         Raises:
+            ConfigurationError: the opponent refuses.
             DependencyLostError: one of them is not within ``deadline_seconds``.
         """
-        await asyncio.gather(*(service.wait_healthy(deadline_seconds) for service in self.services))
+        awaited = (*self.services, *([self.opponent] if self.opponent else []))
+        await asyncio.gather(*(service.wait_healthy(deadline_seconds) for service in awaited))
 
     async def close(self) -> None:
         """Close the clients."""

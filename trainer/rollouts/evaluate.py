@@ -16,6 +16,7 @@ from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, stand
 from services.protocol.prompts import Cursor, Prompt, Split
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
+from trainer.reporting.step_metrics import environment_figures
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import group_maker
 
@@ -39,6 +40,7 @@ class Evaluator:
     async def evaluate(self) -> dict[str, float]:
         """Measure ``accuracy`` (greedy pass@1), its standard error and the counts behind it.
 
+        An environment's figures are means over the greedy episodes (``eval_environment_...``).
         With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
 
         An answer over which the verifier reached its time or memory limit is wrong (``eval_over_limit``). A prompt
@@ -51,17 +53,22 @@ class Evaluator:
         started = time.perf_counter()
         prompts = await self._prompts()
         greedy = SamplingParams(max_new_tokens=self.settings.max_new_tokens, temperature=0.0)
-        results = [result for of_prompt in await self._judged(prompts, greedy, 1) for result in of_prompt]
-        metrics = greedy_metrics(results) | {
+        groups = await self._played(prompts, greedy, 1)
+        self.samples = _samples(prompts, groups)
+        judged = [_judged(group) for group in groups]
+        results = [result for of_prompt in judged for result in of_prompt]
+        figures = environment_figures([group for group in groups if group is not None])
+        metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
+        metrics |= {
             "eval_prompts": float(len(prompts)),
-            "eval_left_out": float(len(prompts) - len(results)),
+            "eval_left_out": float(sum(not of_prompt for of_prompt in judged)),
         }
         k = self.settings.eval_samples
         if k:
             sampling = SamplingParams(
                 max_new_tokens=self.settings.max_new_tokens, temperature=self.settings.temperature
             )
-            samples = await self._judged(prompts, sampling, k)
+            samples = [_judged(group) for group in await self._played(prompts, sampling, k)]
             metrics |= sample_metrics([of_prompt for of_prompt in samples if of_prompt], k)
         return metrics | {"seconds_evaluate": time.perf_counter() - started}
 
@@ -78,29 +85,36 @@ class Evaluator:
                 break
         return prompts
 
-    async def _judged(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[list[RewardResult]]:
-        """Answer each prompt ``n`` times; return the results of the answers that are right or wrong."""
+    async def _played(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Group | None]:
+        """Answer each prompt ``n`` times."""
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         groups = await asyncio.gather(
             *(self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
         )
         if prompts and not any(groups):
             raise self.maker.all_failed()
-        answers = [_answers(group) for group in groups]
-        if params.temperature == 0:
-            self.samples = [
-                {
-                    "prompt": prompt.prompt,
-                    "ground_truth": prompt.ground_truth,
-                    "completion": answer.completion,
-                    "reward": answer.reward,
-                    "finish_reason": answer.finish_reason.value,
-                    "messages": [message.model_dump(exclude_defaults=True) for message in answer.messages or ()],
-                }
-                for prompt, of_prompt in zip(prompts[:KEPT_SAMPLES], answers, strict=False)
-                for answer in of_prompt
-            ]
-        return [[a.result for a in of_prompt if is_correct(a.result) is not None] for of_prompt in answers]
+        return groups
+
+
+def _samples(prompts: Sequence[Prompt], groups: Sequence[Group | None]) -> list[dict[str, Any]]:
+    """Return the answers to the first prompts, for people to read."""
+    return [
+        {
+            "prompt": prompt.prompt,
+            "ground_truth": prompt.ground_truth,
+            "completion": answer.completion,
+            "reward": answer.reward,
+            "finish_reason": answer.finish_reason.value,
+            "messages": [message.model_dump(exclude_defaults=True) for message in answer.messages or ()],
+        }
+        for prompt, group in zip(prompts[:KEPT_SAMPLES], groups, strict=False)
+        for answer in _answers(group)
+    ]
+
+
+def _judged(group: Group | None) -> list[RewardResult]:
+    """Return the results of the answers that are right or wrong."""
+    return [answer.result for answer in _answers(group) if is_correct(answer.result) is not None]
 
 
 def _answers(group: Group | None) -> list[Experience]:

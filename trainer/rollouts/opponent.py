@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, Field
 
-from services.http.client import HttpClient
+from services.core.errors import ConfigurationError
+from services.http.client import HttpClient, RequestRefusedError
 from trainer.config import TrainerSettings
 
 
@@ -53,6 +54,20 @@ class Opponent:
     async def __aexit__(self, *_: object) -> None:
         await self._http.__aexit__()
 
+    async def wait_healthy(self, deadline_seconds: float) -> None:
+        """Wait until the endpoint tells its models.
+
+        Raises:
+            ConfigurationError: it refuses to.
+            DependencyLostError: it did not within ``deadline_seconds``.
+        """
+        try:
+            await self._name(deadline_seconds)
+        except RequestRefusedError as error:
+            raise ConfigurationError(
+                f"OPPONENT: {error}; it must be an OpenAI endpoint that asks for no key"
+            ) from error
+
     async def ask(self, messages: list[dict[str, Any]]) -> str:
         """Return the model's answer.
 
@@ -60,9 +75,12 @@ class Opponent:
             DependencyLostError: it did not answer within AGENT_SECONDS.
             RequestRefusedError: it refuses the conversation, or asks for a key.
         """
-        async with self._naming:
-            if self._model is None:
-                self._model = (await self._http.call("GET", "/v1/models", _Models)).data[0].id
-        body = {"model": self._model, "messages": messages, **self._sampling}
+        body = {"model": await self._name(), "messages": messages, **self._sampling}
         reply = await self._http.call("POST", "/v1/chat/completions", _Reply, body)
         return reply.choices[0].message.content or ""
+
+    async def _name(self, deadline: float | None = None) -> str:
+        async with self._naming:
+            if self._model is None:
+                self._model = (await self._http.call("GET", "/v1/models", _Models, deadline=deadline)).data[0].id
+        return self._model

@@ -33,6 +33,28 @@ export const PLOTS = [
     series: [[/^reward_part_/]],
     name: without("reward_part_"),
   },
+  {
+    id: "environment",
+    title: "Figures of the environment",
+    unit: "mean over episodes",
+    series: [[/^environment_/]],
+    name: without("environment_"),
+  },
+  {
+    id: "evaluated-environment",
+    title: "Figures of the environment on held-out seeds",
+    unit: "mean over greedy episodes",
+    markers: true,
+    series: [[/^eval_environment_/]],
+    name: without("eval_environment_"),
+  },
+  {
+    id: "wins",
+    title: "Games won",
+    unit: "share of games, by the seat of the policy",
+    series: [[/^win_rate_seat_/]],
+    name: without("win_rate_"),
+  },
   { id: "loss", title: "Loss", unit: "of an update, no unit", series: [["loss"]] },
   {
     id: "kl",

@@ -17,7 +17,7 @@ async def test_an_environment_of_one_seat_says_nothing_of_seats(serving: Any, ap
     async with serving(app(environment="guessing")) as client:
         reset = (await client.post("/reset", json={"seed": 1})).json()
         [start] = reset["episodes"]
-        assert set(reset["environment"]) == {"id", "state", "action", "max_steps"}
+        assert "seats" not in reset["environment"]
         assert set(start) == {"episode", "seed", "state"}
         item = {"episode": start["episode"], "step": 0, "action": "50"}
         [result] = (await client.post("/step", json={"steps": [item]})).json()["results"]

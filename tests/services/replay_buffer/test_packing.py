@@ -50,8 +50,12 @@ def group_of(**fields: Any) -> Group:
         if place % 2:
             experience["messages"] = [{"role": "assistant", "tool_calls": [{"name": "add"}], "sampled": True}]
             tokens = len(experience["completion_ids"])
+            experience["seat"] = place % 2
             experience["turns"] = [{"number": 1, "start": 0, "end": tokens, "reward": 0.5}] if tokens else None
-            fields |= {"episode_figures": {place: {"turns": 2}}, "episodes_failed": {"timeout": 1}}
+            fields |= {
+                "episode_figures": {place: {"turns": 2, "figures": {"legal_moves": 0.5}}},
+                "episodes_failed": {"timeout": 1},
+            }
     return Group.model_validate(fields)
 
 

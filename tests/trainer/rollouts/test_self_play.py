@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -33,9 +34,13 @@ from tests.services.clients.test_environment import address_of
 from tests.services.run_page.serving import served_ready
 from tests.trainer.rollouts.fake_gateway import FakeGateway, ids
 from tests.trainer.rollouts.test_environment_player import Stage
+from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.training_groups import with_advantages
 from trainer.config import TrainerSettings
+from trainer.reporting.metrics import _measure
 from trainer.reporting.step_metrics import group_metrics
 from trainer.rollouts.clients import Clients
+from trainer.rollouts.evaluate import Evaluator
 from trainer.rollouts.game import Seat
 from trainer.rollouts.opponent import Opponent
 from trainer.service_thread import ServiceThread
@@ -124,6 +129,40 @@ def test_the_metrics_have_the_figures_of_the_environment_and_the_wins_of_each_se
     assert 0 < group_metrics([group], 1)["environment_legal_moves"] < 1
 
 
+def test_an_evaluation_has_the_figures_of_greedy_games(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prompts(_: Evaluator) -> list[Prompt]:
+        return [prompt_of(seed) for seed in range(3)]
+
+    monkeypatch.setattr(Evaluator, "_prompts", prompts)
+    evaluator = Evaluator(TrainerSettings.load(rollout="environment", max_new_tokens=9), stage.clients)
+    metrics = stage.thread.call(evaluator.evaluate())
+    assert (metrics["eval_environment_legal_moves"], metrics["eval_environment_optimal_moves"]) == (1.0, 1.0)
+    assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (3, 0)
+    assert metrics["accuracy"] == 0.5, "one seat of two wins each game"
+    assert len(evaluator.samples) == 6
+
+
+@pytest.mark.parametrize("column", ["environment_legal_moves", "eval_environment_legal_moves", "win_rate_seat_1"])
+def test_the_metrics_of_games_are_exported(column: str) -> None:
+    assert _measure(column) is not None
+
+
+def test_turns_of_two_seats_are_not_compared() -> None:
+    def played(seat: int, *rewards: float) -> TrainingSequence:
+        turns = [Turn(number=i, start=i, end=i + 1, reward=reward) for i, reward in enumerate(rewards)]
+        n = len(rewards)
+        number = 2 * next(counter) + seat
+        return TrainingSequence(
+            [5] * n, [-1.0] * n, [0.0] * n, reward=sum(rewards), episode=number, seat=seat, turns=turns
+        )
+
+    counter = itertools.count()
+    settings = TrainerSettings.load(rollout="environment", credit="turn", advantage="dr_grpo")
+    sequences = [played(0, 0, 1), played(1, -1), played(0, 0, 1), played(1, -1)]
+    [group] = with_advantages([TrainingGroup([1], sequences)], settings)
+    assert [s.advantages for s in group.sequences] == [[0, 0], [0], [0, 0], [0]]
+
+
 def test_one_place_for_an_episode_is_enough_for_a_game(stage: Stage) -> None:
     group = stage.group(prompt_of(3), agent_concurrency=1)
     assert group is not None
@@ -204,6 +243,21 @@ def test_an_opponent_that_is_lost_ends_the_run_as_recoverable(stage: Stage, oppo
     assert stage.thread.call(maker.make_group(prompt_of(1))) is None
     assert isinstance(maker.all_failed(), DependencyLostError)
     assert "opponent failed" in str(maker.last_failure)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "says"),
+    [(401, ConfigurationError, "asks for no key"), (503, DependencyLostError, "/v1/models")],
+)
+def test_a_run_does_not_begin_without_its_opponent(
+    stage: Stage, opponent: Any, status: int, error: type[Exception], says: str
+) -> None:
+    fixed = opponent(optimal)
+    fixed.routes["GET /v1/models"] = lambda _: status
+    against(stage, fixed)
+    assert stage.clients.opponent is not None
+    with pytest.raises(error, match=says):
+        stage.thread.call(stage.clients.opponent.wait_healthy(0.5))
 
 
 @pytest.mark.parametrize("stage", ["guessing"], indirect=True)
