@@ -5,7 +5,7 @@
 The server is a process of its own. "One client" steps all its episodes in each request, as the evaluation head and
 trajectories do; "256 clients" each step one episode over a connection of their own, as episodes of training do. The
 clients push the cart to the side where the pole leans, and find the number by bisection. They share one process, whose
-cost is in every number. A step is a request to /step.
+cost is in every number. The latency of a step is that of a request to /step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import orjson
+import psutil
 
 from benchmarks.common import harness
 from benchmarks.common.service import Connection, Figure, connect, percentile, running
@@ -95,10 +96,14 @@ def figures(*, quick: bool) -> Iterator[Figure]:
         with running("environment_server", ENVIRONMENT=environment, JOBGROUP_TOKEN="") as server:
             for clients, times in ((1, 4), (EPISODES, 4)):
                 episodes = EPISODES * (1 if quick else times)
+                process = psutil.Process(server.pid)
+                cpu = sum(process.cpu_times()[:2])
                 load, seconds = asyncio.run(play(server.port, act, clients, episodes))
+                cpu = sum(process.cpu_times()[:2]) - cpu
                 name = f"{environment}, {clients} client{'s' * (clients > 1)}"
                 yield Figure(f"{name}, episodes", episodes / seconds, "1/s")
-                yield Figure(f"{name}, steps of an episode", load.steps / seconds, "1/s")
+                yield Figure(f"{name}, steps", load.steps / seconds, "1/s")
+                yield Figure(f"{name}, processor time of a step", 1e6 * cpu / load.steps, "us")
                 yield percentile(f"{name}, step", 50, load.milliseconds)
                 yield percentile(f"{name}, step", 99, load.milliseconds)
             yield Figure(f"{environment}, memory", server.memory_mb(), "MB")

@@ -52,7 +52,6 @@ def main(
     at_once: AtOnce = 256,
 ) -> None:
     """Play episodes of policies in an environment and write every step to Parquet files."""
-    sys.path.insert(0, str(Path.cwd()))
     logs.configure("generate_trajectories", "warning")
     options = Options(environment, server, policies, episodes, seed, shard_episodes, at_once, save_to)
     try:

@@ -112,10 +112,13 @@ def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], 
         if "file" in stats:
             manifest[f"policies.{name}.version"] = stats["version"]
             manifest[f"policies.{name}.sha256"] = hashlib.sha256(Path(stats["file"]).read_bytes()).hexdigest()
+    path, is_used = options.save_to / MANIFEST, any(options.save_to.glob("shard-*.parquet"))
+    if is_used and not path.exists():
+        raise ConfigurationError(f"{options.save_to} has shards without {MANIFEST}; give another --save-to")
     check_identity(
-        options.save_to / MANIFEST,
+        path,
         manifest,
-        is_used=any(options.save_to.glob("shard-*.parquet")),
+        is_used=is_used,
         holds="episodes of other settings",
         option="--save-to",
     )

@@ -157,6 +157,13 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path, options:
     assert rows_of(tmp_path) == before
 
 
+def test_shards_whose_settings_are_unknown_are_refused(tmp_path: Path) -> None:
+    run(tmp_path, f"a={MINE}:left")
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(ConfigurationError, match=r"has shards without manifest\.json"):
+        run(tmp_path, f"a={MINE}:left")
+
+
 def test_a_new_version_of_a_policy_is_refused_in_a_run_that_has_begun(tmp_path: Path) -> None:
     policies.publish_wobbles(tmp_path / "policy", 1)
     run(tmp_path / "out", f"a={tmp_path / 'policy'}")
