@@ -69,7 +69,7 @@ class Episode(OngoingEpisode):
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended the episode."""
+        """True once the environment has ended the episode."""
         return self.status in (StepStatus.TERMINATED, StepStatus.TRUNCATED)
 
     async def step(self, action: Action) -> StepResult:
