@@ -39,6 +39,7 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_eps,
         weight_decay=settings.weight_decay,
+        fused=True,
     )
 
 
