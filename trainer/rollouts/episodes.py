@@ -8,9 +8,8 @@ import time
 import uuid
 from collections import Counter as Tally
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import TypeVar
 
 import httpx
@@ -26,14 +25,14 @@ from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
 from services.programs import Program, episodes_at_once
 from services.protocol.episodes import EpisodeFigures
-from services.protocol.groups import Experience, Group, RewardResult, RewardStatus, TurnReward, VersionSpan
+from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
-from services.protocol.sessions import CreateSessionRequest, Trace, TraceSequence
+from services.protocol.sessions import CreateSessionRequest
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
-from trainer.rollouts.conversations import readable
 from trainer.rollouts.environment_player import EnvironmentPlayer
+from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
 from trainer.rollouts.groups import GroupMaker
 from trainer.rollouts.patience import PatientTransport
 
@@ -43,29 +42,12 @@ log = get_logger(__name__)
 
 EPISODES = Counter("trainer_episodes", "Episodes whose trace was received.")
 TOKENS = Counter("trainer_episode_tokens", "Tokens sampled in the episodes' traces.")
-LOST_TOKENS = Counter(
-    "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
-)
 
 DELETE_SECONDS = 10.0
 """Longest wait for the deletion of a session, which the gateway makes up for."""
 
 OVER_LIMIT = ("timeout", "limit")
 """Reasons of failure for which the model is at fault: an evaluation counts the answer as wrong."""
-
-
-@dataclass(frozen=True)
-class Episode:
-    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward."""
-
-    trace: Trace
-    result: RewardResult
-    failure: AgentFailedError | None
-    turn_rewards: Sequence[float] = ()
-    """One a call of the model; none where the agent gave the episode's reward alone."""
-    figures: dict[str, float] = field(default_factory=dict)
-    seat: int | None = None
-    """The seat of a game; None where there is one seat."""
 
 
 def why_failed(episode: Episode | None) -> str | None:
@@ -316,65 +298,3 @@ def as_failure(error: Exception) -> AgentFailedError:
     is_server = isinstance(status, int) and status >= 500
     is_server |= isinstance(error.__cause__ or error, httpx.TransportError)
     return AgentFailedError(f"{type(error).__name__}: {error}", "server" if is_server else "exception")
-
-
-def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:
-    """Return the prompt that all sequences of the episodes share, and the sequences as experiences that continue it.
-
-    The prompt is the longest common prefix of the sequences' prompts; the rest of a sequence's prompt is among its
-    completion tokens, outside the loss mask. Sequences without a sampled token are left out. So are sequences that
-    begin with another token than the first one; their sampled tokens are counted as lost.
-    """
-    found = [(e, s) for e in episodes for s in e.trace.sequences if any(s.loss_mask)]
-    kept = [(e, s) for e, s in found if s.prompt_ids[0] == found[0][1].prompt_ids[0]]
-    if lost := sum(sum(s.loss_mask) for _, s in found) - sum(sum(s.loss_mask) for _, s in kept):
-        LOST_TOKENS.labels("no_common_prompt").inc(lost)
-    columns = zip(*(s.prompt_ids for _, s in kept), strict=False)
-    prompt_ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-    return prompt_ids, [_experience(e, s, len(prompt_ids)) for e, s in kept]
-
-
-def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Experience:
-    """Return a sequence as an experience that continues the first ``shared`` tokens of its prompt."""
-    context = sequence.prompt_ids[shared:]
-    spans = [
-        VersionSpan(version=span.version, start=span.start + len(context), end=span.end + len(context))
-        for span in sequence.policy_versions
-    ]
-    # No policy sampled the context; its span must not make the experience older.
-    unsampled = [VersionSpan(version=spans[0].version, start=0, end=len(context))] if context else []
-    logprobs = [x if is_sampled else 0.0 for x, is_sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)]
-    return Experience(
-        completion=sequence.text,
-        completion_ids=[*context, *sequence.completion_ids],
-        logprobs=[0.0] * len(context) + logprobs,
-        loss_mask=[False] * len(context) + sequence.loss_mask,
-        policy_versions=[*unsampled, *spans],
-        finish_reason=sequence.finish_reason,
-        result=episode.result,
-        episode=episode.trace.index,
-        seat=episode.seat,
-        messages=readable(sequence.messages),
-        turns=_turns(episode, sequence, len(context)),
-    )
-
-
-def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[TurnReward] | None:
-    """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
-
-    The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
-    """
-    rewards = list(episode.turn_rewards)
-    if not rewards or not sequence.turns or episode.result.reward is None:
-        return None
-    rewards[-1] += episode.result.reward - math.fsum(rewards)
-    calls = [turn.call for turn in sequence.turns]
-    return [
-        TurnReward(
-            number=turn.call,
-            start=turn.start + context,
-            end=turn.end + context,
-            reward=math.fsum(rewards[turn.call : following]),
-        )
-        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
-    ]
