@@ -40,7 +40,7 @@ ROLES = {
 # What a role imports only when a setting asks for it, and installs besides.
 OPTIONAL = {
     "environment": {"reasoning_gym", "torch", "transformers"},
-    "evaluation": {"sky"},
+    "evaluation": {"ray", "sky"},
     "head": {"sky"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},

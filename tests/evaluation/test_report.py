@@ -60,7 +60,7 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         store.add([sample(prompt) for prompt in PROMPTS])
         model, settings = Checkpoint("m", "org/m"), EvaluationSettings()
         # All samples are there already, so servers have nothing to do.
-        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings), cast(Any, None), score, store)
+        evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, at_once=8), cast(Any, None), score, store)
         await evaluation.run()
         results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
     assert asked == ["error"], "only what the service failed at is scored again"

@@ -1,0 +1,95 @@
+"""From the traces of episodes to experiences: token ids, loss mask, log-probabilities and rewards of turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from prometheus_client import Counter
+
+from services.agents import AgentFailedError
+from services.protocol.groups import Experience, RewardResult, TurnReward, VersionSpan
+from services.protocol.sessions import Trace, TraceSequence
+from trainer.rollouts.conversations import readable
+
+LOST_TOKENS = Counter(
+    "trainer_episode_tokens_lost", "Tokens of episodes that cannot be trained on, by reason.", ["reason"]
+)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """An episode that has ended; without a reward, ``failure`` is the agent's error, or None if it gave no reward."""
+
+    trace: Trace
+    result: RewardResult
+    failure: AgentFailedError | None
+    turn_rewards: Sequence[float] = ()
+    """One a call of the model; none where the agent gave the episode's reward alone."""
+    figures: dict[str, float] = field(default_factory=dict)
+    seat: int | None = None
+    """The seat of a game; None where there is one seat."""
+
+
+def experiences_of(episodes: Sequence[Episode]) -> tuple[list[int], list[Experience]]:
+    """Return the prompt that all sequences of the episodes share, and the sequences as experiences that continue it.
+
+    The prompt is the longest common prefix of the sequences' prompts; the rest of a sequence's prompt is among its
+    completion tokens, outside the loss mask. Sequences without a sampled token are left out. So are sequences that
+    begin with another token than the first one; their sampled tokens are counted as lost.
+    """
+    found = [(e, s) for e in episodes for s in e.trace.sequences if any(s.loss_mask)]
+    kept = [(e, s) for e, s in found if s.prompt_ids[0] == found[0][1].prompt_ids[0]]
+    if lost := sum(sum(s.loss_mask) for _, s in found) - sum(sum(s.loss_mask) for _, s in kept):
+        LOST_TOKENS.labels("no_common_prompt").inc(lost)
+    columns = zip(*(s.prompt_ids for _, s in kept), strict=False)
+    prompt_ids = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+    return prompt_ids, [_experience(e, s, len(prompt_ids)) for e, s in kept]
+
+
+def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Experience:
+    """Return a sequence as an experience that continues the first ``shared`` tokens of its prompt."""
+    context = sequence.prompt_ids[shared:]
+    spans = [
+        VersionSpan(version=span.version, start=span.start + len(context), end=span.end + len(context))
+        for span in sequence.policy_versions
+    ]
+    # No policy sampled the context; its span must not make the experience older.
+    unsampled = [VersionSpan(version=spans[0].version, start=0, end=len(context))] if context else []
+    logprobs = [x if is_sampled else 0.0 for x, is_sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)]
+    return Experience(
+        completion=sequence.text,
+        completion_ids=[*context, *sequence.completion_ids],
+        logprobs=[0.0] * len(context) + logprobs,
+        loss_mask=[False] * len(context) + sequence.loss_mask,
+        policy_versions=[*unsampled, *spans],
+        finish_reason=sequence.finish_reason,
+        result=episode.result,
+        episode=episode.trace.index,
+        seat=episode.seat,
+        messages=readable(sequence.messages),
+        turns=_turns(episode, sequence, len(context)),
+    )
+
+
+def _turns(episode: Episode, sequence: TraceSequence, context: int) -> list[TurnReward] | None:
+    """Return a sequence's turns with their rewards, ``context`` tokens further on; None where the episode has none.
+
+    The episode's reward is the sum of all: the last call has what the agent gave for the episode beyond its turns.
+    """
+    rewards = list(episode.turn_rewards)
+    if not rewards or not sequence.turns or episode.result.reward is None:
+        return None
+    rewards[-1] += episode.result.reward - math.fsum(rewards)
+    calls = [turn.call for turn in sequence.turns]
+    return [
+        TurnReward(
+            number=turn.call,
+            start=turn.start + context,
+            end=turn.end + context,
+            reward=math.fsum(rewards[turn.call : following]),
+        )
+        for turn, following in zip(sequence.turns, [*calls[1:], len(rewards)], strict=True)
+    ]
