@@ -26,6 +26,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from evaluation.trajectories.run import Options, generate
 from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
+from services.core import logs
 from services.evaluation_head import checkpoint
 
 ENVIRONMENTS = 256
@@ -97,6 +98,7 @@ class Side:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and measure."""
     given = harness.CommandLine("trajectories", rounds=3, quick=f"{QUICK_STEPS} steps, one round").parse(arguments)
+    logs.configure("trajectories", "warning")
     steps = QUICK_STEPS if given.quick else STEPS
     with tempfile.TemporaryDirectory() as directory:
         policy = Path(directory) / "cartpole.pt2"

@@ -1,14 +1,38 @@
-"""The settings on which the files of a directory depend, so that a resumed run never mixes two kinds of files."""
+"""The directory of results that a resumed run continues: one process writes to it, with one set of settings."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
+
+
+@contextmanager
+def held(path: Path, option: str) -> Iterator[BinaryIO]:
+    """Create a file with its directory, and yield it open for reading and appending, locked against other processes.
+
+    Raises:
+        ConfigurationError: the directory, which ``option`` names, cannot be written, or another process holds the file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigurationError(f"{option} {path.parent}: {error}; give a directory to write to") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(
+                f"another process writes to {path.parent}; wait for it, end it, or give another {option}"
+            ) from error
+        yield file
 
 
 def check_identity(path: Path, given: Mapping[str, Any], *, is_used: bool, holds: str, option: str) -> None:

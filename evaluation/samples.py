@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evaluation.identity import check_identity
+from evaluation.identity import check_identity, held
 from services.core.errors import ConfigurationError
 from services.protocol.groups import FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct
@@ -136,18 +135,7 @@ def open_store(directory: Path, identity: Mapping[str, Any]) -> Iterator[SampleS
         ConfigurationError: the directory cannot be written, belongs to another evaluation, is in use by another
             process, or does not hold samples.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / SAMPLES).open("a+b")
-    except OSError as error:
-        raise ConfigurationError(f"--output {directory}: {error}; give a directory to write to") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(
-                f"another evaluation writes to {directory}; wait for it, end it, or give another --output"
-            ) from error
+    with held(directory / SAMPLES, "--output") as file:
         store = SampleStore(file)
         check_identity(
             directory / IDENTITY,

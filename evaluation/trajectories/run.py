@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.identity import check_identity
+from evaluation.identity import check_identity, held
 from evaluation.trajectories import ratings
 from evaluation.trajectories.arenas import Arena, open_arena
 from evaluation.trajectories.plan import Plan, Shard, lineups_of
@@ -27,6 +26,7 @@ from services.evaluation_head.policy import Policy
 from services.evaluation_head.settings import HeadSettings
 
 MANIFEST = "manifest.json"
+LOCK = ".lock"
 RESULTS = "results.json"
 REFRESH_SECONDS = 5.0
 """Time between two looks at the version of a model that a rollout server serves."""
@@ -63,7 +63,7 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
     if not settings.policies:
         raise ConfigurationError("--policies is empty; name policies, as a=policies/cartpole,b=http://127.0.0.1:30000")
     async with AsyncExitStack() as stack:
-        stack.enter_context(_held(options.save_to))
+        stack.enter_context(held(options.save_to / LOCK, "--save-to"))
         arena = await stack.enter_async_context(open_arena(options.environment, options.server, settings.token))
         policies = {
             name: await stack.enter_async_context(make_policy(name, target, settings))
@@ -80,24 +80,6 @@ async def generate(options: Options, say: Callable[[str], None]) -> dict[str, An
     results = results_of(options.save_to, plan, arena.info.seats)
     atomic_write(options.save_to / RESULTS, json.dumps(results, indent=2) + "\n")
     return results
-
-
-@contextmanager
-def _held(directory: Path) -> Iterator[None]:
-    """Create the directory, and hold it against other processes."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("w")
-    except OSError as error:
-        raise ConfigurationError(f"--save-to {directory}: {error}; give a directory to write to") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigurationError(
-                f"another run writes to {directory}; wait for it, end it, or give another --save-to"
-            ) from error
-        yield
 
 
 def _check_manifest(options: Options, arena: Arena, targets: Mapping[str, str], policies: Mapping[str, Policy]) -> None:

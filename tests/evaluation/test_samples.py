@@ -84,7 +84,7 @@ def test_an_evaluation_that_made_nothing_binds_nobody(tmp_path):
 def test_two_at_once_are_refused(tmp_path):
     with (
         open_store(tmp_path, WHO),
-        pytest.raises(ConfigurationError, match="another evaluation writes"),
+        pytest.raises(ConfigurationError, match="another process writes"),
         open_store(tmp_path, WHO),
     ):
         pass
