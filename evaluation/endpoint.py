@@ -130,6 +130,7 @@ class OpenAIServer(Server):
             self.limit_name: params.max_new_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
+            **({"stop": list(params.stop)} if params.stop else {}),
             **({"seed": seed} if self.takes_seeds else {}),
             **({"chat_template_kwargs": self.template_args} if self.template_args and self.api is Api.CHAT else {}),
         }

@@ -147,6 +147,7 @@ class Plan:
             **sampling,
             "eval_workflow": settings.workflow.value,
             **({"api": self.origin.openai_api.value} if self.origin.is_foreign else {}),
+            **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
             **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
             **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
             **examples.recipe,

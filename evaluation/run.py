@@ -96,7 +96,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
     given = settings.model_dump(mode="json", include=settings.model_fields_set - ours)
     variables = {
         **plan.variables,
-        **{name.upper(): str(value) for name, value in given.items()},
+        **{name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in given.items()},
         "DATASET": plan.dataset,
         "MODEL_NAME": checkpoint.model,
     }

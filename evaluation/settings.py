@@ -13,7 +13,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.core.settings import JsonObject, Settings
+from services.core.settings import JsonObject, JsonTexts, Settings
 
 MATH_AGENT = "evaluation.math_agent:solve"
 """The built-in agent, which has the tools add and multiply."""
@@ -85,13 +85,17 @@ class EvaluationSettings(Settings):
     """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
     eval_k: str = Field("", pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$")
     """Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that."""
+    eval_stop: JsonTexts = Field(default_factory=list)
+    """Texts that end a completion, as a JSON list such as `["Question:"]`; an agent gives its own."""
     eval_concurrency: int = Field(64, ge=1)
     """Prompts, or an agent's episodes, in flight at one server (or router)."""
 
     @model_validator(mode="after")
-    def _one_agent(self) -> Self:
+    def _fits_agent(self) -> Self:
         if self.eval_agent and self.eval_agent_command:
             raise ValueError("EVAL_AGENT and EVAL_AGENT_COMMAND are both set; unset one of them")
+        if self.eval_stop and self.workflow is WorkflowName.AGENT:
+            raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         return self
 
     @property

@@ -46,9 +46,8 @@ class SingleTurn:
     async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
         """Return the completions that the server gave."""
         settings = self.settings
-        params = SamplingParams(settings.max_new_tokens, settings.temperature, settings.top_p)
-        if kind is Kind.GREEDY:
-            params = SamplingParams(settings.max_new_tokens, temperature=0.0)
+        temperature, top_p = (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
+        params = SamplingParams(settings.max_new_tokens, temperature, top_p, stop=settings.eval_stop)
         seed = seed_of(settings.seed, prompt, kind, indices[0])
         started = time.monotonic()
         answers = await server.complete(prompt, params, len(indices), seed)

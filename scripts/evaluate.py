@@ -66,6 +66,9 @@ ApiOption = Annotated[
 ApiKeyEnv = Annotated[str | None, Option(help="The variable that has the key of --endpoint.")]
 Discover = Annotated[str | None, Option(help="Use servers of SkyPilot whose name begins so.")]
 RewardUrl = Annotated[str | None, Option(help="A running reward-server; default one of our own.")]
+Stop = Annotated[
+    list[str] | None, Option(help="A text that ends a completion, such as Question: after examples. Repeatable.")
+]
 Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
 Seed = Annotated[int | None, Option(help="Of sampling and bootstrap; default 0.")]
 Output = Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")]
@@ -83,6 +86,7 @@ def main(
     k: Ks = None,
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
+    stop: Stop = None,
     workflow: Workflow = None,
     agent: AgentName = None,
     agent_command: AgentCommand = None,
@@ -109,7 +113,7 @@ def main(
         dataset_variable = {} if dataset is None else {"DATASET": dataset}
         variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
-        overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+        overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
         overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
         plan = Plan(
             _settings(variables, overrides),

@@ -47,6 +47,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    """Texts that end a completion, which goes without them."""
 
 
 class RolloutClient(HttpClient):
@@ -193,7 +195,7 @@ class RolloutClient(HttpClient):
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
         return {
             "input_ids": list(prompt_ids),
-            "sampling_params": {**asdict(params), "stop_token_ids": list(params.stop_token_ids)},
+            "sampling_params": asdict(params),
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,

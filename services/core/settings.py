@@ -26,11 +26,13 @@ def _parsed(value: object) -> object:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise ValueError(f"give a JSON object ({error})") from error
+        raise ValueError(f"give JSON ({error})") from error
 
 
 JsonObject = Annotated[dict[str, JsonValue], NoDecode, BeforeValidator(_parsed)]
 """A setting that is a JSON object."""
+JsonTexts = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_parsed)]
+"""A setting that is a JSON list of texts."""
 
 
 class Settings(BaseSettings):

@@ -89,13 +89,14 @@ async def test_a_conversation_is_asked_for_by_the_chat_route() -> None:
         async with endpoint(url, key="secret") as server:
             server.template_args = {"enable_thinking": False}
             await server.admit()
-            [first, second] = await server.complete(PROMPT, SamplingParams(8, 0.5, 0.9), 2, seed=3)
+            [first, second] = await server.complete(PROMPT, SamplingParams(8, 0.5, 0.9, stop=["Q:"]), 2, seed=3)
     assert fake.asked[1] == {
         "model": "m",
         "messages": [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}],
         "max_tokens": 8,
         "temperature": 0.5,
         "top_p": 0.9,
+        "stop": ["Q:"],
         "seed": 3,
         "chat_template_kwargs": {"enable_thinking": False},
     }

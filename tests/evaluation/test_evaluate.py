@@ -219,6 +219,8 @@ REFUSED = [
     (["--scheduler", "skypilot", "--allocation", "p4t4"], 78, "needs 16 GPUs of one node"),
     (["--scheduler", "local", "--url", "http://127.0.0.1:1"], 78, "starts its own servers"),
     (["--url", "nonsense:port"], 78, "is no address"),
+    (["--stop", "Q:", "--workflow", "agent"], 78, "an agent gives its own stop texts"),
+    (["--stop", ""], 78, "EVAL_STOP_0"),
     (["--temperature", "-1"], 78, "TEMPERATURE is -1.0"),
     (["--url", "http://127.0.0.1:1", "--reward-url", "http://127.0.0.1:2"], 33, "http://127.0.0.1:1: ConnectError"),
 ]

@@ -135,15 +135,16 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
     own = tmp_path / "run" / "policy" / "v000003"
     shutil.copytree(tiny_model, own)
     origin = Origin(scheduler=SchedulerName.SKYPILOT)
-    plan = Plan(
-        EvaluationSettings(), models=[str(own)], run_dir=None, origin=origin, output=tmp_path / "out", variables={}
-    )
+    settings = EvaluationSettings(eval_stop=["Q:"], chat_template_args={"enable_thinking": False}, eval_samples=2)
+    plan = Plan(settings, models=[str(own)], run_dir=None, origin=origin, output=tmp_path / "out", variables={})
     asyncio.run(evaluate_plan(plan))
     [(_, _, variables, _, uploads, _)] = launched
     [(path, source)] = uploads.items()
     assert source == str(own)
     assert path.startswith("/models/v000003-")
     assert variables["MODEL_NAME"] == path
+    given = {name: variables[name] for name in ("EVAL_STOP", "CHAT_TEMPLATE_ARGS", "EVAL_SAMPLES")}
+    assert given == {"EVAL_STOP": '["Q:"]', "CHAT_TEMPLATE_ARGS": '{"enable_thinking": false}', "EVAL_SAMPLES": "2"}
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert (results["model"], results["name"], results["step"]) == (str(own), "v000003", 3)
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md and docs/grafana.json say what the components export, by Prometheus' conventions."""
+"""docs/metrics.md, docs/grafana.json and docs/alerts.yaml say what the components export, by Prometheus' conventions."""
 
 import json
 import re
@@ -6,14 +6,17 @@ from pathlib import Path
 
 import promql_parser
 import pytest
+import yaml
 
 from scripts.reference import metrics as metrics_reference
 from trainer.reporting import metrics as trainer_metrics
 
-# Of prometheus_client itself, wherever there is /proc.
-PROCESS = {"process_resident_memory_bytes": "gauge"}
+# Of prometheus_client itself, wherever there is /proc, and of Prometheus.
+PROCESS = {"process_resident_memory_bytes": "gauge", "up": "gauge"}
 SUFFIXES = ("_bucket", "_sum", "_count")
-PANELS = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())["panels"]
+DOCS = Path(__file__).parents[2] / "docs"
+PANELS = json.loads((DOCS / "grafana.json").read_text())["panels"]
+RULES = [rule for group in yaml.safe_load((DOCS / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
 WIDTH = 24
 
 
@@ -81,22 +84,34 @@ def selectors(node, inside=None):
         assert isinstance(node, promql_parser.NumberLiteral), node
 
 
+def asked_labels(metrics, title, expression):
+    """Return the labels of the metrics that an expression asks for, after checking their names and kinds."""
+    kinds = {name: metric.kind for name, metric in metrics.items()} | PROCESS
+    kinds |= {name + suffix: "counter" for name, kind in kinds.items() if kind == "histogram" for suffix in SUFFIXES}
+    found = list(selectors(promql_parser.parse(expression)))
+    assert found
+    for name, function in found:
+        assert name in kinds, f"{title}: {name} is not exported"
+        assert (function == "rate") == (kinds[name] == "counter"), f"{title}: {name} is a {kinds[name]}"
+    asked = {name.removesuffix(suffix) for name, _ in found for suffix in ("", *SUFFIXES)}
+    return {label for name in asked & set(metrics) for label in metrics[name].labels} | {"service", "instance", "job"}
+
+
 def targets():
     return [(panel["title"], target) for panel in PANELS for target in panel.get("targets", [])]
 
 
 @pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
 def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics, title, target):
-    kinds = {name: metric.kind for name, metric in metrics.items()} | PROCESS
-    kinds |= {name + suffix: "counter" for name, kind in kinds.items() if kind == "histogram" for suffix in SUFFIXES}
-    expression = target["expr"].replace("$__rate_interval", "1m")
-    found = list(selectors(promql_parser.parse(expression)))
-    assert found
-    for name, function in found:
-        assert name in kinds, f"{title}: {name} is not exported"
-        assert (function == "rate") == (kinds[name] == "counter"), f"{title}: {name} is a {kinds[name]}"
-    labels = {label for name, _ in found if name in metrics for label in metrics[name].labels}
-    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels | {"service", "instance", "job"}
+    labels = asked_labels(metrics, title, target["expr"].replace("$__rate_interval", "1m"))
+    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_asks_for_what_is_exported_by_its_kind(metrics, rule):
+    labels = asked_labels(metrics, rule["alert"], rule["expr"])
+    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= labels
+    assert re.fullmatch(r"\d+m", rule["for"])
 
 
 def test_panels_do_not_overlap():

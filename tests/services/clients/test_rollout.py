@@ -20,7 +20,7 @@ from services.http.client import RequestRefusedError
 from services.protocol.groups import FinishReason
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 
-PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,))
+PARAMS = SamplingParams(max_new_tokens=3, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(7,), stop=("Q:",))
 Answer = Callable[[dict[str, Any]], Any]
 
 
@@ -128,6 +128,7 @@ async def test_a_group_is_one_request_with_token_ids_and_n(router: Router) -> No
                 "top_p": 0.9,
                 "top_k": 5,
                 "stop_token_ids": [7],
+                "stop": ["Q:"],
                 "n": 4,
                 "sampling_seed": 5,
             },

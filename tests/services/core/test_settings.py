@@ -18,7 +18,7 @@ def test_a_retired_variable_is_refused_with_what_to_do(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("nonsense", "CHAT_TEMPLATE_ARGS is 'nonsense': give a JSON object"), ("[1]", "dictionary")]
+    ("text", "message"), [("nonsense", "CHAT_TEMPLATE_ARGS is 'nonsense': give JSON"), ("[1]", "dictionary")]
 )
 def test_a_setting_that_is_a_json_object_is_read_and_anything_else_refused(
     monkeypatch: pytest.MonkeyPatch, text: str, message: str
