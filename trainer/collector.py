@@ -85,6 +85,8 @@ class Collector:
         while True:
             for prompt in prompts:
                 if prompt.epoch >= self.settings.num_epochs:
+                    # The places of this prompt and of those after it are free again.
+                    await self._ask_for_places(0)
                     return
                 flight = flights.create_task(self._collect(prompt))
                 self._flights.add(flight)
@@ -103,21 +105,25 @@ class Collector:
 
     async def _wait_for_room(self) -> int:
         """Wait until at least one prompt may be taken; return how many, at most a batch."""
-        settings = self.settings
         while True:
-            most = min(settings.batch_size, settings.generation_concurrency - len(self._flights))
-            request = AdmissionRequest(
-                collector=self.name,
-                in_flight=len(self._flights),
-                most=max(0, most),
-                batch_size=settings.batch_size,
-                max_staleness=settings.max_staleness,
-                wait_seconds=ADMISSION_SECONDS if most > 0 else 0,
-            )
-            if places := await self.replay.admit(request):
+            most = min(self.settings.batch_size, self.settings.generation_concurrency - len(self._flights))
+            if places := await self._ask_for_places(max(0, most)):
                 return places
             if most <= 0:
                 await asyncio.wait(self._flights, timeout=ADMISSION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _ask_for_places(self, most: int) -> int:
+        """Tell the replay-buffer how many prompts are in flight, and return how many more it admits."""
+        return await self.replay.admit(
+            AdmissionRequest(
+                collector=self.name,
+                in_flight=len(self._flights),
+                most=most,
+                batch_size=self.settings.batch_size,
+                max_staleness=self.settings.max_staleness,
+                wait_seconds=ADMISSION_SECONDS if most else 0,
+            )
+        )
 
 
 async def collect(settings: TrainerSettings) -> None:

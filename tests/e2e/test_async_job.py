@@ -13,6 +13,7 @@ from tests.e2e.system import ROOT, System
 # The limit is for a hang; a run takes about a minute.
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
+MANY = 24
 STEPS, COLLECTORS, MAX_STALENESS, BATCH = 6, 2, 2, 8
 
 
