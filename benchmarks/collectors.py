@@ -118,6 +118,8 @@ class Round:
     """From each collector's start to its first request for places."""
     cpu_seconds: list[float]
     """Processor time of each collector once all have started."""
+    prompt_seconds: float
+    """Processor time of all collectors a prompt, once all have started."""
     megabytes: list[float]
     """Resident memory of each collector once all have started."""
     start_rates: dict[str, float]
@@ -134,6 +136,9 @@ class Watch:
         self.started: dict[str, float] = {}
         """Seconds from a collector's start to its first request for places, by its name."""
         self.cpu_seconds: list[float] = []
+        self.spent_seconds = 0.0
+        """Processor time of all collectors since all have started."""
+        self._started: list[psutil.Process] = []
         self.megabytes: list[float] = []
         self.counts: list[tuple[float, dict[str, float]]] = []
         """Monotonic times, and how many requests each service had answered by then."""
@@ -144,16 +149,18 @@ class Watch:
             return
         answered = {task.value: requests_of(self._get(task, "/metrics")) for task in SERVICES}
         self.counts.append((time.monotonic(), answered))
-        if self.megabytes:
+        if self._started:
+            with suppress(psutil.NoSuchProcess):
+                self.spent_seconds = sum(map(_cpu_seconds, self._started)) - sum(self.cpu_seconds)
             return
         asked = orjson.loads(self._get(Task.REPLAY_BUFFER, "/stats") or b"{}").get("in_flight", {})
         processes = self._collectors()
         for name in asked.keys() - self.started.keys():
             self.started[name] = time.time() - processes[name].create_time()
         if len(self.started) == len(processes) > 0:
-            times = [process.cpu_times() for process in processes.values()]
-            self.cpu_seconds = [spent.user + spent.system for spent in times]
-            self.megabytes = [process.memory_info().rss / 2**20 for process in processes.values()]
+            self._started = list(processes.values())
+            self.cpu_seconds = list(map(_cpu_seconds, self._started))
+            self.megabytes = [process.memory_info().rss / 2**20 for process in self._started]
 
     def _get(self, task: Task, path: str) -> bytes:
         reply = self._job.get(f"{task.value}-0", PORTS[task][0], path)
@@ -178,6 +185,11 @@ class Watch:
         """Return the mean rate of requests after a monotonic time, by service."""
         later = [count for count in self.counts if count[0] >= since and all(count[1].values())]
         return {task.value: _rate(later[0], later[-1], task) if len(later) > 1 else 0.0 for task in SERVICES}
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    spent = process.cpu_times()
+    return spent.user + spent.system
 
 
 def _rate(before: tuple[float, dict[str, float]], after: tuple[float, dict[str, float]], task: Task) -> float:
@@ -214,15 +226,17 @@ class Collectors:
                 time.sleep(POLL_SECONDS)
             job.wait(lambda: False)
             steps = job.steps()
+            counted = account(job.run_dir)
             self.rounds.append(
                 Round(
-                    account(job.run_dir),
+                    counted,
                     statistics.fmean(step["seconds_wait"] for step in steps[1:]),
                     statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(steps)),
                     statistics.fmean(step["staleness_mean"] for step in steps[1:]),
                     sum(step["groups_dropped_stale"] for step in steps),
                     list(watch.started.values()),
                     watch.cpu_seconds,
+                    watch.spent_seconds / counted.taken,
                     watch.megabytes,
                     watch.most_a_second(first_step),
                     watch.usual(first_step),
@@ -256,6 +270,7 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
             side.name,
             spread([seconds for one in side.rounds for seconds in one.start_seconds], 1),
             spread([seconds for one in side.rounds for seconds in one.cpu_seconds], 1),
+            f"{1000 * side.median('prompt_seconds'):.0f}",
             spread([megabytes for one in side.rounds for megabytes in one.megabytes], 0),
             *(f"{max(one.start_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
             *(f"{statistics.median(one.usual_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
@@ -266,7 +281,9 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
     rates = [*(f"{name} at start" for name in short), *(f"{name} later" for name in short)]
     return [
         harness.table("prompts of all rounds, and the trainer's waiting", columns, prompts),
-        harness.table("requests a second at each service", ("", "start s", "cpu s", "MB", *rates), costs),
+        harness.table(
+            "requests a second at each service", ("", "start s", "cpu s", "ms a prompt", "MB", *rates), costs
+        ),
     ]
 
 
