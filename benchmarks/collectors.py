@@ -114,6 +114,8 @@ class Round:
     staleness: float
     dropped: float
     """Groups that were too stale."""
+    first_seconds: float
+    """From the start of the run to the end of its first step."""
     start_seconds: list[float]
     """From each collector's start to its first request for places."""
     cpu_seconds: list[float]
@@ -218,7 +220,7 @@ class Collectors:
         """Run a round; return what to print of it."""
         nodes = {"rollout-server": 1, "ppo-trainer": 1, "collector": self.count}
         with tempfile.TemporaryDirectory() as directory, running(Path(directory), JOB_GROUP, settings, nodes) as job:
-            watch, first_step = Watch(job), 0.0
+            watch, began, first_step = Watch(job), time.time(), 0.0
             while job.process.poll() is None:
                 job.wait(lambda: watch.look() is None)
                 if not first_step and job.steps():
@@ -234,6 +236,7 @@ class Collectors:
                     statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(steps)),
                     statistics.fmean(step["staleness_mean"] for step in steps[1:]),
                     sum(step["groups_dropped_stale"] for step in steps),
+                    steps[0]["time"] - began,
                     list(watch.started.values()),
                     watch.cpu_seconds,
                     watch.spent_seconds / counted.taken,
@@ -258,16 +261,17 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
     """Return a table of prompts and waits, and a table of what starting and running costs."""
     prompts = [
         (
-            *(side.name, side.total("taken"), side.total("doubled"), side.total("left_out")),
+            *(side.count, side.total("taken"), side.total("doubled"), side.total("left_out")),
             *(f"{side.median('wait_seconds'):.3f}", f"{side.median('step_seconds'):.2f}"),
             *(f"{side.median('staleness'):.2f}", f"{sum(one.dropped for one in side.rounds):.0f}"),
         )
         for side in sides
     ]
-    columns = ("", "taken", "doubled", "left out", "waits s a step", "step s", "staleness", "dropped")
+    columns = ("collectors", "taken", "doubled", "left out", "waits s a step", "step s", "staleness", "dropped")
     costs = [
         (
-            side.name,
+            side.count,
+            f"{side.median('first_seconds'):.0f}",
             spread([seconds for one in side.rounds for seconds in one.start_seconds], 1),
             spread([seconds for one in side.rounds for seconds in one.cpu_seconds], 1),
             f"{1000 * side.median('prompt_seconds'):.0f}",
@@ -282,7 +286,9 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
     return [
         harness.table("prompts of all rounds, and the trainer's waiting", columns, prompts),
         harness.table(
-            "requests a second at each service", ("", "start s", "cpu s", "ms a prompt", "MB", *rates), costs
+            "starting; then requests a second at each service",
+            ("collectors", "first step s", "start s", "cpu s", "ms a prompt", "MB", *rates),
+            costs,
         ),
     ]
 
