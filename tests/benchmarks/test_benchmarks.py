@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import agent, asynchronous, collectors, environment, recovery, reward
+from benchmarks.common.account import account
 from benchmarks.common.harness import ROOT, spread
 from benchmarks.common.job import DEMO, Job, write_job_group
 from benchmarks.common.slow_rollouts import slowed
@@ -132,7 +133,7 @@ def test_prompts_are_counted_by_what_a_run_leaves(
         record = {"open": [[0, position] for position in positions], "size": 1}
         record["request_id"] = "r" if number and asked else None
         (tmp_path / f"collectors/{number}.json").write_text(json.dumps(record))
-    counted = collectors.account(tmp_path)
+    counted = account(tmp_path)
     assert (counted.taken, counted.doubled, counted.left_out) == found
 
 
