@@ -1,4 +1,4 @@
-"""The account of a run: the prompts that collectors took, against its groups and the prompts still in flight at its end."""
+"""The account of a run's prompts: those that collectors took, against groups and prompts in flight at the end."""
 
 from __future__ import annotations
 
