@@ -177,10 +177,11 @@ class Collectors:
         with tempfile.TemporaryDirectory() as directory, running(Path(directory), JOB_GROUP, settings, nodes) as job:
             watch, began, first_step = Watch(job), time.time(), 0.0
             while job.process.poll() is None:
-                job.wait(lambda: watch.look() is None)
+                watch.look()
                 if not first_step and job.steps():
                     first_step = time.monotonic()
                 time.sleep(POLL_SECONDS)
+            # Raises if the run failed.
             job.wait(lambda: False)
             steps = job.steps()
             counted = account(job.run_dir)
