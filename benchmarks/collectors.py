@@ -36,7 +36,6 @@ from services.core.endpoints import PORTS, Task
 JOB_GROUP = ROOT / "jobgroup-async.yaml"
 SERVICES = (Task.DATA_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER)
 LOOK_SECONDS = 0.5
-TIMES = ("start_seconds", "cpu_seconds")
 SETTINGS = {
     "DATASET": "arithmetic",
     # 7,000 prompts: a run ends within the first epoch.
@@ -214,7 +213,7 @@ class Collectors:
 
 
 def show(sides: Sequence[Collectors]) -> list[Table]:
-    """Return tables of the prompts and waits, of the costs of a collector, and of the requests to services."""
+    """Return a table of prompts and waits, and a table of what starting and running costs."""
     prompts = [
         (
             *(side.count, side.total("taken"), side.total("doubled"), side.total("left_out")),
@@ -228,26 +227,21 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
         (
             side.count,
             f"{side.median('first_seconds'):.0f}",
-            *(spread([seconds for one in side.rounds for seconds in getattr(one, name)], 1) for name in TIMES),
-            spread([megabytes for one in side.rounds for megabytes in one.megabytes], 0),
+            spread([seconds for one in side.rounds for seconds in one.start_seconds], 1),
+            spread([seconds for one in side.rounds for seconds in one.cpu_seconds], 1),
             f"{1000 * side.median('prompt_seconds'):.0f}",
-        )
-        for side in sides
-    ]
-    rates = [
-        (
-            side.count,
+            spread([megabytes for one in side.rounds for megabytes in one.megabytes], 0),
             *(f"{max(one.start_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
             *(f"{statistics.median(one.usual_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
         )
         for side in sides
     ]
     short = [task.value.partition("-")[0] for task in SERVICES]
-    services = (*(f"{name}, start" for name in short), *(f"{name}, later" for name in short))
+    rates = [*(f"{name} at start" for name in short), *(f"{name} later" for name in short)]
+    named = ("collectors", "first step s", "start s", "cpu s", "ms a prompt", "MB", *rates)
     return [
         harness.table("prompts of all rounds, and the trainer's waiting", columns, prompts),
-        harness.table("a collector", ("collectors", "first step s", "start s", "cpu s", "MB", "ms a prompt"), costs),
-        harness.table("requests a second at each service", ("collectors", *services), rates),
+        harness.table("starting; then requests a second at each service", named, costs),
     ]
 
 
