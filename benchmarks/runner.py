@@ -87,6 +87,7 @@ BENCHMARKS = (
     Benchmark("trees", "Agents' episodes as trees of tokens, against their sequences one by one", "trees"),
     Benchmark("publishing", "Publishing weights", "publishing"),
     Benchmark("async", "Asynchronous against synchronous", "asynchronous"),
+    Benchmark("collectors", "Two collectors and two dozen", "collectors"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
     Benchmark("gateway", "The gateway with an engine that costs nothing", "gateway", ("--no-fail",)),
     Benchmark("recovery", "What a death costs", "recovery"),

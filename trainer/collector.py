@@ -19,6 +19,7 @@ from services.core.logs import get_logger
 from services.core.vocabulary import vocabulary_size
 from services.http import provenance
 from services.protocol.prompts import Cursor, Prompt
+from services.protocol.replay import AdmissionRequest
 from trainer.checkpoints.admission import check_data, has_succeeded
 from trainer.config import TrainerSettings
 from trainer.rollouts.clients import Clients
@@ -31,7 +32,8 @@ log = get_logger(__name__)
 
 COLLECTED = Counter("collector_groups", "Groups pushed into the fresh queue.")
 
-FULL_QUEUE_POLL_SECONDS = 0.2
+ADMISSION_SECONDS = 5.0
+"""Longest wait for room of one request. The replay-buffer forgets a collector that does not ask for much longer."""
 
 COLLECTORS = "collectors"
 """The consumer under whose name all collectors share the data-server's cursor."""
@@ -49,29 +51,19 @@ class Collector:
     """A producer of fresh groups, which keeps many prompts in flight until they are used up.
 
     It waits for the learner in one case only: it takes no prompt whose group would be too stale when the learner comes
-    to it.
+    to it. The replay-buffer says so, which knows how far the learner is and how many prompts all collectors have.
     """
 
-    def __init__(
-        self,
-        settings: TrainerSettings,
-        clients: Clients,
-        maker: GroupMaker,
-        number: int = 0,
-        collectors: int = 1,
-    ) -> None:
-        """Make collector ``number`` of the ``collectors`` that run at once; each keeps to its share of the queue."""
+    def __init__(self, settings: TrainerSettings, clients: Clients, maker: GroupMaker, number: int = 0) -> None:
+        """Make the collector of that number, which no other collector has at the same time."""
         self.settings = settings
         self.data = clients.data
         self.replay = clients.replay
         self.maker = maker
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
-        self.number = number
         self.name = collector_name(number)
-        self.collectors = collectors
         self._taken = TakenPrompts(clients.data, COLLECTORS, settings.run_dir / "collectors" / f"{number}.json")
-        self._places = asyncio.Semaphore(settings.generation_concurrency)
-        self._in_flight = 0
+        self._flights: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Collect until the last epoch's prompts are used up; tell the data-server before and after.
@@ -93,43 +85,45 @@ class Collector:
         while True:
             for prompt in prompts:
                 if prompt.epoch >= self.settings.num_epochs:
+                    # The places of this prompt and of those after it are free again.
+                    await self._ask_for_places(0)
                     return
-                await self._places.acquire()
-                self._in_flight += 1
-                flights.create_task(self._collect(prompt))
+                flight = flights.create_task(self._collect(prompt))
+                self._flights.add(flight)
+                flight.add_done_callback(self._flights.discard)
             prompts = await self._taken.take(await self._wait_for_room())
 
     async def _collect(self, prompt: Prompt) -> None:
-        try:
-            group = await self.maker.make_group(prompt)
-            if group is None:
-                self.maker.check()
-            else:
-                await self.replay.enqueue([group])
-                COLLECTED.inc()
-                await self.success_rates.record([group])
-            self._taken.finish(prompt)
-        finally:
-            self._in_flight -= 1
-            self._places.release()
+        group = await self.maker.make_group(prompt)
+        if group is None:
+            self.maker.check()
+        else:
+            await self.replay.enqueue([group], collector=self.name)
+            COLLECTED.inc()
+            await self.success_rates.record([group])
+        self._taken.finish(prompt)
 
     async def _wait_for_room(self) -> int:
-        """Wait until at least one prompt may be taken; return how many, at most a batch.
-
-        The learner trains one batch a version and publishes one version a batch. So a group that is begun with fewer
-        than MAX_STALENESS batches ahead of it is fresh enough when its turn comes, whatever the learner is doing (the
-        bound of AReaL, arXiv:2505.24298, counted from the learner's side). With MAX_STALENESS 0, the next batch is
-        begun when the last one has been trained on.
-        """
-        batch = self.settings.batch_size
+        """Wait until at least one prompt may be taken; return how many, at most a batch."""
         while True:
-            stats = await self.replay.stats()
-            free = max(batch * self.settings.max_staleness - stats.waiting, batch - stats.waiting - stats.leased)
-            share, rest = divmod(max(free, 0), self.collectors)
-            room = share + (self.number < rest) - self._in_flight
-            if room > 0:
-                return min(room, batch)
-            await asyncio.sleep(FULL_QUEUE_POLL_SECONDS)
+            most = min(self.settings.batch_size, self.settings.generation_concurrency - len(self._flights))
+            if places := await self._ask_for_places(max(0, most)):
+                return places
+            if most <= 0:
+                await asyncio.wait(self._flights, timeout=ADMISSION_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _ask_for_places(self, most: int) -> int:
+        """Tell the replay-buffer how many prompts are in flight, and return how many more it admits."""
+        return await self.replay.admit(
+            AdmissionRequest(
+                collector=self.name,
+                in_flight=len(self._flights),
+                most=most,
+                batch_size=self.settings.batch_size,
+                max_staleness=self.settings.max_staleness,
+                wait_seconds=ADMISSION_SECONDS if most else 0,
+            )
+        )
 
 
 async def collect(settings: TrainerSettings) -> None:
@@ -141,7 +135,7 @@ async def collect(settings: TrainerSettings) -> None:
         await clients.wait_healthy(settings.service_deadline_seconds)
         # The trainer refuses other data, too; but groups of these would be in the queue by then.
         check_data(settings, await clients.data.stats())
-        await Collector(settings, clients, maker, endpoints.node_rank(), endpoints.num_nodes()).run()
+        await Collector(settings, clients, maker, endpoints.node_rank()).run()
     finally:
         await clients.close()
 

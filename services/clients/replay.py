@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from services.clients.base import ServiceClient
 from services.core.endpoints import Task
@@ -13,6 +14,8 @@ from services.protocol.replay import (
     AcknowledgeRequest,
     AddGroupsReply,
     AddGroupsRequest,
+    AdmissionReply,
+    AdmissionRequest,
     LeaseReply,
     LeaseRequest,
     ReplayStats,
@@ -24,6 +27,8 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
 )
+
+Waited = TypeVar("Waited", LeaseReply, AdmissionReply)
 
 GROUPS_A_REQUEST = 32
 """Bounds the size of a body, and the time for which one request delays the others."""
@@ -38,11 +43,22 @@ class ReplayClient(ServiceClient):
         """Store groups; a group whose id is known already stays as it is."""
         return await self._add("/groups", groups, priorities)
 
-    async def enqueue(self, groups: Sequence[Group], priorities: Sequence[float] | None = None) -> AddGroupsReply:
-        """Append fresh groups to the queue; a group whose id is known already stays as it is."""
-        return await self._add("/queue", groups, priorities)
+    async def enqueue(
+        self, groups: Sequence[Group], priorities: Sequence[float] | None = None, collector: str = ""
+    ) -> AddGroupsReply:
+        """Append fresh groups to the queue; a group whose id is known already stays as it is.
 
-    async def _add(self, path: str, groups: Sequence[Group], priorities: Sequence[float] | None) -> AddGroupsReply:
+        Their prompts are no longer in flight at the ``collector`` of that name.
+        """
+        return await self._add("/queue", groups, priorities, {"collector": collector} if collector else None)
+
+    async def _add(
+        self,
+        path: str,
+        groups: Sequence[Group],
+        priorities: Sequence[float] | None,
+        params: dict[str, str] | None = None,
+    ) -> AddGroupsReply:
         if priorities is not None and len(priorities) != len(groups):
             raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
         added = duplicates = size = 0
@@ -51,7 +67,7 @@ class ReplayClient(ServiceClient):
             request = AddGroupsRequest.model_construct(
                 groups=list(groups[part]), priorities=None if priorities is None else list(priorities[part])
             )
-            reply = await self.call("POST", path, AddGroupsReply, request)
+            reply = await self.call("POST", path, AddGroupsReply, request, params=params)
             added, duplicates, size = added + reply.added, duplicates + reply.duplicates, reply.size
         return AddGroupsReply(added=added, duplicates=duplicates, size=size)
 
@@ -69,19 +85,22 @@ class ReplayClient(ServiceClient):
         if request.request_id is None:
             # A repeated request gets the same lease, not a second one.
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
-        wait = request.wait_seconds
-        return await self.call(
-            "POST",
-            "/queue/lease",
-            LeaseReply,
-            request,
-            attempt_seconds=self.timeout + wait,
-            deadline=self.deadline + wait,
-        )
+        return await self._wait_for("/queue/lease", LeaseReply, request)
 
     async def acknowledge(self, request: AcknowledgeRequest) -> AcknowledgeReply:
         """Report that a lease's groups were trained on."""
         return await self.call("POST", "/queue/acknowledge", AcknowledgeReply, request)
+
+    async def admit(self, request: AdmissionRequest) -> int:
+        """Return how many more prompts a collector may take, after a wait for room; 0 if there was none."""
+        return (await self._wait_for("/queue/admission", AdmissionReply, request)).places
+
+    async def _wait_for(self, path: str, kind: type[Waited], request: LeaseRequest | AdmissionRequest) -> Waited:
+        """Send a request that the server may hold for its ``wait_seconds``."""
+        wait = request.wait_seconds
+        return await self.call(
+            "POST", path, kind, request, attempt_seconds=self.timeout + wait, deadline=self.deadline + wait
+        )
 
     async def save_snapshot(self, label: str) -> SnapshotReply:
         """Save store and queue as they are now under ``label``; replace a snapshot of that label."""

@@ -56,8 +56,8 @@ class ServerState:
         return self._find("SELECT cursor FROM cursors WHERE consumer = ?", consumer) or Cursor()
 
     def cursors(self) -> dict[str, dict[str, int]]:
-        """Return epoch and position by consumer, for a hundred consumers at most."""
-        rows = self._db.execute("SELECT consumer, cursor FROM cursors LIMIT 100")
+        """Return epoch and position by consumer, for a thousand consumers at most; each collector is one."""
+        rows = self._db.execute("SELECT consumer, cursor FROM cursors LIMIT 1000")
         return {consumer: Cursor.model_validate_json(text).model_dump(exclude={"skip"}) for consumer, text in rows}
 
     def start_of(self, consumer: str, request_id: str) -> Cursor | None:

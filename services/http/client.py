@@ -34,6 +34,9 @@ CONNECT_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
 HEALTH_POLL_SECONDS = 0.2
+LONGEST_HEALTH_POLL_SECONDS = 2.0
+"""The pause between probes grows to a tenth of the time waited, so that a hundred clients do not load a service that
+takes long to start."""
 
 SILENCE_SECONDS = 10
 """A destroyed node leaves its connections open, and a client could wait for minutes for its answer. So the system
@@ -207,7 +210,8 @@ class HttpClient:
         Raises:
             DependencyLostError: it did not within ``deadline_seconds``; the message has the last state seen.
         """
-        end = time.monotonic() + deadline_seconds
+        started = time.monotonic()
+        end = started + deadline_seconds
         seen = "no answer"
         while (left := end - time.monotonic()) > 0:
             try:
@@ -217,7 +221,8 @@ class HttpClient:
                 seen = f"/health answered {response.status_code} {response.text[:200]}"
             except DependencyLostError as error:
                 seen = str(error)
-            await asyncio.sleep(min(HEALTH_POLL_SECONDS, left))
+            pause = min(max(HEALTH_POLL_SECONDS, (time.monotonic() - started) / 10), LONGEST_HEALTH_POLL_SECONDS)
+            await asyncio.sleep(min(pause, left))
         raise DependencyLostError(
             f"{self.service} at {self.url} is not healthy after {deadline_seconds:g} s: {seen}; see its log"
         )

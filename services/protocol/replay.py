@@ -137,6 +137,28 @@ class AcknowledgeReply(WireModel):
     lost: int = 0
 
 
+class AdmissionRequest(StrictModel):
+    """Body of POST /queue/admission: a collector says how many prompts it has in flight, and asks for ``most`` more.
+
+    The server waits up to ``wait_seconds`` until there is room for one. There is room while fewer than ``batch_size``
+    times ``max_staleness`` groups wait or are in flight at any collector; with ``max_staleness`` 0, while fewer than a
+    batch are, or are on lease.
+    """
+
+    collector: str = Field(min_length=1, max_length=200)
+    in_flight: Count
+    most: int = Field(ge=0, le=4096)
+    batch_size: int = Field(ge=1)
+    max_staleness: int = Field(ge=0)
+    wait_seconds: float = Field(default=0, ge=0, le=60)
+
+
+class AdmissionReply(WireModel):
+    """Reply of POST /queue/admission: the number of prompts that the collector may take, 0 if there was no room."""
+
+    places: int
+
+
 class SnapshotRequest(StrictModel):
     """Body of POST /snapshots and POST /snapshots/restore: the label of the store's contents and priorities."""
 
@@ -166,6 +188,8 @@ class ReplayStats(BaseModel):
     waiting: int
     leased: int
     newest_policy_version: int | None
+    in_flight: dict[str, int] = {}
+    """Prompts in flight by collector."""
 
 
 # --- routes for clients of SkyPilot's own example --------------------------------------------------------------------

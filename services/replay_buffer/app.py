@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Path
+from fastapi import FastAPI, Path, Query
 from fastapi.responses import Response
 from prometheus_client import Gauge
 
@@ -24,6 +24,8 @@ from services.protocol.replay import (
     AddExperiencesRequest,
     AddGroupsReply,
     AddGroupsRequest,
+    AdmissionReply,
+    AdmissionRequest,
     LeaseReply,
     LeaseRequest,
     ReplayStats,
@@ -36,6 +38,7 @@ from services.protocol.replay import (
     UpdatePrioritiesReply,
     UpdatePrioritiesRequest,
 )
+from services.replay_buffer.admission import Admission
 from services.replay_buffer.fresh_queue import FreshQueue
 from services.replay_buffer.settings import ReplaySettings
 from services.replay_buffer.snapshots import Snapshots
@@ -52,6 +55,8 @@ DISK = Gauge("replay_disk_bytes", "Disk that the buffer takes.")
 # Groups of long completions are large; clients send few at a time.
 MAX_BODY_BYTES = 256 * 2**20
 
+Collector = Annotated[str, Query(max_length=200)]
+
 Label = Annotated[str, Path(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9._-]+$")]
 
 
@@ -61,6 +66,7 @@ class Buffer:
     store: Store
     queue: FreshQueue
     snapshots: Snapshots
+    admission: Admission
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
@@ -71,6 +77,7 @@ class Buffer:
         self.store = Store(settings, clock=clock)
         self.queue = FreshQueue(self.store)
         self.snapshots = Snapshots(self.store)
+        self.admission = Admission(is_restart=self.store.database.newest_sequence > 0)
         self.measure()
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -124,6 +131,11 @@ class Buffer:
         self.changed.set()
         self.changed = asyncio.Event()
 
+    async def admit(self) -> None:
+        """Let collectors that wait for room look again."""
+        if self.admission.is_awaited:
+            self.admission.admit(*await self.run(self.queue.counts))
+
 
 def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.time) -> FastAPI:
     """Return the replay buffer's application."""
@@ -146,7 +158,7 @@ def create_app(settings: ReplaySettings, *, clock: Callable[[], float] = time.ti
             await asyncio.to_thread(buffer.close)
 
     async def stats() -> dict[str, Any]:
-        return await buffer.run(buffer.stats)
+        return await buffer.run(buffer.stats) | {"in_flight": buffer.admission.in_flight()}
 
     app = create_service_app(
         "replay-buffer",
@@ -191,10 +203,15 @@ def _add_store_routes(app: FastAPI, buffer: Buffer) -> None:
 
 def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/queue", response_model=AddGroupsReply, tags=["queue"])
-    async def post_queue(request: AddGroupsRequest) -> Response:
-        """Queue fresh groups; groups whose id is known already are left as they are."""
+    async def post_queue(request: AddGroupsRequest, collector: Collector = "") -> Response:
+        """Queue fresh groups; groups whose id is known already are left as they are.
+
+        They are no longer in flight at the ``collector`` that sends them.
+        """
         reply = await buffer.run(lambda: buffer.queue.enqueue(request.groups, request.priorities))
         buffer.wake()
+        buffer.admission.finish(collector, len(request.groups))
+        await buffer.admit()
         return model_response(reply)
 
     @app.post("/queue/lease", response_model=LeaseReply, tags=["queue"])
@@ -208,6 +225,7 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
             lease = partial(buffer.queue.lease, request, take_fewer=left <= 0 or draining.is_set())
             reply = await buffer.run(lease)
             if reply is not None:
+                await buffer.admit()
                 return _json(reply)
             seconds = min(left, await buffer.run(buffer.seconds_to_expiry))
             await run_until_first_ends(changed.wait(), draining.wait(), asyncio.sleep(seconds))
@@ -215,7 +233,21 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
     @app.post("/queue/acknowledge", response_model=AcknowledgeReply, tags=["queue"])
     async def post_acknowledge(request: AcknowledgeRequest) -> Response:
         """Take a lease's groups, which were trained on, off the queue."""
-        return model_response(await buffer.run(lambda: buffer.queue.acknowledge(request)))
+        reply = await buffer.run(lambda: buffer.queue.acknowledge(request))
+        await buffer.admit()
+        return model_response(reply)
+
+    @app.post("/queue/admission", response_model=AdmissionReply, tags=["queue"])
+    async def post_admission(request: AdmissionRequest) -> Response:
+        """Return how many more prompts a collector may take, waiting for room if asked to."""
+        asking = buffer.admission.ask(request)
+        draining: asyncio.Event = app.state.lifecycle.draining
+        try:
+            await buffer.admit()
+            await run_until_first_ends(asking.admitted.wait(), draining.wait(), asyncio.sleep(request.wait_seconds))
+        finally:
+            buffer.admission.withdraw(asking)
+        return model_response(AdmissionReply(places=asking.places))
 
 
 def _add_snapshot_routes(app: FastAPI, buffer: Buffer) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from benchmarks import agent, asynchronous, environment, recovery, reward
+from benchmarks import agent, asynchronous, collectors, environment, recovery, reward
+from benchmarks.common.account import account
 from benchmarks.common.harness import ROOT, spread
 from benchmarks.common.job import DEMO, Job, write_job_group
 from benchmarks.common.slow_rollouts import slowed
@@ -97,6 +100,50 @@ def test_a_round_of_a_job_is_counted_from_the_end_of_its_first_step() -> None:
     step = {"groups": 4, "seconds_generate": 1.0, "seconds_score": 0.5, "seconds_train": 2.0, "staleness_mean": 0.0}
     found = asynchronous.round_of([step | {"time": 10.0, "groups": 100}, step | {"time": 20.0}, step | {"time": 34.0}])
     assert (found.group_seconds, found.wait_seconds) == (3.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("queued", "held", "asked", "found"),
+    [
+        ([0, 1, 2], [[3], [4]], None, (5, 0, 0)),
+        ([0, 1, 2], [[3], []], 4, (5, 0, 0)),
+        ([0, 1, 2], [[3], []], None, (5, 0, 1)),
+        ([0, 1, 2, 4], [[3], [3]], None, (5, 1, 0)),
+        ([0, 1, 1, 2, 4], [[3], []], None, (5, 1, 0)),
+    ],
+    ids=["all", "reply lost", "left out", "taken twice", "queued twice"],
+)
+def test_prompts_are_counted_by_what_a_run_leaves(
+    tmp_path: Path, queued: list[int], held: list[list[int]], asked: int | None, found: tuple[int, int, int]
+) -> None:
+    """``held`` has the positions of two collectors in flight; the second has ``asked`` for one and lost the reply."""
+    for directory in ("replay", "data/x", "collectors"):
+        (tmp_path / directory).mkdir(parents=True)
+    with closing(sqlite3.connect(tmp_path / "replay/replay-buffer.sqlite")) as replay:
+        replay.execute("CREATE TABLE known (group_id TEXT)")
+        replay.executemany("INSERT INTO known VALUES (?)", [(f"my-run-0-{position}",) for position in queued])
+        replay.commit()
+    with closing(sqlite3.connect(tmp_path / "data/x/data-server.sqlite")) as data:
+        data.execute("CREATE TABLE cursors (consumer, cursor)")
+        data.execute("""INSERT INTO cursors VALUES ('collectors/train', '{"position": 5}')""")
+        data.execute("CREATE TABLE answered (request_id, cursor)")
+        data.execute("""INSERT INTO answered VALUES ('r', '{"position": 4}')""")
+        data.commit()
+    for number, positions in enumerate(held):
+        record = {"open": [[0, position] for position in positions], "size": 1}
+        record["request_id"] = "r" if number and asked else None
+        (tmp_path / f"collectors/{number}.json").write_text(json.dumps(record))
+    counted = account(tmp_path)
+    assert (counted.taken, counted.doubled, counted.left_out) == found
+
+
+def test_the_requests_of_a_service_are_counted_without_those_for_its_metrics() -> None:
+    lines = [
+        'http_requests_total{method="GET",route="/stats",service="s",status="200"} 3.0',
+        'http_requests_total{method="POST",route="/queue",service="s",status="200"} 4.0',
+        'http_requests_total{method="GET",route="/metrics",service="s",status="200"} 100.0',
+    ]
+    assert collectors.requests_of("\n".join(lines).encode()) == 7.0
 
 
 def test_only_the_last_slowdown_meets_every_bound_of_staleness() -> None:

@@ -102,6 +102,7 @@ class Cluster:
         *,
         secrets: Mapping[str, str] | None = None,
         num_nodes: Mapping[str, int] | None = None,
+        job_group: str = "jobgroup.yaml",
         disks: Mapping[str, str] | None = None,
     ) -> None:
         """Makes a cluster that runs nothing yet.
@@ -111,14 +112,15 @@ class Cluster:
             model: MODEL_NAME, a directory.
             settings: as with ``sky jobs launch --env``.
             secrets: as with ``--secret``.
-            num_nodes: by task, where other than in jobgroup.yaml.
+            num_nodes: by task, where other than in the job group.
+            job_group: the file of the job group.
             disks: by task, sizes of node disks as tmpfs takes them.
         """
         # OMP_NUM_THREADS: the nodes share this machine's few cores.
         environment = {"MODEL_NAME": str(model), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {name: type_in_force(name) for name in TYPE_VARIABLES} | dict(settings)
         self.group = spec.load(
-            ROOT / "jobgroup.yaml", spec.Overrides(environment, dict(secrets or {}), dict(num_nodes or {}))
+            ROOT / job_group, spec.Overrides(environment, dict(secrets or {}), dict(num_nodes or {}))
         )
         self.volume = directory / "volume"
         self.volume.mkdir(parents=True, exist_ok=True)

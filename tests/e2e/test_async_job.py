@@ -8,6 +8,8 @@ import orjson
 import pytest
 import yaml
 
+from benchmarks.common.account import account
+from local_runner.processes import MARK
 from tests.e2e.system import ROOT, System
 
 # The limit is for a hang; a run takes about a minute.
@@ -61,6 +63,32 @@ def test_collectors_take_no_more_prompts_than_can_be_trained_on_in_time(finished
     # Collectors that each kept a whole queue in flight would waste most of what they make. A group that takes longer
     # than those begun after it may still come too late.
     assert sum(record["groups_dropped_stale"] for record in finished.metrics()) <= STEPS * BATCH / 4
+
+
+@pytest.mark.slow
+def test_two_dozen_collectors_one_of_which_is_killed_take_each_prompt_once(tiny_model: Path, tmp_path: Path) -> None:
+    nodes = {"collector": 24, "rollout-server": 1, "ppo-trainer": 1}
+    system = System(
+        tmp_path,
+        tiny_model,
+        *(option for task, count in nodes.items() for option in ("--num-nodes", f"{task}={count}")),
+        job_group="jobgroup-async.yaml",
+        ARITHMETIC_DIGITS="2",
+        BATCH_SIZE=str(BATCH),
+        MAX_STEPS="30",
+        MAX_STALENESS=str(MAX_STALENESS),
+        REPLAY_GROUPS="0",
+        EVAL_PROMPTS="0",
+    )
+    system.wait_for_step(3)
+    next(process for process in system.processes() if process.environ()[MARK].endswith("/collector-5")).kill()
+    assert system.wait() == 0, system.text
+    assert "restart" in system.text
+    assert [record["step"] for record in system.metrics()] == list(range(1, 31))
+    counted = account(system.run_dir)
+    assert counted.taken >= 30 * BATCH
+    assert (counted.doubled, counted.left_out) == (0, 0)
+    assert system.processes() == []
 
 
 def test_the_other_tasks_are_those_of_the_synchronous_job_group() -> None:

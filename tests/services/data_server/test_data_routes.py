@@ -85,6 +85,16 @@ async def test_cursors_can_be_read_and_set_with_prompts_to_skip(serving: Any, ap
         }
 
 
+async def test_the_cursors_of_two_hundred_collectors_are_told(serving: Any, app: Any) -> None:
+    # The trainer looks among them for those that are not done.
+    async with serving(app()) as client:
+        for number in range(200):
+            request = {"consumer": f"collector-{number}", "cursor": {"epoch": number}}
+            await client.put("/cursor", json=request)
+        cursors = (await client.get("/stats")).json()["cursors"]
+    assert [cursors[f"collector-{number}/train"]["epoch"] for number in range(200)] == list(range(200))
+
+
 async def test_cursors_survive_a_restart_in_the_run_directory(serving: Any, app: Any) -> None:
     async with serving(app(on_disk=True)) as client:
         await drawn(client, consumer="a", request_id="r1")

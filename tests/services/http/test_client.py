@@ -195,3 +195,12 @@ async def test_waiting_for_health_ends_when_healthy_or_at_the_deadline_with_the_
     async with listening(Script([(503, "", '{"status": "starting"}')])) as script, client(script) as http:
         with pytest.raises(DependencyLostError, match=r"not healthy after 0.3 s: /health answered 503 .*starting"):
             await http.wait_healthy(0.3)
+
+
+async def test_who_waits_for_health_asks_less_often_the_longer_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.http.client.HEALTH_POLL_SECONDS", 0.002)
+    async with listening(Script([(503, "", "{}")])) as script, client(script) as http:
+        with pytest.raises(DependencyLostError, match="not healthy"):
+            await http.wait_healthy(1)
+    # Ten times ln(50 * 1 s), and ten before the pauses begin to grow.
+    assert len(script.requests) < 60

@@ -117,3 +117,47 @@ async def test_metrics_tell_what_the_buffer_holds(serving: Any, app: Any, group:
         metrics = (await client.get("/metrics")).text
         assert "replay_groups 2.0" in metrics
         assert 'replay_queue_groups{place="waiting"} 1.0' in metrics
+
+
+def ask(name: str, most: int = 2, **options: Any) -> dict[str, Any]:
+    return {"collector": name, "in_flight": 0, "most": most, "batch_size": 2, "max_staleness": 1} | options
+
+
+async def test_a_collector_waits_for_room_and_gets_it_when_a_batch_is_taken(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        assert (await client.post("/queue/admission", json=ask("a"))).json() == {"places": 2}
+        assert (await client.get("/stats")).json()["in_flight"] == {"a": 2}
+        await client.post("/queue", params={"collector": "a"}, json=body(group, "g0", "g1"))
+        assert (await client.get("/stats")).json()["in_flight"] == {"a": 0}
+        request = ask("a", wait_seconds=30)
+        waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await client.post("/queue/lease", json={"max_groups": 2})
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert (await waiting).json() == {"places": 2}
+
+
+async def test_without_staleness_room_comes_with_the_acknowledgement(serving: Any, app: Any, group: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/queue", json=body(group, "g0", "g1"))
+        lease = (await client.post("/queue/lease", json={"max_groups": 2})).json()
+        request = ask("a", max_staleness=0, wait_seconds=30)
+        waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await client.post("/queue/acknowledge", json={"lease_id": lease["lease_id"]})
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert (await waiting).json() == {"places": 2}
+
+
+async def test_waiting_for_room_ends_without_places_and_when_the_service_ends(serving: Any, app: Any) -> None:
+    async with serving(app) as client:
+        await client.post("/queue/admission", json=ask("a"))
+        assert (await client.post("/queue/admission", json=ask("b", wait_seconds=0.1))).json() == {"places": 0}
+        request = ask("b", wait_seconds=60)
+        waiting = asyncio.create_task(client.post("/queue/admission", json=request, timeout=IDLE_SECONDS))
+        await asyncio.sleep(0.05)
+        app.state.lifecycle.draining.set()
+        async with asyncio.timeout(IDLE_SECONDS):
+            assert (await waiting).json() == {"places": 0}

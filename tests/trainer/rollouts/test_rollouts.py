@@ -255,8 +255,7 @@ class CollectorServices:
         self.cursors: list[tuple[str, int]] = []
         services.data.routes["GET /prompts"] = self.prompts
         services.data.routes["PUT /cursor"] = self.set_cursor
-        empty = dict.fromkeys(("size", "capacity", "groups", "experiences", "waiting", "leased"), 0)
-        services.replay.routes["GET /stats"] = lambda _: empty | {"newest_policy_version": None}
+        services.replay.routes["POST /queue/admission"] = lambda request: {"places": request["most"]}
         self.queue = lambda: [g for r in services.replay.asked("POST /queue") for g in r.get("groups", ())]
 
     def prompts(self, request: dict[str, Any]) -> dict[str, Any]:
