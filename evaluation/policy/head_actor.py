@@ -32,7 +32,7 @@ class HeadActor:
     def __init__(self, work: Work) -> None:
         self._url = work.head
         self._patience = work.patience_seconds
-        self._about = {"server": work.name, "environment": work.environment, "policy": work.policy}
+        self._about: dict[str, Any] = {"server": work.name, "environment": work.environment, "policy": work.policy}
         parts = urlsplit(work.head)
         self._path = f"{parts.path.rstrip('/')}/evaluate"
         self._connection = CONNECTIONS[parts.scheme](parts.netloc, timeout=ATTEMPT_SECONDS)
@@ -77,7 +77,8 @@ class HeadActor:
                     raise RuntimeError(f"the head at {self._url} answers {reason}")
                 if response.status not in _LATER:
                     raise ConfigurationError(f"the head at {self._url} answers {reason}")
-                pause = float(response.headers.get("Retry-After", pause))
+                after = response.headers.get("Retry-After", "")
+                pause = max(pause, float(after)) if after.isdecimal() else pause
             if time.monotonic() + pause > end:
                 raise DependencyLostError(
                     f"the head at {self._url} gave no action within {self._patience:g} s: {reason}"
