@@ -11,60 +11,73 @@ seed gives different returns.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import harness
-from benchmarks.common.policy_worker import Played, Work
+from benchmarks.common import harness, own_model_worker
+from benchmarks.common.own_model_worker import DEVICE
 from benchmarks.common.service import running
+from evaluation.policy.records import Episode, Work
+from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
 from local_runner.environment import cores
 from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
+from services.core.errors import DependencyLostError, NeverReadyError
 from services.evaluation_head import checkpoint
 
 DEADLINE_SECONDS = 1800.0
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIDES = ("batched_head", "one_model_per_worker")
 
 
-def play(options: argparse.Namespace, policy: Path, head: int | None) -> tuple[list[Played], float]:
-    """Play all battles in workers that begin together; return what each played, and the seconds until all were ready.
+@dataclass(frozen=True)
+class Played:
+    """The episodes of a side and its workers; times are in seconds."""
+
+    episodes: list[Episode]
+    workers: list[Worker]
+    ready_seconds: float
+    """From the first start to the last worker that was ready."""
+    seconds: float
+    """From then to the end of the last episode."""
+
+
+def play(options: argparse.Namespace, work: Work, module: str) -> Played:
+    """Play all battles in workers that begin together.
 
     Raises:
         SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
-    count = options.num_workers
-    seeds = list(range(options.total_battles))
-    works = [Work(f"worker-{i}", options.environment, seeds[i::count], str(policy), DEVICE, head) for i in range(count)]
-    commands = [[sys.executable, "-m", "benchmarks.common.policy_worker", json.dumps(asdict(work))] for work in works]
-    # Otherwise the threads of all workers would contend for the cores.
-    environment = {**os.environ, "OMP_NUM_THREADS": str(max(1, cores() // count))}
+    episodes: list[Episode] = []
+    crew = Crew(options.num_workers, work, module, restarts=0, is_together=True)
+    coordinator = Coordinator(crew, range(options.total_battles), episodes.append)
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            await coordinator.run()
+
     started = time.monotonic()
-    with harness.programs(commands, [environment] * count, DEADLINE_SECONDS) as processes:
-        for work, process in zip(works, processes, strict=True):
-            assert process.stdout is not None
-            # A worker that fails closes its output; output_of then says so.
-            if process.stdout.readline() != "ready\n":
-                harness.output_of(process, work.name)
-        ready_seconds = time.monotonic() - started
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write("begin\n")
-            process.stdin.flush()
-        outputs = [harness.output_of(process, work.name) for work, process in zip(works, processes, strict=True)]
-    return [Played(**json.loads(output.splitlines()[-1])) for output in outputs], ready_seconds
+    try:
+        asyncio.run(run())
+    except (DependencyLostError, NeverReadyError, TimeoutError) as error:
+        raise SystemExit(f"error: {error or 'the battles took too long'}; its messages are above") from error
+    ended = time.monotonic()
+    if reasons := [death for worker in coordinator.workers for death in worker.deaths]:
+        raise SystemExit(f"error: {reasons[0]}; its messages are above")
+    if failed := [episode.failed for episode in episodes if episode.failed]:
+        raise SystemExit(f"error: a battle was lost: {failed[0]}")
+    assert coordinator.ready_at is not None
+    return Played(episodes, coordinator.workers, coordinator.ready_at - started, ended - coordinator.ready_at)
 
 
 def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
@@ -79,11 +92,12 @@ def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     with running("evaluation_head", **variables) as service:
         process = psutil.Process(service.pid)
         cpu_before = sum(process.cpu_times()[:2])
-        played, ready_seconds = play(options, policy, service.port)
+        work = Work("", options.environment, f"http://127.0.0.1:{service.port}")
+        played = play(options, work, MODULE)
         cpu = sum(process.cpu_times()[:2]) - cpu_before
         stats = httpx.get(f"http://127.0.0.1:{service.port}/stats", trust_env=False).json()
         memory = service.memory_mb()
-    side = summary(played, 1, service.start_seconds + ready_seconds)
+    side = summary(played, 1, service.start_seconds + played.ready_seconds)
     side["memory_mb"] += memory
     about = stats["policies"][0]
     return side | {
@@ -95,12 +109,13 @@ def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     }
 
 
-def summary(played: Sequence[Played], models: int, start_seconds: float) -> dict[str, Any]:
+def summary(played: Played, models: int, start_seconds: float) -> dict[str, Any]:
     """Add up what the workers of a side measured."""
-    seconds = max(one.ended for one in played) - min(one.began for one in played)
-    returns = {seed: value for one in played for seed, value in one.returns.items()}
-    steps = sum(one.steps for one in played)
-    waits = 1000 * np.concatenate([one.decision_seconds for one in played])
+    seconds = played.seconds
+    returns = {str(one.seed): one.episode_return for one in played.episodes}
+    steps = sum(one.steps for one in played.episodes)
+    costs = [worker.costs for worker in played.workers if worker.costs is not None]
+    waits = 1000 * np.concatenate([one.decision_seconds for one in played.episodes])
     return {
         "models": models,
         "start_seconds": start_seconds,
@@ -110,18 +125,18 @@ def summary(played: Sequence[Played], models: int, start_seconds: float) -> dict
         "battles_per_second": len(returns) / seconds,
         "steps_per_second": steps / seconds,
         "decision_ms": {f"p{q}": float(np.percentile(waits, q)) for q in (50, 95, 99)},
-        "worker_cpu_seconds": sum(one.cpu_seconds for one in played),
-        "memory_mb": sum(one.memory_mb for one in played),
+        "worker_cpu_seconds": sum(one.cpu_seconds for one in costs),
+        "memory_mb": sum(one.memory_mb for one in costs),
         "returns": returns,
-        "actions": {seed: value for one in played for seed, value in one.actions.items()},
+        "actions": {str(one.seed): one.actions for one in played.episodes},
     }
 
 
 def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     """Play both sides and compare them; return the content of results.json."""
     head = play_with_head(options, policy)
-    played, ready_seconds = play(options, policy, None)
-    own = summary(played, options.num_workers, ready_seconds)
+    played = play(options, Work("", options.environment, policy=str(policy)), own_model_worker.__name__)
+    own = summary(played, options.num_workers, played.ready_seconds)
     return {
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         SIDES[0]: head,

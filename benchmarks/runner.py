@@ -93,6 +93,7 @@ BENCHMARKS = (
     Benchmark("recovery", "What a death costs", "recovery"),
     Benchmark("environment-server", "One environment-server with 256 episodes at once", "environment_server"),
     Benchmark("trajectories", "A million steps as trajectories, against gymnasium alone", "trajectories"),
+    Benchmark("evaluate-bodies", "States as JSON and as bytes at the evaluation head", "evaluate_bodies"),
     Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,19 @@ def held(path: Path, option: str) -> Iterator[BinaryIO]:
                 f"another process writes to {path.parent}; wait for it, end it, or give another {option}"
             ) from error
         yield file
+
+
+def whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file from ``held``, and remove a last line that a kill cut off, before more are appended."""
+    file.seek(0)
+    position = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        yield line
+        position += len(line)
+    file.truncate(position)
+    file.seek(0, os.SEEK_END)
 
 
 def check_identity(path: Path, given: Mapping[str, Any], *, is_used: bool, holds: str, option: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -37,35 +36,14 @@ UPLOADED = "/models"
 """The directory of a job's nodes for models of this machine."""
 
 
-async def run_until_signal(plan: Plan) -> int:
-    """Evaluate until done, or until Ctrl-C, SIGTERM or a hang-up, which end the servers in order; return the exit code.
+async def evaluate(plan: Plan) -> None:
+    """Evaluate each model of the plan, and show and write the results.
 
     Raises:
         ConfigurationError: a model, dataset or server cannot be had.
         DependencyLostError: servers do not answer. Finished samples are kept.
         ScoringLostError: the reward-server does not answer. Finished samples are kept.
     """
-    task = asyncio.ensure_future(evaluate(plan))
-    received: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        print(f"evaluate: stopped by {received[0].name}; the same command goes on from {plan.output}", file=sys.stderr)
-        return 128 + received[0]
-    return 0
-
-
-async def evaluate(plan: Plan) -> None:
-    """Evaluate each model of the plan, and show and write the results; raises as ``run_until_signal`` does."""
     # Without a terminal rich assumes 80 columns, too few for the tables.
     width = None if sys.stdout.isatty() else 160
     console = Console(width=width, soft_wrap=True, highlight=False, markup=False)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from evaluation.identity import check_identity, held
+from evaluation.identity import check_identity, held, whole_lines
 from services.core.errors import ConfigurationError
 from services.protocol.groups import FinishReason, RewardResult
 from services.protocol.pass_at_k import OVER_LIMIT, is_correct
@@ -104,11 +104,7 @@ class SampleStore:
         """
         self.samples: dict[Key, Sample] = {}
         self._file = file
-        file.seek(0)
-        position = 0
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
+        for number, line in enumerate(whole_lines(file), start=1):
             try:
                 sample = Sample.model_validate_json(line)
             except ValidationError as error:
@@ -116,9 +112,6 @@ class SampleStore:
                     f"{file.name}, line {number}, is not a sample ({error.errors()[0]['msg']}); give another --output"
                 ) from error
             self.samples[sample.key] = sample
-            position += len(line)
-        file.truncate(position)
-        file.seek(0, os.SEEK_END)
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Store samples, so that they survive this process; a sample replaces an earlier one with its key."""

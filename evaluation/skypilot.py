@@ -105,7 +105,7 @@ def find(prefix: str) -> list[str]:
         DependencyLostError: SkyPilot cannot tell.
     """
     try:
-        found = find_clusters(prefix, ROUTER_PORT) + find_replicas(prefix)
+        found = find_clusters((prefix,), ROUTER_PORT) + find_replicas((prefix,))
     # SkyPilot raises a dozen kinds of errors, among them those of its HTTP library.
     except Exception as error:
         raise DependencyLostError(

@@ -19,8 +19,9 @@ from typer import Option
 from evaluation import schedulers
 from evaluation.allocation import Allocation, parse_allocation
 from evaluation.plan import Origin, Plan
-from evaluation.run import run_until_signal
+from evaluation.run import evaluate
 from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
+from evaluation.signals import run_until_signal
 from evaluation.workflows import ScoringLostError
 from local_runner import spec
 from services.core import logs
@@ -137,7 +138,8 @@ def main(
         if dry_run:
             print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
             return 0
-        return asyncio.run(run_until_signal(plan))
+        told = f"evaluate: stopped by {{}}; the same command goes on from {plan.output}"
+        return asyncio.run(run_until_signal(evaluate(plan), told))
 
     raise typer.Exit(_exit_code(work))
 

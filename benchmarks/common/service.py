@@ -88,7 +88,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+    async def request(self, method: str, path: str, body: bytes = b"", media_type: str = "application/json") -> bytes:
         """Return the body of the reply.
 
         Raises:
@@ -96,7 +96,7 @@ class Connection:
         """
         head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n"
         if body:
-            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            head += f"Content-Type: {media_type}\r\nContent-Length: {len(body)}\r\n"
         self._writer.write(head.encode() + b"\r\n" + body)
         status_and_headers = (await self._reader.readuntil(b"\r\n\r\n")).lower()
         length = int(status_and_headers.split(b"content-length:")[1].split(b"\r\n")[0])

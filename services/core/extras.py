@@ -27,6 +27,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "scripts": ("local",),
     "scripts.cartpole_policy": ("head",),
     "scripts.evaluate": ("data", "evaluation", "local"),
+    "scripts.evaluate_policy": ("environment", "head", "local"),
     "scripts.generate_trajectories": ("environment", "head", "local"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
     "scripts.tiny_model": ("local", "rollout"),

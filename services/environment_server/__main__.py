@@ -15,6 +15,6 @@ if __name__ == "__main__":
             create_app,
             endpoints.Task.ENVIRONMENT_SERVER,
             EnvironmentSettings,
-            {"environment": "environment"},
+            {"eval-head-url": "eval_head_endpoint"},
         )
     )

@@ -35,13 +35,13 @@ class Discovery:
 
     def __init__(self, settings: HeadSettings, on_change: Callable[[list[DiscoveredServer]], None]) -> None:
         self._on_change = on_change
-        self._prefix = settings.game_server_prefix if settings.skypilot_api_server_endpoint else None
+        self._prefixes = settings.prefixes if settings.skypilot_api_server_endpoint else ()
         self._sources: dict[str, Source] = {}
         if settings.addresses:
             self._sources["addresses"] = partial(given_servers, settings.addresses)
-        if self._prefix is not None:
-            self._sources["clusters"] = partial(skypilot.find_clusters, self._prefix, settings.game_server_port)
-            self._sources["services"] = partial(skypilot.find_replicas, self._prefix)
+        if self._prefixes:
+            self._sources["clusters"] = partial(skypilot.find_clusters, self._prefixes, settings.game_server_port)
+            self._sources["services"] = partial(skypilot.find_replicas, self._prefixes)
         self._found: dict[str, list[DiscoveredServer]] = {}
         self._errors: dict[str, str] = {}
         self._asked: float | None = None
@@ -51,7 +51,7 @@ class Discovery:
         """Return the servers found last."""
         return DiscoveryReply(
             enabled=bool(self._sources),
-            prefix=self._prefix,
+            prefix=", ".join(self._prefixes) or None,
             servers=self.servers,
             errors=dict(self._errors),
             age_seconds=None if self._asked is None else round(time.monotonic() - self._asked, 1),

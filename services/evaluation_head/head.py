@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI
+from numpy.typing import NDArray
 
 from services.core.errors import ConfigurationError
 from services.evaluation_head.discovery import Discovery
@@ -64,8 +66,8 @@ class Head:
             for task in tasks:
                 task.cancel()
 
-    async def evaluate(self, request: EvaluateRequest) -> EvaluateReply:
-        """Return actions for a request's states.
+    async def evaluate(self, request: EvaluateRequest, array: NDArray[np.float32] | None = None) -> EvaluateReply:
+        """Return actions for a request's states; ``array`` [count, *shape] has the states of a BinaryRequest.
 
         Raises:
             ProblemError: there is no such policy, the server's name is taken, or the policy gives no actions.
@@ -79,7 +81,10 @@ class Head:
             self.registry.finish(server, report, policy.name)
         states = request.all_states
         try:
-            decisions = await policy.act(states, logprobs=request.logprobs) if states else []
+            if array is not None:
+                decisions = await policy.act_on_array(array, logprobs=request.logprobs)
+            else:
+                decisions = await policy.act(states, logprobs=request.logprobs) if states else []
         except OverloadedError:
             self.meter.overloaded += 1
             raise

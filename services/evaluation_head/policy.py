@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from services.http.problems import ProblemError
 from services.protocol.evaluation import Action, EnvironmentInfo, State
 
@@ -70,6 +73,10 @@ class Policy(AbstractAsyncContextManager["Policy"], ABC):
             OverloadedError: too many states wait.
             PolicyFailedError: the policy gave no action.
         """
+
+    async def act_on_array(self, states: NDArray[np.float32], *, logprobs: bool = False) -> list[Decision]:
+        """Do the same as ``act`` for states [count, *shape]."""
+        return await self.act(states.tolist(), logprobs=logprobs)
 
     @abstractmethod
     async def refresh(self) -> None:

@@ -45,8 +45,9 @@ class HeadSettings(Settings):
     game_server_prefix: str = Field(
         default="game-server",
         min_length=1,
-        max_length=100,
-        description="Clusters and SkyServe services whose names begin so are environment servers.",
+        max_length=1000,
+        description="Clusters and SkyServe services whose names begin so are environment servers. Several prefixes "
+        "have spaces or commas between.",
     )
     game_server_port: int = Field(
         default=ENVIRONMENT_PORT,
@@ -86,6 +87,13 @@ class HeadSettings(Settings):
             raise ValueError("needed are name=target, with different names of letters, digits, '.', '_', '-'")
         return text
 
+    @field_validator("game_server_prefix")
+    @classmethod
+    def _has_a_prefix(cls, text: str) -> str:
+        if not _listed(text):
+            raise ValueError("needed is a prefix, or several with spaces or commas between")
+        return text
+
     @field_validator("game_server_addresses")
     @classmethod
     def _are_addresses(cls, text: str) -> str:
@@ -99,11 +107,19 @@ class HeadSettings(Settings):
         return dict(part.split("=", 1) for part in self.head_policies.split())
 
     @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The prefixes of GAME_SERVER_PREFIX."""
+        return tuple(_listed(self.game_server_prefix))
+
+    @property
     def addresses(self) -> list[str]:
         """The URLs of GAME_SERVER_ADDRESSES, each once."""
         return list(dict.fromkeys(url.rstrip("/") for url in _urls(self.game_server_addresses)))
 
 
+def _listed(text: str) -> list[str]:
+    return re.findall(r"[^\s,]+", text)
+
+
 def _urls(text: str) -> list[str]:
-    addresses = re.findall(r"[^\s,]+", text)
-    return [address if "://" in address else f"http://{address}" for address in addresses]
+    return [address if "://" in address else f"http://{address}" for address in _listed(text)]

@@ -14,15 +14,15 @@ NO_SERVICES = "no live services"
 """A part of the error by which SkyPilot says that there are no services."""
 
 
-def find_clusters(prefix: str, port: int) -> list[DiscoveredServer]:
-    """Return the clusters whose names begin with ``prefix``: one server each, on ``port``, which the cluster opens.
+def find_clusters(prefixes: tuple[str, ...], port: int) -> list[DiscoveredServer]:
+    """Return the clusters whose names begin with one of ``prefixes``: a server each, on ``port``, which they open.
 
     Raises:
         Exception: see the module.
     """
     import sky
 
-    clusters = [cluster for cluster in sky.get(sky.status(all_users=True)) if cluster.name.startswith(prefix)]
+    clusters = [cluster for cluster in sky.get(sky.status(all_users=True)) if cluster.name.startswith(prefixes)]
     # All are asked for before the first is waited for, because each takes the API server a second or more.
     asked = {c.name: sky.endpoints(c.name, port=port) for c in clusters if c.status.value == "UP"}
     urls = {name: _endpoint(request, port) for name, request in asked.items()}
@@ -31,8 +31,8 @@ def find_clusters(prefix: str, port: int) -> list[DiscoveredServer]:
     ]
 
 
-def find_replicas(prefix: str) -> list[DiscoveredServer]:
-    """Return the replicas of SkyServe services whose names begin with ``prefix``.
+def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
+    """Return the replicas of SkyServe services whose names begin with one of ``prefixes``.
 
     Each replica is a server, because the service's own address would send an episode's steps to any of them.
 
@@ -55,7 +55,7 @@ def find_replicas(prefix: str) -> list[DiscoveredServer]:
             url=_url_of(replica["endpoint"]) if replica["status"].value == "READY" else None,
         )
         for service in services
-        if service["name"].startswith(prefix)
+        if service["name"].startswith(prefixes)
         for replica in service.get("replica_info", [])
     ]
 

@@ -59,6 +59,10 @@ class TorchPolicy(Policy):
         """See Policy. Log-probabilities of indices are always there; numbers have none."""
         return await self._batcher.submit(self._encode(states))
 
+    async def act_on_array(self, states: NDArray[np.float32], *, logprobs: bool = False) -> list[Decision]:
+        """See Policy."""
+        return await self._batcher.submit(self._encode(states))
+
     def misfit(self, environment: EnvironmentInfo) -> str | None:
         """See Policy."""
         spec = self.loaded.spec
@@ -107,7 +111,7 @@ class TorchPolicy(Policy):
             self.loaded, self.trouble = new, None
             log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
 
-    def _encode(self, states: Sequence[State]) -> NDArray[np.float32]:
+    def _encode(self, states: Sequence[State] | NDArray[np.float32]) -> NDArray[np.float32]:
         """Return states as the module takes them, float32 [count, *shape].
 
         Raises:
@@ -122,7 +126,7 @@ class TorchPolicy(Policy):
                 f"state {at} does not fit: policy {self.name!r} takes numbers of shape {list(shape)}"
             )
         with np.errstate(over="ignore"):
-            narrow = rows.astype(np.float32)
+            narrow = rows.astype(np.float32, copy=False)
         finite = np.isfinite(narrow).reshape(len(rows), -1).all(axis=1)
         if not finite.all():
             raise StatesRefusedError(f"state {int(finite.argmin())} has a number that float32 cannot hold")
@@ -138,7 +142,9 @@ class TorchPolicy(Policy):
         return [Decision(action, version, logprob) if ok else failed for action, logprob, ok in decisions]
 
 
-def _numbers(value: Any) -> NDArray[np.float64] | None:
+def _numbers(value: Any) -> NDArray[np.float64] | NDArray[np.float32] | None:
+    if isinstance(value, np.ndarray):
+        return value
     try:
         array = np.asarray(value)
     except ValueError:  # lists of different lengths

@@ -5,15 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import types
 from collections.abc import Callable, Generator, Mapping
 from types import FrameType
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import uvicorn
 from fastapi import FastAPI
+from pydantic import SecretStr
+from pydantic.fields import FieldInfo
 
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, exit_code_of
@@ -90,24 +93,26 @@ def run_service(
     app_factory: Callable[[SettingsT], FastAPI],
     task: endpoints.Task,
     settings_class: type[SettingsT],
-    flags: Mapping[str, str] = types.MappingProxyType({}),
+    short_flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> int:
     """Read a service's command line and settings, serve, and return the exit code.
 
     The service listens at ``--host`` and ``--port``, by default at its address in the job group
-    (endpoints.bind_address). ``flags`` adds flags for settings: ``{"batch-size": "head_batch_size"}`` lets
-    ``--batch-size`` win over HEAD_BATCH_SIZE.
+    (endpoints.bind_address). Each setting has a flag that wins over its variable; ``short_flags`` gives settings a
+    second flag: ``{"batch-size": "head_batch_size"}``.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}")
+    # Without abbreviations, because a flag that is cut off or misspelt must not set another setting.
+    parser = argparse.ArgumentParser(prog=f"python -m services.{task.value.replace('-', '_')}", allow_abbrev=False)
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help=f"default {endpoints.PORTS[task][0]}; 0: any free port")
-    for flag, name in flags.items():
-        description = settings_class.model_fields[name].description
-        parser.add_argument(f"--{flag}", dest=name, help=f"{description} (also {name.upper()})".replace("%", "%%"))
+    names = _add_setting_flags(parser, settings_class, short_flags)
     arguments = parser.parse_args()
 
     def main() -> None:
-        settings = settings_class.load(**{name: getattr(arguments, name) for name in flags.values()})
+        # As variables, because SkyPilot's SDK, the log and child processes read theirs by themselves.
+        given = {name.upper(): getattr(arguments, name) for name in names}
+        os.environ.update({variable: value for variable, value in given.items() if value is not None})
+        settings = settings_class.load()
         logs.configure(task.value, settings.log_level)
         default = endpoints.bind_address(task)
         host = arguments.host or default.host
@@ -118,3 +123,21 @@ def run_service(
         log.info("drained")
 
     return exit_code_of(main)
+
+
+def _add_setting_flags(
+    parser: argparse.ArgumentParser, settings_class: type[Settings], short_flags: Mapping[str, str]
+) -> list[str]:
+    """Add a flag for each setting except secrets, whose values every user of the machine could read; return names."""
+    names = [name for name, field in settings_class.model_fields.items() if SecretStr not in _types(field)]
+    group = parser.add_argument_group("settings", "Each flag wins over the variable in its brackets.")
+    # The service's own settings come before those that all services share.
+    for name in sorted(names, key=lambda name: name in Settings.model_fields):
+        flags = [f"--{flag}" for flag, setting in short_flags.items() if setting == name]
+        text = f"{settings_class.model_fields[name].description} [{name.upper()}]".replace("%", "%%")
+        group.add_argument(*flags, f"--{name.replace('_', '-')}", dest=name, help=text, metavar="VALUE")
+    return names
+
+
+def _types(field: FieldInfo) -> tuple[object, ...]:
+    return (field.annotation, *get_args(field.annotation))

@@ -154,8 +154,8 @@ class SupervisedProcess:
         if len(self._restarts) > self._max_restarts:
             raise DependencyLostError(
                 f"the {child} {describe_exit(code)}, for the {len(self._restarts)}. time within "
-                f"{RESTART_WINDOW_SECONDS / 60:g} minutes; ROLLOUT_MAX_RESTARTS is {self._max_restarts}; its own "
-                f"messages are above"
+                f"{RESTART_WINDOW_SECONDS / 60:g} minutes; {self._max_restarts} restarts are allowed "
+                f"(ROLLOUT_MAX_RESTARTS of a rollout-server); its own messages are above"
             )
 
 

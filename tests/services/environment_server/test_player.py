@@ -93,7 +93,7 @@ async def test_an_action_that_does_not_fit_loses_the_episode(serving: Any, app: 
 def test_the_service_plays_as_a_process_and_ends_when_told(start_service: Any, head: Head) -> None:
     with served(head.app) as url:
         server = start_service(
-            "services.environment_server", EVAL_HEAD_ENDPOINT=url, ENVIRONMENT_PUSH_TOTAL="4", LOG_LEVEL="warning"
+            "services.environment_server", "--eval-head-url", url, "--environment-push-total", "4", LOG_LEVEL="warning"
         )
         wait_until(
             lambda: len(head.finished) == 4, "episodes", progress=lambda: len(head.requests), told=lambda: server.log

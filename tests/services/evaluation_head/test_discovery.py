@@ -68,6 +68,18 @@ async def test_clusters_and_replicas_with_the_prefix_are_found(serving: Any, sky
         assert (await client.get("/discovered")).json()["servers"] == list(found.values())
 
 
+async def test_several_prefixes_are_looked_for(serving: Any, skypilot_head: Any) -> None:
+    async with serving(skypilot_head(game_server_prefix="game-server-3, somebody other")) as client:
+        reply = await discover(client)
+        assert {server["name"] for server in reply["servers"]} == {"game-server-3", "somebody-elses", "other/1"}
+        assert reply["prefix"] == "game-server-3, somebody, other"
+
+
+def test_prefixes_without_a_prefix_are_refused(head: Any) -> None:
+    with pytest.raises(ValueError, match="needed is a prefix"):
+        head(game_server_prefix=" , ")
+
+
 async def test_vanished_servers_are_dropped_and_new_ones_connected(
     serving: Any, skypilot_head: Any, sky: FakeSkyPilot
 ) -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 import pytest
 import torch
 
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head import checkpoint
+from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
 from tests.services.evaluation_head.policies import Lean
+from tests.services.run_page.serving import served_ready
 from tests.skypilot_facts import check_command
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, stats_show
 
@@ -73,6 +76,26 @@ def test_the_benchmark_has_the_named_options() -> None:
     options = [word for word in words_of("benchmarks.policy") if word.startswith("--")]
     assert len(options) == 5
     assert all(option in done.stdout for option in options)
+
+
+def test_the_python_example_sends_states_as_bytes(lean: Path) -> None:
+    [text] = [text for language, _, text in FENCES if language == "python" and "tobytes" in text]
+    with served_ready(create_app(HeadSettings(head_policies=f"lean={lean}"))) as url:
+        names: dict[str, Any] = {"url": url, "states": np.array([[0, 0, 1, 0], [0, 0, -1, 0]])}
+        exec(compile(text, "evaluation_head.md", "exec"), names)
+    assert names["reply"]["actions"] == [1, 0]
+
+
+@pytest.mark.slow
+def test_the_command_evaluates_a_policy(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    words = words_of("scripts.evaluate_policy")
+    assert "--episodes" in words
+    out = tmp_path_factory.mktemp("evaluation")
+    given = {f"cartpole={POLICIES}": f"cartpole={policy}", "runs/evaluations/cartpole": str(out), "100": "2", "4": "2"}
+    command = [sys.executable, "-m", "scripts.evaluate_policy", *(given.get(word, word) for word in words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert orjson.loads((out / "results.json").read_bytes())["mean_return"]["value"] == 500
 
 
 def test_the_python_example_publishes_a_policy(tmp_path: Path) -> None:

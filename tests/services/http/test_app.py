@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pydantic import SecretStr
 
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
+from services.environment_server.settings import EnvironmentSettings
+from services.evaluation_head.settings import HeadSettings
 from services.http.app import create_service_app
 from services.http.json_body import MAX_DEPTH, json_depth
 from services.http.problems import PROBLEM_MEDIA_TYPE, ProblemError
@@ -290,6 +293,43 @@ def test_a_configuration_that_cannot_work_exits_with_78_and_one_line(start_servi
     assert invalid.process.wait(LIMIT_SECONDS) == 78
     assert invalid.log.startswith("error: LOAD_SECONDS is 'soon'")
     assert invalid.log.count("\n") == 1
+
+
+def test_every_setting_but_a_secret_has_a_flag_that_wins_over_its_variable(
+    start_service: Any, slow_service: str
+) -> None:
+    service = start_service(
+        slow_service,
+        *("--failure", "configuration", "--load-seconds", "0", "--log-format", "json"),
+        PYTHONPATH=".",
+        LOAD_SECONDS="600",
+        healthy=False,
+    )
+    assert service.process.wait(LIMIT_SECONDS) == 78
+    assert json.loads(service.log.splitlines()[0])["event"] == "listening"
+    for flags, code, says in [
+        (["--load-seconds", "soon"], 78, "LOAD_SECONDS is 'soon'"),
+        (["--load-second", "1"], 2, "unrecognized arguments: --load-second 1"),
+        (["--jobgroup-token", "x"], 2, "unrecognized arguments: --jobgroup-token x"),
+    ]:
+        refused = start_service(slow_service, *flags, PYTHONPATH=".", healthy=False)
+        assert refused.process.wait(LIMIT_SECONDS) == code
+        assert says in refused.log
+
+
+@pytest.mark.parametrize(
+    ("module", "settings_class"),
+    [("services.evaluation_head", HeadSettings), ("services.environment_server", EnvironmentSettings)],
+)
+def test_help_lists_the_settings_with_their_descriptions(module: str, settings_class: type[Settings]) -> None:
+    command = [sys.executable, "-m", module, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS).stdout
+    # Lines are also broken behind hyphens.
+    words = "".join(shown.split())
+    for name, field in settings_class.model_fields.items():
+        is_secret = name in ("jobgroup_token", "skypilot_service_account_token")
+        assert (f"--{name.replace('_', '-')}VALUE" in words) != is_secret
+        assert ("".join(f"{field.description} [{name.upper()}]".split()) in words) != is_secret
 
 
 def test_the_exit_code_does_not_depend_on_whether_the_reason_can_be_written() -> None:

@@ -1,0 +1,268 @@
+"""The coordinator of worker processes: it starts and watches them, restarts them, and hands out the seeds.
+
+A worker gets its next seed when it has finished an episode. The open episode of a worker that dies goes back to the
+front of the queue, so that all seeds are played whatever dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from evaluation.policy.records import Costs, Episode, Work
+from local_runner.environment import cores
+from services.core.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_RECOVERABLE,
+    ConfigurationError,
+    DependencyLostError,
+    NeverReadyError,
+)
+from services.rollout_server.child import LAUNCHER_VARIABLE
+from services.rollout_server.commands import Command
+from services.rollout_server.supervisor import describe_exit
+
+MODULE = "evaluation.policy.worker"
+RESTARTS = 3
+"""Restarts of a worker in a row, without an episode that it finishes between them."""
+TRIES = 3
+"""An episode that is lost this often is left out, because it may be the cause."""
+END_SECONDS = 5.0
+"""The time between SIGTERM and SIGKILL."""
+LINE_BYTES = 2**26
+"""Longest line from a worker: an episode with the seconds of each of its decisions."""
+
+
+class WorkerDiedError(Exception):
+    """A worker process that ended before its work; the message says how."""
+
+
+@dataclass
+class Worker:
+    """A worker and what its processes did; a restarted worker keeps its name."""
+
+    name: str
+    episodes: int = 0
+    steps: int = 0
+    playing_seconds: float = 0.0
+    restarts: int = 0
+    deaths: list[str] = field(default_factory=list)
+    costs: Costs | None = None
+    """Of the last process."""
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The worker processes to start."""
+
+    count: int
+    work: Work
+    """The work of each; the worker's number is added to its name."""
+    module: str = MODULE
+    logs: Path | None = None
+    """A directory for a log of each worker; None: this process's standard error."""
+    restarts: int = RESTARTS
+    is_together: bool = False
+    """Whether no worker plays before all are ready."""
+
+
+class Coordinator:
+    """Workers that play one episode for each seed."""
+
+    def __init__(self, crew: Crew, seeds: Iterable[int], take: Callable[[Episode], None]) -> None:
+        """Describe the work, which ``run`` does; ``take`` gets each episode that ends, or is left out as failed."""
+        self._crew = crew
+        self._todo = deque(seeds)
+        self._open: set[int] = set()
+        self._tries: Counter[int] = Counter()
+        self._take = take
+        self._changed = asyncio.Condition()
+        # Imports take a core for seconds, and more workers at once would only take turns.
+        self._admission = asyncio.Semaphore(cores())
+        self._ready: set[str] = set()
+        self._given_up: dict[str, Exception] = {}
+        self._may_begin = asyncio.Event()
+        self.workers = [Worker(f"worker-{number}") for number in range(crew.count)]
+        self.ready_at: float | None = None
+        """When the workers began to play, by time.monotonic."""
+
+    async def run(self) -> None:
+        """Play all episodes.
+
+        Raises:
+            ConfigurationError: a worker cannot play with these settings.
+            DependencyLostError: the head does not answer a worker, or all workers died too often.
+            NeverReadyError: no worker ever became ready.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self.workers:
+                    group.create_task(self._keep(worker))
+        except BaseExceptionGroup as errors:
+            # One error is enough, because the first ends all workers.
+            raise errors.exceptions[0] from None
+        if self._todo:
+            reason = next(iter(self._given_up.values()))
+            raise (DependencyLostError if self._ready else NeverReadyError)(f"all workers are lost: {reason}")
+
+    async def _keep(self, worker: Worker) -> None:
+        """Run a worker's process, again after it died, until all episodes are played or it died too often."""
+        deaths, before = 0, 0
+        while True:
+            try:
+                await self._run(worker)
+            except WorkerDiedError as death:
+                worker.deaths.append(str(death))
+                deaths = deaths + 1 if worker.episodes == before else 1
+                before = worker.episodes
+                if deaths > self._crew.restarts:
+                    self._given_up[worker.name] = death
+                    self._begin_if_complete()
+                    return
+            else:
+                return
+            if not self._todo and not self._open:
+                return
+            worker.restarts += 1
+
+    async def _run(self, worker: Worker) -> None:
+        """Run one process of a worker until there are no more seeds.
+
+        Raises:
+            WorkerDiedError: the process ended early.
+        """
+        log = None if self._crew.logs is None else self._crew.logs / f"{worker.name}.log"
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._admission:
+                process = await stack.enter_async_context(self._process(worker, log))
+                await _read(process, worker, log)
+            self._ready.add(worker.name)
+            self._begin_if_complete()
+            if self._crew.is_together:
+                await self._may_begin.wait()
+            while (seed := await self._next()) is not None:
+                await self._play(seed, worker, process, log)
+            _input(process).close()
+            worker.costs = Costs(**await _read(process, worker, log))
+            await process.wait()
+
+    async def _play(self, seed: int, worker: Worker, process: Process, log: Path | None) -> None:
+        """Let a process play the episode of a seed; the seed is played again unless the episode comes to its end."""
+        _input(process).write(f"{seed}\n".encode())
+        try:
+            episode = Episode(**await _read(process, worker, log))
+        except WorkerDiedError as death:
+            await self._settle(Episode(seed, failed=str(death)), worker)
+            raise
+        await self._settle(episode, worker)
+
+    async def _settle(self, episode: Episode, worker: Worker) -> None:
+        self._tries[episode.seed] += 1
+        self._open.discard(episode.seed)
+        if episode.failed and self._tries[episode.seed] < TRIES:
+            self._todo.appendleft(episode.seed)
+        else:
+            self._take(episode)
+        if not episode.failed:
+            worker.episodes += 1
+            worker.steps += episode.steps
+            worker.playing_seconds += episode.seconds
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _next(self) -> int | None:
+        """Return the next seed; None when all episodes have ended. Waits while others may come back."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._todo or not self._open)
+            if not self._todo:
+                return None
+            seed = self._todo.popleft()
+            self._open.add(seed)
+            return seed
+
+    def _begin_if_complete(self) -> None:
+        if len(self._ready | self._given_up.keys()) == len(self.workers) or not self._crew.is_together:
+            self.ready_at = self.ready_at or time.monotonic()
+            self._may_begin.set()
+
+    @asynccontextmanager
+    async def _process(self, worker: Worker, log: Path | None) -> AsyncIterator[Process]:
+        """Start a process of a worker, and end it with its process group."""
+        # Each process has a name of its own, because the head keeps a silent server's name for a while.
+        attempt = f".{worker.restarts}" if worker.restarts else ""
+        work = replace(self._crew.work, name=f"{self._crew.work.name}{worker.name}{attempt}")
+        command = Command(worker.name, sys.executable, self._crew.module, [json.dumps(asdict(work))])
+        # Otherwise the threads of all workers would contend for the cores.
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // self._crew.count))
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, LAUNCHER_VARIABLE: str(os.getpid())}
+        with contextlib.ExitStack() as stack:
+            errors = None if log is None else stack.enter_context(log.open("ab"))
+            process = await asyncio.create_subprocess_exec(
+                *command.line,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=errors,
+                env=environment,
+                limit=LINE_BYTES,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            await _end(process)
+
+
+def _input(process: Process) -> asyncio.StreamWriter:
+    assert process.stdin is not None
+    return process.stdin
+
+
+async def _read(process: Process, worker: Worker, log: Path | None) -> dict[str, Any]:
+    """Return the next line of a process.
+
+    Raises:
+        WorkerDiedError: the process ended.
+        ConfigurationError: it ended because it cannot play with these settings.
+        DependencyLostError: it ended because the head does not answer.
+    """
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    # A process that is killed may leave half a line.
+    if line.endswith(b"\n"):
+        found: dict[str, Any] = json.loads(line)
+        return found
+    code = await process.wait()
+    last = _last_line(log)
+    if code in (EXIT_CONFIGURATION, EXIT_RECOVERABLE) and last:
+        raise (ConfigurationError if code == EXIT_CONFIGURATION else DependencyLostError)(last)
+    raise WorkerDiedError(f"{worker.name} {describe_exit(code)}" + (f"; its log ends with {last!r}" if last else ""))
+
+
+def _last_line(log: Path | None) -> str:
+    said = [] if log is None else log.read_text(errors="replace").strip().splitlines()
+    return said[-1][:500].removeprefix("error: ") if said else ""
+
+
+async def _end(process: Process) -> None:
+    """End a process, and whatever is left of its group."""
+    try:
+        if process.returncode is None:
+            process.terminate()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), END_SECONDS)
+    finally:
+        # macOS answers with PermissionError for a group of zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

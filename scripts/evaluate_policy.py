@@ -1,0 +1,88 @@
+"""Evaluate a policy at an evaluation head: ``python -m scripts.evaluate_policy --policies NAME=TARGET --save-to DIR``.
+
+Worker processes play one episode for each seed with the head's actions. The head runs already (``--eval-head-url``) or
+is started and ended by this command (``--policies``). A worker that dies is started again and loses only its open
+episode, which is played again. A killed command continues when it is given again; see docs/evaluation_head.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from evaluation.policy.run import RESULTS, Options, evaluate
+from evaluation.signals import run_until_signal
+from services.core import logs
+from services.core.errors import exit_code_of
+
+SaveTo = Annotated[Path, Option(help="Directory of episodes, results and logs. Resumes what is there.")]
+Url = Annotated[str | None, Option("--eval-head-url", help="A head that runs, such as http://127.0.0.1:8080.")]
+Policies = Annotated[
+    str | None, Option(help="Policies of a head to start, as HEAD_POLICIES: name=target, with commas between.")
+]
+Policy = Annotated[str | None, Option(help="The head's policy that plays; default its first.")]
+Environment = Annotated[str, Option(help="As ENVIRONMENT of an environment server; workers play it themselves.")]
+Episodes = Annotated[int, Option(min=1, help="Episodes to play.")]
+Workers = Annotated[int, Option(min=1, max=1024, help="Processes that play, each one episode at a time.")]
+Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
+Port = Annotated[int, Option(min=0, max=65_535, help="Port of the head to start; 0: any free port.")]
+
+
+def main(
+    save_to: SaveTo,
+    eval_head_url: Url = None,
+    policies: Policies = None,
+    policy: Policy = None,
+    environment: Environment = "CartPole-v1",
+    episodes: Episodes = 100,
+    workers: Workers = 4,
+    seed: Seed = 0,
+    port: Port = 0,
+) -> None:
+    """Play episodes of a policy by worker processes and write returns, their mean and its interval to results.json."""
+    logs.configure("evaluate_policy", "warning")
+    options = Options(environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, port)
+    code = 0
+
+    async def work() -> None:
+        _show(await evaluate(options, lambda line: print(line, file=sys.stderr, flush=True)), save_to)
+
+    def run() -> None:
+        nonlocal code
+        told = f"evaluate_policy: stopped by {{}}; the same command goes on from {save_to}"
+        code = asyncio.run(run_until_signal(work(), told))
+
+    raise typer.Exit(exit_code_of(run) or code)
+
+
+def _show(results: dict[str, Any], save_to: Path) -> None:
+    table = Table(title=f"{results['policy']} in {results['environment']}")
+    for place, column in enumerate(("worker", "episodes", "steps", "playing s", "restarts")):
+        table.add_column(column, justify="right" if place else "left")
+    for worker in results["workers"]:
+        numbers = (worker["episodes"], worker["steps"], f"{worker['playing_seconds']:.1f}", worker["restarts"])
+        table.add_row(worker["name"], *map(str, numbers))
+    Console().print(table)
+    for worker in results["workers"]:
+        for death in worker["deaths"]:
+            print(death)
+    for seed, reason in list(results["left_out"].items())[:5]:
+        print(f"the episode of seed {seed} is left out: {reason}")
+    if len(versions := results["policy_versions"]) > 1:
+        print(f"the episodes were played by versions {versions} of the policy")
+    mean = results["mean_return"]
+    print(
+        f"mean return {mean['value']:.2f} ({mean['low']:.2f} to {mean['high']:.2f}) over {len(results['episodes'])} "
+        f"episodes in {results['seconds']:.1f} s; results in {save_to / RESULTS}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
