@@ -55,19 +55,19 @@ def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
     app.include_router(in_path, prefix=PREFIX)
     app.include_router(by_key, prefix="/v1")
     # Appended, so that it is inside ServiceMiddleware.
-    app.user_middleware.append(Middleware(DirectCalls, session_of=of_path, router=in_path))
+    app.user_middleware.append(Middleware(DirectCalls, find=of_path, router=in_path))
 
 
 class DirectCalls:
-    """ASGI middleware that answers calls of sessions in the path: nearly all requests, by the endpoints of their routes.
+    """ASGI middleware that answers calls of sessions in the path, which are nearly all requests, by their endpoints.
 
     FastAPI's routing and dependencies would take as long as the rest of a call. It gets everything else, also bodies
     that are no objects, which it refuses.
     """
 
-    def __init__(self, app: ASGIApp, session_of: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
+    def __init__(self, app: ASGIApp, find: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
         self._app = app
-        self._session_of = session_of
+        self._find = find
         routes = (route for route in router.routes if isinstance(route, APIRoute) and "POST" in route.methods)
         self._routes = {route.path: (route.endpoint, Route(PREFIX + route.path, route.endpoint)) for route in routes}
 
@@ -86,7 +86,7 @@ class DirectCalls:
             await self._app(scope, partial(_received, await request.body()), send)
             return
         endpoint, scope["route"] = self._routes[call["path"]]  # The route is a label of the metrics.
-        response: Response = await endpoint(body, await self._session_of(request, call["id"]))
+        response: Response = await endpoint(body, await self._find(request, call["id"]))
         await response(scope, receive, send)
 
 

@@ -144,7 +144,7 @@ class PromptMaker:
         return rendered
 
     async def _encode(self, text: str) -> list[int]:
-        """Return the text's tokens. Other calls go on while a thread encodes a long one without holding Python's lock."""
+        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on."""
         if len(text) < LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=False)
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
