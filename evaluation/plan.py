@@ -149,6 +149,7 @@ class Plan:
             **({"api": self.origin.openai_api.value} if self.origin.is_foreign else {}),
             **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
             **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
+            **({"eval_session_questions": questions} if (questions := settings.eval_session_questions) > 1 else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
             **({"reward_fn": RewardSettings.load().reward_fn} if self.origin.reward_url is None else {}),

@@ -68,7 +68,7 @@ class DirectCalls:
     def __init__(self, app: ASGIApp, find: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
         self._app = app
         self._find = find
-        routes = (route for route in router.routes if isinstance(route, APIRoute) and "POST" in route.methods)
+        routes = (route for route in router.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ()))
         self._routes = {route.path: (route.endpoint, Route(PREFIX + route.path, route.endpoint)) for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

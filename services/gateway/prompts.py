@@ -145,9 +145,9 @@ class PromptMaker:
 
     async def _encode(self, text: str) -> list[int]:
         """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on."""
-        if len(text) < LONG_TEXT:
-            return self._tokenizer.encode(text, add_special_tokens=False)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
+        encode = functools.partial(self._tokenizer.encode, text, add_special_tokens=False)
+        tokens: list[int] = encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+        return tokens
 
     def text_and_calls(
         self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
