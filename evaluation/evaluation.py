@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from evaluation.samples import Kind, Sample, SampleStore
 from evaluation.servers import ServerPool
-from evaluation.workflows import ScoringLostError, Workflow
+from evaluation.workflows import Messages, ScoringLostError, Workflow
 from services.agents import AgentFailedError, Score
 from services.clients.reward import RewardClient
 from services.core.errors import ConfigurationError, DependencyLostError
@@ -109,6 +109,8 @@ class Evaluation:
     pool: ServerPool
     score: Score
     store: SampleStore
+    session_questions: int = 1
+    """Prompts that an agent answers in one conversation."""
     progress: Progress = field(default_factory=Progress)
 
     async def run(self, watch: Callable[[Progress], None] = lambda _: None) -> None:
@@ -128,18 +130,18 @@ class Evaluation:
         self.progress.judge(await self._store_scored([sample for sample in stored if sample.needs_score]))
         window = asyncio.Semaphore(WINDOW)
 
-        async def do(prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
+        async def do(session: Sequence[Prompt], kind: Kind, indices: Sequence[int]) -> None:
             try:
-                await self._do(prompt, kind, indices)
-                watch(self.progress)
+                async for _ in self._answer(session, kind, indices):
+                    watch(self.progress)
             finally:
                 window.release()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for prompt, kind, indices in self._missing():
+                for session, kind, indices in self._missing():
                     await window.acquire()
-                    group.create_task(do(prompt, kind, indices))
+                    group.create_task(do(session, kind, indices))
         except BaseExceptionGroup as errors:
             # All tasks fail for the same reason, so the first error is enough.
             raise errors.exceptions[0] from None
@@ -150,21 +152,40 @@ class Evaluation:
             yield prompt, Kind.GREEDY, range(1)
             yield prompt, Kind.SAMPLED, range(self.samples)
 
-    def _missing(self) -> Iterator[tuple[Prompt, Kind, Sequence[int]]]:
-        """Yield the samples that are not stored, in pieces of work."""
-        for prompt, kind, indices in self._wanted():
-            missing = [i for i in indices if (prompt.id, kind, i) not in self.store.samples]
-            for start in range(0, len(missing), self.workflow.at_once):
-                yield prompt, kind, missing[start : start + self.workflow.at_once]
+    def _missing(self) -> Iterator[tuple[Sequence[Prompt], Kind, Sequence[int]]]:
+        """Yield the sessions of which samples are not stored, in pieces of work."""
+        for first in range(0, len(self.prompts), self.session_questions):
+            session = self.prompts[first : first + self.session_questions]
+            for kind, indices in ((Kind.GREEDY, range(1)), (Kind.SAMPLED, range(self.samples))):
+                stored = self.store.samples
+                missing = [i for i in indices if any((prompt.id, kind, i) not in stored for prompt in session)]
+                for start in range(0, len(missing), self.workflow.at_once):
+                    yield session, kind, missing[start : start + self.workflow.at_once]
 
-    async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> None:
+    async def _answer(self, session: Sequence[Prompt], kind: Kind, indices: Sequence[int]) -> AsyncIterator[None]:
+        """Answer the questions of a session in order; yield after each one.
+
+        A later question's conversation continues that of the one before, which an earlier attempt may have stored.
+        """
+        history: Messages = ()
+        for prompt in session:
+            known = [self.store.samples.get((prompt.id, kind, index)) for index in indices]
+            samples = [sample for sample in known if sample is not None]
+            if len(samples) < len(indices):
+                samples = await self._do(prompt, kind, indices, history)
+            if samples and samples[-1].messages:
+                history = samples[-1].messages
+            yield
+
+    async def _do(self, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages) -> list[Sample]:
+        """Obtain, score and store samples of a prompt; return those that could be obtained."""
         try:
-            samples = await self.pool.run(lambda server: self.workflow.sample(server, prompt, kind, indices))
+            samples = await self.pool.run(lambda server: self.workflow.sample(server, prompt, kind, indices, history))
         except (RequestRefusedError, AgentFailedError, DependencyLostError) as error:
             if isinstance(error, DependencyLostError) and not self.pool.alive:
                 raise
             self._leave_out(prompt, LEFT_OUT[type(error)], str(error), len(indices))
-            return
+            return []
         if missing := len(indices) - len(samples):
             self._leave_out(prompt, "missing", "the server gave fewer completions than asked for", missing)
         scored = await self._store_scored(samples)
@@ -173,6 +194,7 @@ class Evaluation:
         progress.fresh += len(scored)
         progress.tokens += sum(sample.completion_tokens for sample in scored)
         progress.judge(scored)
+        return scored
 
     async def _store_scored(self, samples: Sequence[Sample]) -> list[Sample]:
         """Score the samples that need it, store all of them, and return them."""

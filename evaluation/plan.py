@@ -150,6 +150,7 @@ class Plan:
             **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
             **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
             **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
+            **({"eval_session_questions": questions} if (questions := settings.eval_session_questions) > 1 else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
             **({"reward_fn": RewardSettings.load().reward_fn} if self.origin.reward_url is None else {}),

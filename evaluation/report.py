@@ -39,6 +39,8 @@ class Results(BaseModel):
     samples_per_prompt: int
     metrics: Metrics
     categories: dict[str, Metrics] = {}
+    questions: dict[str, Metrics] = {}
+    """By a question's place in its session, from 1 on."""
     reward_mean: dict[str, float] = {}
     """Mean reward, by kind."""
     completion_tokens: dict[str, dict[str, int | float]] = {}
@@ -118,12 +120,21 @@ def results_of(
         settings=identity,
         metrics=accuracy(answers, n, ks, seed=seed),
         categories=by_category(answers, n, ks, seed=seed),
+        questions=_by_question(answers, settings),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
         policy_versions=sorted({s.policy_version for s in everything if s.policy_version is not None}),
         **_statistics({kind: found for kind, found in by_kind.items() if found}),
         **facts,
     )
+
+
+def _by_question(answers: Sequence[PromptAnswers], settings: EvaluationSettings) -> dict[str, Metrics]:
+    """Return ``accuracy`` by a question's place in its session, from 1 on; empty where sessions have one question."""
+    size = settings.eval_session_questions
+    groups = {str(place + 1): answers[place::size] for place in range(min(size, len(answers)) if size > 1 else 0)}
+    n, ks = settings.eval_samples, settings.ks
+    return {place: accuracy(own, n, ks, seed=settings.seed) for place, own in groups.items()}
 
 
 def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind, count: int) -> list[list[Sample]]:
@@ -162,7 +173,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def show(console: Console, everything: Sequence[Results]) -> None:
-    """Print a table of all models, and one by category for each model that has categories."""
+    """Print a table of all models, and tables by category and by question for each model that has them."""
     first = everything[0]
     names = [results.name for results in everything]
     table = Table("", *names, title=f"{first.dataset} {first.split}, {first.prompts} prompts", title_justify="left")
@@ -170,8 +181,9 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         table.add_row(label, *(results.rows.get(label, "-") for results in everything))
     console.print(table, soft_wrap=False)
     for results in everything:
-        if results.categories:
-            console.print(_category_table(results), soft_wrap=False)
+        for kind, parts in (("category", results.categories), ("question", results.questions)):
+            if parts:
+                console.print(_table_by(kind, parts, results), soft_wrap=False)
     if reasons := sorted({reason for results in everything for reason in results.left_out}):
         counts = ", ".join(f"{sum(r.left_out.get(reason, 0) for r in everything)} {reason}" for reason in reasons)
         console.print(f"left out: {counts}", style="yellow")
@@ -181,12 +193,12 @@ def show(console: Console, everything: Sequence[Results]) -> None:
         console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
 
 
-def _category_table(results: Results) -> Table:
+def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Table:
     names = results.headline
-    table = Table("category", "prompts", *names, title=f"{results.name} by category", title_justify="left")
-    for category, metrics in results.categories.items():
+    table = Table(kind, "prompts", *names, title=f"{results.name} by {kind}", title_justify="left")
+    for part, metrics in parts.items():
         prompts = max((estimate.prompts for estimate in metrics.values()), default=0)
-        table.add_row(category, str(prompts), *(str(metrics.get(name, "-")) for name in names))
+        table.add_row(part, str(prompts), *(str(metrics.get(name, "-")) for name in names))
     return table
 
 

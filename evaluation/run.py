@@ -125,7 +125,8 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             if plan.agent is not None and agent is not None:
                 places = asyncio.Semaphore(episodes_at_once(plan.agent))
                 workflow = AgentWorkflow(agent, settings, scorer, checkpoint.model, places)
-            evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store)
+            questions = settings.eval_session_questions
+            evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store, questions)
             with View(console, checkpoint.name, pool) as view:
                 await run_until_first_ends(evaluation.run(view.show), started.watch())
             progress = evaluation.progress

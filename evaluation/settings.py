@@ -77,6 +77,9 @@ class EvaluationSettings(Settings):
     built in. Unset: one completion answers a prompt."""
     eval_agent_command: str = ""
     """An agent as a shell command in any language, as the trainer's AGENT_COMMAND."""
+    eval_session_questions: int = Field(1, ge=1)
+    """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
+    far as `example.history`."""
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
@@ -96,6 +99,8 @@ class EvaluationSettings(Settings):
             raise ValueError("EVAL_AGENT and EVAL_AGENT_COMMAND are both set; unset one of them")
         if self.eval_stop and self.workflow is WorkflowName.AGENT:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
+        if self.eval_session_questions > 1 and self.workflow is not WorkflowName.AGENT:
+            raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set EVAL_AGENT or EVAL_AGENT_COMMAND, or unset it")
         return self
 
     @property

@@ -22,6 +22,7 @@ from services.core.seeds import derive_seed
 from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
 
+Messages = Sequence[dict[str, Any]]
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
 
@@ -43,8 +44,10 @@ class SingleTurn:
     at_once: int
     """The most samples of a prompt that are one piece of work."""
 
-    async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """Return the completions that the server gave."""
+    async def sample(
+        self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()
+    ) -> list[Sample]:
+        """Return the completions that the server gave; there is no ``history``."""
         settings = self.settings
         temperature, top_p = (0.0, 1.0) if kind is Kind.GREEDY else (settings.temperature, settings.top_p)
         params = SamplingParams(settings.max_new_tokens, temperature, top_p, stop=settings.eval_stop)
@@ -86,15 +89,17 @@ class AgentWorkflow:
     at_once: ClassVar[int] = 1
     """The most samples of a prompt that are one piece of work."""
 
-    async def sample(self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int]) -> list[Sample]:
-        """Play one episode for each index, one after the other."""
+    async def sample(
+        self, server: Server, prompt: Prompt, kind: Kind, indices: Sequence[int], history: Messages = ()
+    ) -> list[Sample]:
+        """Play one episode for each index, one after the other; each one's conversation continues ``history``."""
         samples = []
         for index in indices:
             async with self.places:
-                samples.append(await self._episode(server, prompt, kind, index))
+                samples.append(await self._episode(server, prompt, kind, index, history))
         return samples
 
-    async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int) -> Sample:
+    async def _episode(self, server: Server, prompt: Prompt, kind: Kind, index: int, history: Messages) -> Sample:
         settings, recording = self.settings, Recording()
         forced: dict[str, Any] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
@@ -105,10 +110,12 @@ class AgentWorkflow:
         transport = RecordingTransport(
             server.http, forced, settings.max_new_tokens, recording, server.limit_name, settings.chat_template_args
         )
-        example = Example(**dict(prompt), model=self.model, scorer=self.score)
+        example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
         started = time.monotonic()
         async with httpx.AsyncClient(transport=transport, timeout=server.http.timeout) as http_client:
             reward = await self._reward(server, example, http_client, recording)
+        if recording.messages and len(recording.messages) <= len(history):
+            raise AgentFailedError("its conversation lacks the session's earlier questions: begin with example.history")
         return Sample.of(
             prompt,
             kind,

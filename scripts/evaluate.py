@@ -46,6 +46,9 @@ AgentName = Annotated[str | None, Option(help="The agent, as module:function; de
 AgentCommand = Annotated[
     str | None, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
 ]
+SessionQuestions = Annotated[
+    int | None, Option(min=1, help="Questions that an agent answers in one conversation; default 1.")
+]
 Scheduler = Annotated[SchedulerName | None, Option(help="Default: endpoints where some are given, else local.")]
 BackendOption = Annotated[Backend, Option(help="What serves the model on this machine: a rollout node, or vLLM.")]
 NumServers = Annotated[int | None, Option(min=1, help="Servers to start; default 1.")]
@@ -91,6 +94,7 @@ def main(
     workflow: Workflow = None,
     agent: AgentName = None,
     agent_command: AgentCommand = None,
+    session_questions: SessionQuestions = None,
     scheduler: Scheduler = None,
     backend: BackendOption = Backend.ROLLOUT,
     num_servers: NumServers = None,
@@ -116,6 +120,7 @@ def main(
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
         overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
+        overrides |= {"eval_session_questions": session_questions}
         plan = Plan(
             _settings(variables, overrides),
             models=model or [],

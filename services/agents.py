@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 from pydantic import ConfigDict, Field
@@ -50,6 +51,8 @@ class Example(Prompt):
 
     model: str
     """The model's name in requests."""
+    history: list[dict[str, Any]] = Field(default_factory=list)
+    """The session's conversation over the questions before this one; empty at the first one, and in training."""
     scorer: Score = Field(repr=False, exclude=True)
     result: RewardResult | None = None
     """The result of the last call of ``score``, or the result that a program gave."""

@@ -10,5 +10,10 @@ from services.gateway.app import create_app
 from services.gateway.settings import GatewaySettings
 from services.http.server import run_service
 
+SWITCH_SECONDS = 0.0005
+"""The time for which a thread that computes lets another one wait for the interpreter. The thread that writes to the
+disk waits up to four times for a call; Python's own value is 5 ms."""
+
 if __name__ == "__main__":
+    sys.setswitchinterval(SWITCH_SECONDS)
     sys.exit(run_service(partial(create_app, own_process=True), endpoints.Task.GATEWAY, GatewaySettings))

@@ -16,7 +16,7 @@ _READ = "SELECT name, tokens FROM account"
 _ADD = "INSERT INTO account VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET tokens = tokens + excluded.tokens"
 _RECORDED, _TRACED, _LOST = "recorded", "traced", "lost:"
 
-LOST_WITH_SESSION = ("deleted", "expired")
+LOST_WITH_SESSION = ("deleted", "expired", "abandoned")
 """Reasons of losing tokens that were recorded: their session was removed before it was finished."""
 
 

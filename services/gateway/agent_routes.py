@@ -5,10 +5,17 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import responses_api
 from services.gateway.api import Api
@@ -18,17 +25,19 @@ from services.gateway.replies import CHAT
 from services.gateway.responses_api import RESPONSES
 from services.gateway.sessions import Session, refuse
 from services.http.app import JsonResponse
-from services.http.json_body import JsonRoute
+from services.http.json_body import JsonRequest, JsonRoute, is_json
 from services.http.problems import ProblemError
 
 AGENT_PATHS = re.compile(r"/v1/.*|/sessions/[^/]+/v1/.*")
 """The agents' paths, whose routes ask for the session's own key."""
+PREFIX = "/sessions/{session_id}/v1"
+_CALL = re.compile(r"/sessions/(?P<id>[^/]+)/v1(?P<path>/.+)")
 
 
 def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
     """Add the agents' routes, once with the session in the path and once with the session as key."""
 
-    async def of_path(session_id: str, http: Request) -> Session:
+    async def of_path(http: Request, session_id: str) -> Session:
         """Return the session that the path names; where JOBGROUP_TOKEN is set, the key must be the token or the id."""
         token, key = gateway.settings.token, _key(http)
         if token and not any(hmac.compare_digest(key, known.encode()) for known in (token, session_id)):
@@ -42,8 +51,58 @@ def add_agent_routes(app: FastAPI, gateway: Gateway) -> None:
             raise ProblemError(401, "give a session's id as API key", {"WWW-Authenticate": "Bearer"})
         return session
 
-    app.include_router(_router(gateway, of_path), prefix="/sessions/{session_id}/v1")
-    app.include_router(_router(gateway, of_key), prefix="/v1")
+    in_path, by_key = _router(gateway, of_path), _router(gateway, of_key)
+    app.include_router(in_path, prefix=PREFIX)
+    app.include_router(by_key, prefix="/v1")
+    # Appended, so that it is inside ServiceMiddleware.
+    app.user_middleware.append(Middleware(DirectCalls, find=of_path, router=in_path))
+
+
+class DirectCalls:
+    """ASGI middleware that answers calls of sessions in the path, which are nearly all requests, by their endpoints.
+
+    FastAPI's routing and dependencies would take as long as the rest of a call. It gets everything else, also bodies
+    that are no objects, which it refuses.
+    """
+
+    def __init__(self, app: ASGIApp, find: Callable[[Request, str], Awaitable[Session]], router: APIRouter) -> None:
+        self._app = app
+        self._find = find
+        routes = (route for route in router.routes if isinstance(route, APIRoute) and "POST" in (route.methods or ()))
+        self._routes = {route.path: (route.endpoint, Route(PREFIX + route.path, route.endpoint)) for route in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a call of a session; leave everything else to FastAPI."""
+        call = _CALL.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if call is None or call["path"] not in self._routes:
+            await self._app(scope, receive, send)
+            return
+        request = JsonRequest(scope, receive)
+        try:
+            body = await _json_object(request)
+        except ClientDisconnect:
+            return
+        if body is None:
+            await self._app(scope, partial(_received, await request.body()), send)
+            return
+        endpoint, scope["route"] = self._routes[call["path"]]  # The route is a label of the metrics.
+        response: Response = await endpoint(body, await self._find(request, call["id"]))
+        await response(scope, receive, send)
+
+
+async def _json_object(request: JsonRequest) -> dict[str, Any] | None:
+    """Return the object in a request's body; None if there is none."""
+    content = await request.body()
+    try:
+        parsed = await request.json() if content and is_json(request) else None
+    except orjson.JSONDecodeError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+async def _received(body: bytes) -> Message:
+    """Return the message of a whole body that was received before."""
+    return {"type": "http.request", "body": body, "more_body": False}
 
 
 def _key(http: Request) -> bytes:

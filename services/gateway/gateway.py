@@ -88,7 +88,7 @@ class Gateway:
         for task in (self._expiring, *tasks):
             task.cancel()
         await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
-        await self.calls.close()
+        self.calls.close()
         await self._store.close()
 
     def _load_model(self) -> Calls:
@@ -143,7 +143,7 @@ class Gateway:
         ).model_dump()
 
     async def create(self, request: CreateSessionRequest) -> SessionReply:
-        """Open a session.
+        """Open a session; it takes the place of open ones that only differ in their ids, because their owner has died.
 
         Raises:
             ProblemError: 409, another request opened a session of this id.
@@ -151,6 +151,9 @@ class Gateway:
         async with self._creating:
             session = await self.get(request.id)
             if session is None:
+                for other in self._abandoned(request):
+                    log.info("session abandoned", session=other, successor=request.id)
+                    await self.delete(other, "abandoned")
                 session = Session(request, time.time())
                 await self._store.write((_INSERT_SESSION, (request.id, request.model_dump_json(), session.created)))
                 self._sessions[request.id] = session
@@ -158,6 +161,15 @@ class Gateway:
         if session.request != request:
             raise ProblemError(409, f"session {request.id} was opened by another request: give each episode its own id")
         return session.reply()
+
+    def _abandoned(self, request: CreateSessionRequest) -> list[str]:
+        """Return the open sessions of the same episode, with the same seed, as ``request`` begins."""
+        if not request.group_id or request.seed is None:
+            return []
+        place = (request.group_id, request.index, request.seed)
+        asked = (s.request for s in self._sessions.values())
+        same = (r for r in asked if (r.group_id, r.index, r.seed) == place)
+        return [other.id for other in same if other.model_copy(update={"id": request.id}) == request]
 
     async def get(self, session_id: str) -> Session | None:
         """Return a session, None if there is none. A finished one is a copy of what is on disk."""

@@ -28,7 +28,10 @@ Messages = Sequence[Mapping[str, Any]]
 
 _USER = {"role": "user", "content": "question"}
 _DUMMIES = ("first answer", "another one")
-"""Two different texts: the suffix must depend on neither."""
+"""Two different texts: the suffix must depend on neither. That is checked once for each shape of a conversation."""
+MAX_SHAPES = 1024
+LONG_TEXT = 8192
+"""Characters. Tokens of a shorter text take less time than a thread's turn to run."""
 _END_OF_THOUGHT = "</think>"
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*")
 
@@ -41,6 +44,8 @@ class PromptMaker:
         self._template_args = dict(template_args or {})
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
+        self._independent: set[bytes] = set()
+        """The shapes of conversations whose suffix was the same after both dummies."""
         self._close = functools.lru_cache(maxsize=64)(self._render_close)
 
     async def whole(
@@ -78,24 +83,40 @@ class PromptMaker:
             tools: the tools that the model is offered.
             options: further variables of the template.
         """
-        found = set()
+        shape = _shape(turn, new, tools, options)
         try:
-            for text in _DUMMIES:
-                thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _END_OF_THOUGHT in turn["content"] else ""
-                opening = [_USER, {**turn, "content": thought + text}]
-                before = self._render(opening, tools, options, adds_generation_prompt=False)
-                after = self._render([*opening, *new], tools, options, adds_generation_prompt=True)
-                found.add((self._close(text, orjson.dumps(options)), _continuation(before, after)))
+            close, continuation = found = self._continued(turn, new, tools, options, _DUMMIES[0])
+            if close is None or continuation is None:
+                return None
+            if shape not in self._independent:
+                if self._continued(turn, new, tools, options, _DUMMIES[1]) != found:
+                    return None
+                if len(self._independent) == MAX_SHAPES:
+                    self._independent.clear()
+                self._independent.add(shape)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError):
-            return None
-        [(close, continuation), *others] = found
-        if others or close is None or continuation is None:
             return None
         suffix = await self._encode(close + continuation)
         has_end = completion.finish_reason is FinishReason.STOP and completion.completion_ids[-1] in self._special
         # The end token that the model sampled stands for the first token of the close.
         closed = has_end and bool(close and suffix) and suffix[0] in self._special
         return suffix[1:] if closed else suffix
+
+    def _continued(
+        self,
+        turn: Mapping[str, Any],
+        new: Messages,
+        tools: list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        text: str,
+    ) -> tuple[str | None, str | None]:
+        """Return the turn's close after ``text``, and what follows it; None where the template writes it otherwise."""
+        thought = f"<think>\n{text[::-1]}\n{_END_OF_THOUGHT}\n\n" if _END_OF_THOUGHT in turn["content"] else ""
+        opening = [_USER, {**turn, "content": thought + text}]
+        close = self._close(text, orjson.dumps(options))
+        before = self._render(opening, tools, options, adds_generation_prompt=False)
+        after = self._render([*opening, *new], tools, options, adds_generation_prompt=True)
+        return close, _continuation(before, after)
 
     def _render_close(self, text: str, options: bytes) -> str | None:
         """Return what the template writes after an assistant's ``text``; None if it does not write the text."""
@@ -123,8 +144,10 @@ class PromptMaker:
         return rendered
 
     async def _encode(self, text: str) -> list[int]:
-        """Return the text's tokens. Other calls go on meanwhile, because the tokenizer releases the interpreter."""
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=False)
+        """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on."""
+        encode = functools.partial(self._tokenizer.encode, text, add_special_tokens=False)
+        tokens: list[int] = encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
+        return tokens
 
     def text_and_calls(
         self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
@@ -146,6 +169,14 @@ class PromptMaker:
         text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _shape(
+    turn: Mapping[str, Any], new: Messages, tools: list[dict[str, Any]] | None, options: Mapping[str, Any]
+) -> bytes:
+    """Return what a conversation has apart from its texts: options, roles, and names of fields."""
+    fields = [[message["role"], len(message.get("tool_calls") or ()), *sorted(message)] for message in (turn, *new)]
+    return orjson.dumps([fields, _END_OF_THOUGHT in turn["content"], tools is None, options])
 
 
 def _continuation(before: str, after: str) -> str | None:

@@ -47,6 +47,11 @@ class JsonRequest(Request):
         return self._json
 
 
+def is_json(request: Request) -> bool:
+    """Return whether a request's body is said to be JSON."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+
+
 class JsonRoute(APIRoute):
     """A route that takes JSON bodies only, as JsonRequest parses them."""
 
@@ -55,8 +60,7 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if self.body_field is not None and media_type != "application/json":
+            if self.body_field is not None and not is_json(request):
                 raise ProblemError(415, "send the body as JSON, with the header 'Content-Type: application/json'")
             response: Response = await handle(JsonRequest(request.scope, request.receive))
             return response

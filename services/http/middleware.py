@@ -76,7 +76,9 @@ class ServiceMiddleware:
         try:
             await self._answer(scope, receive, count_and_send)
         except ProblemError as error:
-            refusal = problem_response(error.status_code, error.detail, instance=path, headers=error.headers)
+            refusal = problem_response(
+                error.status_code, error.detail, instance=path, headers=error.headers, **error.members
+            )
             await refusal(scope, receive, count_and_send)
         # An error that a route lets through is a bug of ours: log its traceback, and answer 500.
         except Exception as error:

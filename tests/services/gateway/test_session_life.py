@@ -72,6 +72,29 @@ async def test_sessions_whose_owner_died_are_removed_after_their_deadline(
     assert expired() == before + 2
 
 
+async def test_the_same_episode_begun_anew_takes_the_place_of_the_one_whose_owner_died(gateway: StartGateway) -> None:
+    episode = {"group_id": "run-0-3", "index": 2, "seed": 5}
+    async with gateway(answers=["Hi."]) as running:
+        await running.chat(await running.open("left", **episode), HELLO)
+        turn = running.engine.completion_tokens
+        others = [
+            episode | {"index": 3},
+            episode | {"seed": 6},
+            episode | {"temperature": 0.5},
+            {"seed": 5},
+            {"seed": 5},
+        ]
+        for number, other in enumerate(others):
+            await running.open(f"other-{number}", **other)
+        assert (await stats_of(running)).open_sessions == 6
+        for _ in range(2):  # Repeating the request changes nothing.
+            await running.open("successor", **episode)
+        stats = await stats_of(running)
+        assert (stats.open_sessions, stats.lost_tokens) == (6, {"abandoned": turn})
+        assert (await running.client.get("/sessions/left")).status_code == 404
+        assert (await running.client.get("/sessions/successor")).status_code == 200
+
+
 async def test_a_gateway_looks_for_late_sessions_by_itself(
     gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
