@@ -7,12 +7,12 @@ the environment, and gcc. Two small libraries take the place of CUDA's runtime (
 Within FakeTensorMode every operation on this device has shapes, types and devices, and no values:
 
 - code takes the branches that it takes on an H100, and autograd records the kernels that would run;
-- a TorchDispatchMode sees each operation with its shapes (tests/pretend_cuda/seen.py), FSDP's collectives included if the
-  process group is ``fake`` (torch.testing._internal.distributed.fake_pg);
+- a TorchDispatchMode sees each operation with its shapes (tests/pretend_cuda/seen.py), FSDP's collectives included if
+  the process group is ``fake`` (torch.testing._internal.distributed.fake_pg);
 - where the host would wait for a value (``.item()``, ``.tolist()``), FakeTensorMode raises an error.
 
-It shows nothing about values, time, NCCL, or whether a kernel launches. The threads of such a process cannot be joined at
-its end, so conftest.py ends pytest by os._exit, and a script must do so itself.
+It shows nothing about values, time, NCCL, or whether a kernel launches. The threads of such a process cannot be joined,
+so conftest.py ends pytest by os._exit, and a script must do so itself.
 """
 
 from __future__ import annotations
