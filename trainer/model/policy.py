@@ -424,8 +424,8 @@ def shard(
 def compile_layers(layers: Sequence[nn.Module]) -> None:
     """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
 
-    All layers share one graph. The hooks of FSDP, which run before and after ``forward``, stay outside of it. The lengths
-    of micro-batches are variables of the graph.
+    All layers share one graph, in which the lengths of micro-batches are variables. The hooks of FSDP, which run before
+    and after ``forward``, stay outside of it.
     """
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
