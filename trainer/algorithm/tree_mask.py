@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,12 +43,12 @@ class TreeMask:
 
     def prepared(self, dtype: torch.dtype) -> BlockMask:
         """Return the mask for ``flex_attention`` in queries' type, on the device of the tables."""
-        ends = self.ends
+        ends, tables = self.ends, cast("Any", self.tables)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        return BlockMask((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        return BlockMask((len(ends), len(ends)), *tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def tiles(ends: Tensor) -> tuple[Tensor, Tensor]:
