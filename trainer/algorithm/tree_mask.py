@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -43,12 +43,13 @@ class TreeMask:
 
     def prepared(self, dtype: torch.dtype) -> BlockMask:
         """Return the mask for ``flex_attention`` in queries' type, on the device of the tables."""
-        ends, tables = self.ends, cast("Any", self.tables)
+        ends = self.ends
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        return BlockMask((len(ends), len(ends)), *tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        make = cast("Callable[..., BlockMask]", BlockMask)
+        return make((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def tiles(ends: Tensor) -> tuple[Tensor, Tensor]:
