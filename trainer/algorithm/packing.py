@@ -9,18 +9,23 @@ unless another one goes on from it, because no token is predicted from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain, compress, pairwise
+from itertools import compress, pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.algorithm.attention_layout import AttentionLayout
+from trainer.algorithm.tree_mask import TreeMask
 
 T = TypeVar("T")
+Rows = NDArray[np.int64]
+"""Packed indices."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ class MicroBatch:
     """[T] int64."""
     position_ids: Tensor
     """[T] int64: the depth in the tree."""
-    layout: AttentionLayout
+    layout: AttentionLayout | TreeMask
+    """The former for attention on a CPU, the latter on CUDA."""
     predict_rows: Tensor
     """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
     state_ids: Tensor
@@ -184,34 +190,53 @@ class MicroBatch:
     """[N] float32: the importance weight of the group at each token."""
     is_replayed: Tensor
     """[N] bool: the group came from the replay buffer."""
+    n_replayed: int
+    """How many of the N tokens came from the replay buffer."""
     n_sequences: int
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
+    def pinned(self) -> MicroBatch:
+        """Return a copy in memory that a CUDA device can read while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on ``device``."""
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) if hasattr(x, "to") else x for name, x in own.items()})
+        """Return a copy on ``device``. The host does not wait for it to arrive, if this one is pinned."""
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a copy with every tensor changed; the layout must be a TreeMask."""
+        assert isinstance(self.layout, TreeMask), "the layout of a CPU stays there"
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: change(x) for name, x in own.items() if isinstance(x, Tensor)}
+        return replace(self, **tensors, layout=self.layout.each(change))
 
 
-def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
-    """Pack pieces into one micro-batch; no pieces give a filler of one token whose loss is 0."""
+def pack(
+    pieces: Sequence[TrainingGroup], order: type[AttentionLayout] | type[TreeMask] = AttentionLayout
+) -> MicroBatch:
+    """Pack pieces into one micro-batch on the CPU; no pieces give a filler of one token whose loss is 0.
+
+    Args:
+        pieces: groups, or pieces of groups.
+        order: how the micro-batch says which tokens see which: for attention on a CPU, or on CUDA.
+    """
     is_filler = not pieces
     if is_filler:
         pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
-    trees = _Trees()
-    predicting = [row for piece in pieces for row in trees.add(piece)]
-    predict_rows, state_ids = torch.tensor(predicting, dtype=torch.int64).unique(return_inverse=True)
+    trees = _Trees(sum(piece.tokens for piece in pieces))
+    predicting = np.concatenate([rows for piece in pieces for rows in trees.add(piece)])
+    predict_rows, state_ids = torch.from_numpy(predicting).unique(return_inverse=True)
     sequences = [sequence for piece in pieces for sequence in piece.sequences]
     groups = [piece for piece in pieces for _ in piece.sequences]
     lengths = torch.tensor([s.trained_tokens for s in sequences])
     return MicroBatch(
-        input_ids=torch.tensor(trees.ids),
-        position_ids=torch.tensor(trees.depths),
-        layout=AttentionLayout.of(torch.tensor(trees.ends)),
+        input_ids=torch.from_numpy(trees.ids),
+        position_ids=torch.from_numpy(trees.depths),
+        layout=order.of(torch.from_numpy(trees.ends)),
         predict_rows=predict_rows,
         state_ids=state_ids,
-        targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
+        targets=_per_token(sequences, [s.completion_ids for s in sequences], np.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
         behaviour_logprobs=_per_token(sequences, [s.behaviour_logprobs for s in sequences]),
         advantages=_per_token(sequences, [s.advantages for s in sequences]),
@@ -219,45 +244,47 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
         returns=_per_token(sequences, [s.returns for s in sequences]),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
+        n_replayed=sum(s.trained_tokens for s, group in zip(sequences, groups, strict=True) if group.is_replayed),
         n_sequences=len(sequences),
         is_filler=is_filler,
     )
 
 
-def _per_token(sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None]) -> Tensor:
-    """Return the numbers [N], float32, of the trained tokens of completions; 0 for a completion without numbers."""
-    full = [[0.0] * len(s.completion_ids) if own is None else own for s, own in zip(sequences, numbers, strict=True)]
-    return torch.tensor([x for s, own in zip(sequences, full, strict=True) for x in s.trained(own)]).float()
+def _per_token(
+    sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None], dtype: Any = np.float32
+) -> Tensor:
+    """Return the numbers [N] of the trained tokens of completions; 0 for a completion without numbers."""
+    parts = [
+        np.zeros(s.trained_tokens, dtype) if own is None else np.array(s.trained(own), dtype)
+        for s, own in zip(sequences, numbers, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 class _Trees:
     """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.depths: list[int] = []
-        self.ends: list[int] = []
+    def __init__(self, tokens: int) -> None:
+        self.ids, self.depths, self.ends = (np.empty(tokens, np.int64) for _ in range(3))
+        self._used = 0
 
-    def add(self, group: TrainingGroup) -> Iterator[int]:
-        """Append a group's tokens; return the packed index that predicts each trained token, by completion."""
+    def add(self, group: TrainingGroup) -> list[Rows]:
+        """Append a group's tokens; return the packed indices that predict the trained tokens, by completion."""
         n_prompt = len(group.prompt_ids)
-        predicting: list[list[int]] = [[] for _ in group.sequences]
-        path: list[int] = []
+        predicting = [np.empty(0, np.int64)] * len(group.sequences)
+        path = predicting[0]
         for branch in group.branches:
-            self._end(path[branch.shared :])
-            start = len(self.ids)
-            path[branch.shared :] = range(start, start + branch.new)
-            self.ids += [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
-            self.depths += range(branch.shared, branch.length)
-            self.ends += [0] * branch.new
+            self.ends[path[branch.shared :]] = self._used
+            new = slice(self._used, self._used + branch.new)
+            self._used = new.stop
+            path = np.concatenate([path[: branch.shared], np.arange(new.start, new.stop)])
+            self.ids[new] = [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
+            self.depths[new] = np.arange(branch.shared, branch.length)
             rows = path[n_prompt - 1 : n_prompt - 1 + len(branch.sequence.completion_ids)]
-            predicting[branch.index] = branch.sequence.trained(rows)
-        self._end(path)
-        return chain.from_iterable(predicting)
-
-    def _end(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.ends[row] = len(self.ids)
+            mask = branch.sequence.loss_mask
+            predicting[branch.index] = rows if mask is None else rows[np.array(mask, bool)]
+        self.ends[path] = self._used
+        return predicting
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ class Policy(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         states = predicting_states(model.base_model, batch)
         logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
-        values = None if self.value_head is None else self.value_head(states)[batch.state_ids]
+        values = None if self.value_head is None else self.value_head(states).index_select(0, batch.state_ids)
         return PolicyOutputs(logprobs, entropies, values)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -119,7 +119,7 @@ class Policy(nn.Module):
         assert self.value_head is not None, "only the policy with a shared critic has values"
         with torch.no_grad():
             states = predicting_states(self._causal_lm().base_model, batch)
-        return cast("Tensor", self.value_head(states)[batch.state_ids])
+        return cast("Tensor", self.value_head(states).index_select(0, batch.state_ids))
 
     @property
     def config(self) -> PretrainedConfig:
@@ -201,10 +201,11 @@ class ValueHead(nn.Linear):
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
-    layout = batch.layout.with_masks(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
+    layout = batch.layout.prepared(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
-    return cast("Tensor", states[batch.predict_rows])
+    # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
+    return cast("Tensor", states.index_select(0, batch.predict_rows))
 
 
 def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:
@@ -391,6 +392,8 @@ def shard(
         ConfigurationError: the decoder has no list of layers.
     """
     layers = _decoder_layers(decoder)
+    if ranks.device.type == "cuda":
+        compile_layers(layers)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         layers = _decoder_layers(decoder)
@@ -416,6 +419,16 @@ def shard(
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
     cast("FSDPModule", module).set_requires_gradient_sync(True)
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
+
+    All layers share one graph, in which the lengths of micro-batches are variables. The hooks of FSDP, which run before
+    and after ``forward``, stay outside of it.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
