@@ -25,7 +25,8 @@ from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import gather_state, load_policy, save_pretrained, write_adapter
+from trainer.model.gathering import gather_state
+from trainer.model.policy import load_policy, save_pretrained, write_adapter
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype
 

@@ -29,7 +29,8 @@ from services.core.logs import get_logger
 from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.policy import Policy, gather_state, write_model
+from trainer.model.gathering import gather_state
+from trainer.model.policy import Policy, write_model
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype, write_version
 from trainer.publishing.publisher import Publisher

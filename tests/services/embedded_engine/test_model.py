@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.linear import PackedLinear, PlainLinear, make_head, make_linear
@@ -40,6 +48,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=32,
+        moe_intermediate_size=48,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    ),
 }
 
 
