@@ -23,9 +23,9 @@ from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
+from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.gathering import gather_state
 from trainer.model.policy import load_policy, save_pretrained, write_adapter
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype
@@ -108,6 +108,16 @@ def train_and_write_adapter(
     state = gather_state(policy.adapter_parameters(published_dtype(learner.settings)), ranks, copy=True)
     ranks.on_main(lambda: write_adapter(policy, state, directory / "adapter"))
     save_pretrained(policy, ranks, directory / "merged", torch.float32)
+    return learner.logprobs(groups, temperature=1.0)
+
+
+def update_and_save_model(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
+) -> list[list[list[float]]]:
+    """Make one update and save the model in float32; return the policy's log-probabilities of every group."""
+    learner = make_learner(ranks, model, **settings)
+    learner.update(groups, 0)
+    save_pretrained(learner.policy, ranks, directory, torch.float32)
     return learner.logprobs(groups, temperature=1.0)
 
 

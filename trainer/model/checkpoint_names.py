@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -47,20 +48,34 @@ def in_checkpoint(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> d
     return converted
 
 
-def check_names(model: PreTrainedModel, model_name: str) -> None:
+def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) -> None:
     """Compare the names that would be published with those of the checkpoint that the model was loaded from.
 
     A checkpoint without an index or safetensors header is not compared.
 
+    Args:
+        model: the model as loaded, before it gets adapters.
+        model_name: MODEL_NAME.
+        has_adapters: the run trains LoRA adapters, which have the names of the parameters that they adapt.
+
     Raises:
-        ConfigurationError: names are missing or surplus.
+        ConfigurationError: names are missing or surplus, or engines could not load the adapters.
     """
+    if not model._weight_conversions:
+        # Nothing was converted; but engines load the family's usual names, even if transformers also loads its own.
+        usual = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
+    with torch.no_grad():
+        published = set(in_checkpoint(model, {name: p.to("meta") for name, p in model.named_parameters()}))
+    if has_adapters and (fused := sorted(dict(model.named_parameters()).keys() - published)):
+        raise ConfigurationError(
+            f"LORA_RANK: {model.config.model_type} keeps several tensors of its checkpoint in one parameter "
+            f"({_listed('such as', fused)}), and engines load no adapters of those; train it with LORA_RANK=0"
+        )
     there = _names_in_files(model_name)
     if there is None:
         log.warning("the names of the checkpoint's tensors cannot be read and compared", model=model_name)
         return
-    with torch.no_grad():
-        published = set(in_checkpoint(model, {name: p.to("meta") for name, p in model.named_parameters()}))
     tied = _tied(model)  # They may lie in the files once or twice.
     ignored = [re.compile(pattern) for pattern in (ROTARY, *(model._keys_to_ignore_on_load_unexpected or ()))]
     missing = [name for name in sorted(there - published - tied) if not any(found.search(name) for found in ignored)]

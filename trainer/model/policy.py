@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -225,7 +226,8 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
         log.info("computing", **vars(chosen))
     model = load_model(settings, materialise=ranks.is_main)
     if trainable:
-        ranks.on_main(lambda: check_names(model, settings.model_name), ConfigurationError)
+        check = partial(check_names, model, settings.model_name, has_adapters=settings.lora_rank > 0)
+        ranks.on_main(check, ConfigurationError)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)

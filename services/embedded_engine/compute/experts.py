@@ -1,7 +1,7 @@
 """Mixtures of experts: each token is computed by the few experts that a router chooses for it.
 
-The router's logits are in the compute type and their softmax in float32, as in transformers and SGLang. A token's sum runs
-over its experts in ascending order, so that its result does not depend on the other tokens.
+The router's logits are in the compute type and their softmax in float32, as in transformers and SGLang. A token's sum
+runs over its experts in ascending order, so that its result does not depend on the other tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The transformer: prefill of packed prompts and decoding of a whole batch, in plain torch operations.
 
-Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and mixtures
-of experts (experts.py). Projections of the same input are one product. Every operation computes a token from its own row only, in an order that does not
-depend on the other rows, so that a sequence gets the same results whatever runs beside it.
+Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU, mixtures of
+experts (experts.py). Projections of the same input are one product. Every operation computes a token from its own row
+only, in an order that does not depend on the other rows, so that a sequence gets the same results whatever runs beside
+it.
 
 Shapes: N tokens or B sequences; H hidden size; Q query heads in K key-value heads of G = Q / K; D head dimension.
 """
