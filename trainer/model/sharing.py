@@ -75,16 +75,13 @@ def token_numbers(
         vocabulary: the number of token ids that the model knows.
         ranks: all ranks.
     """
-    places = {id(s): (i, j) for i, group in enumerate(groups) for j, s in enumerate(group.sequences)}
-    own: list[tuple[int, int, list[float]]] = []
     known = [group for group in groups if not unknown_ids(group, vocabulary)]
     shares = share_out(known, ranks.world_size, max_tokens)
-    for pieces in shares[ranks.rank]:
-        values = compute(packed(pieces, ranks)).cpu()
-        sequences = [s for piece in pieces for s in piece.sequences]
+    # A filler, which computes one token of no group, keeps the ranks in step.
+    own = [compute(packed(pieces, ranks)).cpu()[: None if pieces else 0] for pieces in shares[ranks.rank]]
+    numbers: dict[int, list[float]] = {}
+    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
+        sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
         parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
-        own += [(*places[id(s)], part.tolist()) for s, part in zip(sequences, parts, strict=True)]
-    result: list[TokenNumbers] = [[[0.0] * s.trained_tokens for s in group.sequences] for group in groups]
-    for i, j, numbers in (entry for entries in ranks.gather_json(own) for entry in entries):
-        result[i][j] = numbers
-    return result
+        numbers |= {id(s): part.tolist() for s, part in zip(sequences, parts, strict=True)}
+    return [[numbers.get(id(s), [0.0] * s.trained_tokens) for s in group.sequences] for group in groups]
