@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv coverage bench bench-quick bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,7 +48,7 @@ types: $(VENV)/.test
 	$(RUN) -m mypy
 
 # Other tests have targets of their own, with what they need.
-HERE = not gpu and not sglang and not skypilot and not oracles and not openenv
+HERE = not gpu and not sglang and not skypilot and not oracles and not openenv and not cuda
 
 tests: $(VENV)/.test $(VENV)/.compiled
 	$(RUN) -m pytest -m "not slow and $(HERE)" -n $(WORKERS) --no-loadscope-reorder --durations=15
@@ -68,6 +68,9 @@ test-oracles: $(VENV)-oracles/.oracles  ## the algorithm against the real verl a
 
 test-openenv: $(VENV)/.test $(VENV)-openenv/.openenv  ## environment-server against the real openenv and verifiers, which it installs: 500 MB
 	OPENENV_PYTHON=$(abspath $(VENV))-openenv/bin/python $(RUN) -m pytest tests/openenv -m openenv --require-all
+
+test-cuda: $(VENV)-cuda/.cuda  ## the trainer's CUDA code on a pretended H100, with the CUDA build of torch, which it installs: 5 GB; with gcc
+	$(VENV)-cuda/bin/python -m tests.pretend_cuda -m pytest tests/pretend_cuda -m cuda --require-all
 
 coverage: $(VENV)/.test $(VENV)/.sky  ## what share of the code the tests of `make test` run, lines and branches; as root, with chromium and iproute2
 	rm -rf .cache/coverage
@@ -94,7 +97,7 @@ clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="-
 	@$(RUN) -m scripts.clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:
@@ -152,6 +155,13 @@ $(VENV)-openenv/.openenv: | python-version
 		renderers tenacity
 	$(VENV)-openenv/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps verifiers==0.4.0
 	$(VENV)-openenv/bin/python -c 'import openenv.core, verifiers.v1'
+	@touch $@
+
+# The trainer as jobgroup.yaml installs it on GPU nodes.
+$(VENV)-cuda/.cuda: pyproject.toml constraints.txt | python-version
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-cuda
+	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt \
+		$$(grep -o 'torch==[0-9.]*' jobgroup.yaml) --editable '.[trainer,pytest]'
 	@touch $@
 
 # TRL has its own pins.

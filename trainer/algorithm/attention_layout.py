@@ -1,4 +1,4 @@
-"""The order of attention in a micro-batch: which packed tokens see which, from one integer a token.
+"""The order of attention in a micro-batch on a CPU: which packed tokens see which, from one integer a token.
 
 The tokens of a micro-batch are trees in depth-first order (see packing.py). ``ends[k]`` is the packed index at which
 the subtree of token k ends, and token q sees token k exactly if k <= q < ends[k].
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 ALIGNMENT = 8
-"""Keys of a block with a mask are a multiple of it, because CUDA's kernels need masks with aligned rows."""
+"""Keys of a block with a mask are a multiple of it, so that every row of a float32 mask fills vector registers."""
 
 LEAST_OWN, LEAST_SEEN = 32, 64
 """Shorter runs and paths are padded together: the padding costs less than another call."""
@@ -39,21 +39,16 @@ class Block:
     is_causal: bool
     """The runs begin at roots, so query and key are the same rows, and no mask is needed."""
     mask: Tensor | None = None
-    """[R, 1, Q, K]: numbers to add to the scores, 0 and -inf; None before ``with_masks``, and for causal runs."""
-
-    def to(self, device: torch.device) -> Block:
-        """Return a copy on ``device``."""
-        rows = {name: getattr(self, name).to(device) for name in ("query_rows", "key_rows", "depths")}
-        return replace(self, **rows, mask=None if self.mask is None else self.mask.to(device))
+    """[R, 1, Q, K]: numbers to add to the scores, 0 and -inf; None before ``prepared``, and for causal runs."""
 
     def with_mask(self, dtype: torch.dtype) -> Block:
         """Return a copy with its mask."""
         if self.is_causal:
             return self
         # Padding comes after the path, at places greater than any depth.
-        places = torch.arange(self.key_rows.shape[1], device=self.depths.device)
+        places = torch.arange(self.key_rows.shape[1])
         is_hidden = (places > self.depths[:, :, None])[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.depths.device)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype)
         return replace(self, mask=mask.masked_fill_(is_hidden, -torch.inf))
 
 
@@ -90,12 +85,7 @@ class AttentionLayout:
             blocks.append(block)
         return cls(ends, tuple(blocks), unpack)
 
-    def to(self, device: torch.device) -> AttentionLayout:
-        """Return a copy on ``device``."""
-        blocks = tuple(block.to(device) for block in self.blocks)
-        return AttentionLayout(self.ends.to(device), blocks, self.unpack.to(device))
-
-    def with_masks(self, dtype: torch.dtype) -> AttentionLayout:
+    def prepared(self, dtype: torch.dtype) -> AttentionLayout:
         """Return a copy with the blocks' masks as numbers of the queries' type.
 
         Attention would otherwise convert a bool mask in every layer, and keep each result for the backward pass.

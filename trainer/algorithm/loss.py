@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,10 @@ REPLAY_PREFIX = "replay_"
 """Prefix of the metrics of tokens from the replay buffer."""
 
 
+Reduction = Callable[[dict[str, float]], dict[str, float]]
+"""A reduction of numbers over the ranks, by name."""
+
+
 @dataclass(frozen=True)
 class StepSize:
     """The denominators of a step's loss: counts over all ranks and micro-batches."""
@@ -36,26 +40,43 @@ class StepSize:
 
 @dataclass
 class Diagnostics:
-    """Sums and maxima over trained tokens, to be combined over micro-batches and ranks."""
+    """Sums and maxima over trained tokens, to be combined over micro-batches and ranks.
 
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
+    They stay on the device, because the host would have to wait for their values.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars, float64."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    """Scalars, float64."""
 
     def add(self, other: Diagnostics) -> None:
         """Add another micro-batch."""
-        add_up(self.sums, other.sums)
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
         for name, value in other.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, -float("inf")), value)
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
 
-    def metrics(self) -> dict[str, float]:
-        """Return the loss, and by metric name means over tokens and extreme ratios; replayed tokens have a prefix."""
+    def metrics(self, total: Reduction = dict, maximum: Reduction = dict) -> dict[str, float]:
+        """Return the loss, and by metric name means over tokens and extreme ratios; replayed tokens have a prefix.
+
+        The host waits for the device.
+
+        Args:
+            total: adds numbers up over the ranks, by name.
+            maximum: returns the largest of the ranks' numbers, by name.
+        """
+        scalars = [*self.sums.values(), *self.maxima.values()]
+        numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+        sums, maxima = ({name: next(numbers) for name in part} for part in (self.sums, self.maxima))
+        sums, maxima = total(sums), maximum(maxima)
         means = {}
-        for name, value in self.sums.items():
+        for name, value in sums.items():
             prefix = REPLAY_PREFIX if name.startswith(REPLAY_PREFIX) else ""
             if name not in ("loss", "tokens", f"{REPLAY_PREFIX}tokens"):
-                means[name] = value / max(self.sums[f"{prefix}tokens"], 1.0)
-        extremes = {name: -x if name.endswith("ratio_min") else x for name, x in self.maxima.items()}
-        return {"loss": self.sums.get("loss", 0.0), **means, **extremes}
+                means[name] = value / max(sums[f"{prefix}tokens"], 1.0)
+        extremes = {name: -x if name.endswith("ratio_min") else x for name, x in maxima.items()}
+        return {"loss": sums.get("loss", 0.0), **means, **extremes}
 
 
 class PolicyLoss:
@@ -206,29 +227,24 @@ def _chosen_loss(settings: TrainerSettings) -> LossFunction:
 def _diagnose(
     batch: MicroBatch, loss: Tensor, metrics: Mapping[str, Tensor], ratio: Tensor | None = None
 ) -> Diagnostics:
-    """Return sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones."""
-    if batch.is_filler or len(batch.targets) == 0:
+    """Return sums of ``metrics`` [N] and extreme ratios, over fresh tokens and over replayed ones.
+
+    Tokens are chosen by ``where``: to index with a mask, the host would have to wait for the number of tokens.
+    """
+    n_tokens = len(batch.targets)
+    if batch.is_filler or n_tokens == 0:
         return Diagnostics()
     sums, maxima = {"loss": loss.double()}, {}
-    for prefix, chosen in (("", ~batch.is_replayed), (REPLAY_PREFIX, batch.is_replayed)):
-        if not chosen.any():
+    fresh = n_tokens - batch.n_replayed
+    for prefix, chosen, count in (
+        ("", ~batch.is_replayed, fresh),
+        (REPLAY_PREFIX, batch.is_replayed, batch.n_replayed),
+    ):
+        if not count:
             continue
-        sums[f"{prefix}tokens"] = chosen.sum().double()
-        sums |= {prefix + name: values[chosen].double().sum() for name, values in metrics.items()}
+        sums[f"{prefix}tokens"] = torch.full_like(sums["loss"], count)
+        sums |= {prefix + name: torch.where(chosen, values.double(), 0.0).sum() for name, values in metrics.items()}
         if ratio is not None:
-            maxima[f"{prefix}ratio_max"] = ratio[chosen].max().double()
-            maxima[f"{prefix}ratio_min"] = -ratio[chosen].min().double()
-    return Diagnostics(_numbers(sums), _numbers(maxima))
-
-
-def add_up(totals: dict[str, float], values: Mapping[str, float]) -> None:
-    """Add ``values`` to ``totals``, name by name."""
-    for name, value in values.items():
-        totals[name] = totals.get(name, 0.0) + value
-
-
-def _numbers(scalars: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return scalars as numbers, brought from the device in one transfer."""
-    if not scalars:
-        return {}
-    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
+            maxima[f"{prefix}ratio_max"] = torch.where(chosen, ratio, -torch.inf).max().double()
+            maxima[f"{prefix}ratio_min"] = -torch.where(chosen, ratio, torch.inf).min().double()
+    return Diagnostics(sums, maxima)

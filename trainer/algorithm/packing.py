@@ -9,7 +9,7 @@ unless another one goes on from it, because no token is predicted from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, compress, pairwise
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trainer.algorithm.attention_layout import AttentionLayout
+from trainer.algorithm.tree_mask import TreeMask
 
 T = TypeVar("T")
 
@@ -162,7 +163,8 @@ class MicroBatch:
     """[T] int64."""
     position_ids: Tensor
     """[T] int64: the depth in the tree."""
-    layout: AttentionLayout
+    layout: AttentionLayout | TreeMask
+    """The former for attention on a CPU, the latter on CUDA."""
     predict_rows: Tensor
     """[U] int64, ascending: the packed indices whose hidden states predict trained tokens."""
     state_ids: Tensor
@@ -184,18 +186,37 @@ class MicroBatch:
     """[N] float32: the importance weight of the group at each token."""
     is_replayed: Tensor
     """[N] bool: the group came from the replay buffer."""
+    n_replayed: int
+    """How many of the N tokens came from the replay buffer."""
     n_sequences: int
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""
 
+    def pinned(self) -> MicroBatch:
+        """Return a copy in memory that a CUDA device can read while the host goes on."""
+        return self._each(Tensor.pin_memory)
+
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on ``device``."""
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: x.to(device) if hasattr(x, "to") else x for name, x in own.items()})
+        """Return a copy on ``device``. The host does not wait for it to arrive, if this one is pinned."""
+        return self._each(lambda x: x.to(device, non_blocking=True))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return a copy with every tensor changed; the layout must be a TreeMask."""
+        assert isinstance(self.layout, TreeMask), "the layout of a CPU stays there"
+        own = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: change(x) for name, x in own.items() if isinstance(x, Tensor)}
+        return replace(self, **tensors, layout=self.layout.each(change))
 
 
-def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
-    """Pack pieces into one micro-batch; no pieces give a filler of one token whose loss is 0."""
+def pack(
+    pieces: Sequence[TrainingGroup], order: type[AttentionLayout] | type[TreeMask] = AttentionLayout
+) -> MicroBatch:
+    """Pack pieces into one micro-batch on the CPU; no pieces give a filler of one token whose loss is 0.
+
+    Args:
+        pieces: groups, or pieces of groups.
+        order: how the micro-batch says which tokens see which: for attention on a CPU, or on CUDA.
+    """
     is_filler = not pieces
     if is_filler:
         pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
@@ -208,7 +229,7 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
     return MicroBatch(
         input_ids=torch.tensor(trees.ids),
         position_ids=torch.tensor(trees.depths),
-        layout=AttentionLayout.of(torch.tensor(trees.ends)),
+        layout=order.of(torch.tensor(trees.ends)),
         predict_rows=predict_rows,
         state_ids=state_ids,
         targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
@@ -219,6 +240,7 @@ def pack(pieces: Sequence[TrainingGroup]) -> MicroBatch:
         returns=_per_token(sequences, [s.returns for s in sequences]),
         weights=torch.tensor([group.weight for group in groups]).repeat_interleave(lengths),
         is_replayed=torch.tensor([group.is_replayed for group in groups]).repeat_interleave(lengths),
+        n_replayed=sum(s.trained_tokens for s, group in zip(sequences, groups, strict=True) if group.is_replayed),
         n_sequences=len(sequences),
         is_filler=is_filler,
     )

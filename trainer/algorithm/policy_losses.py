@@ -127,9 +127,10 @@ def clip_cov(
     covariance = (tokens.advantages - tokens.advantages.mean()) * (logprobs - logprobs.mean())
     is_clipped = metrics["clip_fraction_low"] | metrics["clip_fraction_high"]
     may_go = (covariance > bounds[0]) & (covariance < bounds[1]) & ~is_clipped
-    count = min(max(int(share * len(covariance)), 1), int(may_go.sum()))
+    count = min(max(int(share * len(covariance)), 1), len(covariance))
     chosen = torch.where(may_go, covariance, -torch.inf).topk(count).indices
-    keeps_gradient = torch.ones_like(losses).index_fill(0, chosen, 0.0)
+    # Fewer than ``count`` may go: the host does not wait for their number.
+    keeps_gradient = torch.ones_like(losses).index_fill(0, chosen, 0.0).masked_fill(~may_go, 1.0)
     return TokenLosses(losses * keeps_gradient, {**metrics, "clip_fraction_covariance": keeps_gradient == 0})
 
 

@@ -1,15 +1,17 @@
 """Attention over packed trees of tokens, registered with transformers under the name ``token_tree``.
 
-It is computed in the blocks of attention_layout.py, so the work grows with the lengths of the trees' paths and not with
-the square of the packed row. Any model can use it whose attention goes through transformers' attention interface.
+On CUDA one ``flex_attention`` computes it, over the tiles of tree_mask.py. On a CPU it is computed in the blocks of
+attention_layout.py. The work of either grows with the lengths of the trees' paths and not with the square of the packed
+row. Any model can use it whose attention goes through transformers' attention interface.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -22,6 +24,9 @@ TREE_ATTENTION = "token_tree"
 UNSUPPORTED_OPTIONS = ("sliding_window", "softcap", "s_aux")
 """Options with which models ask for sliding windows, capped scores or attention sinks."""
 
+KERNEL_OPTIONS: Any = {"BACKEND": "TRITON", "ROWS_GUARANTEED_SAFE": True}
+"""One kernel for micro-batches of any length; every token sees itself, so no row is without a score."""
+
 
 def tree_attention(
     module: nn.Module,
@@ -32,7 +37,7 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    layout: AttentionLayout,
+    layout: AttentionLayout | BlockMask,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of T packed tokens of a micro-batch, as transformers' attention interface asks for it.
@@ -45,7 +50,7 @@ def tree_attention(
         attention_mask: not used, because the layout has the mask.
         scaling: factor of the scores; 1 / sqrt(D) by default.
         dropout: must be 0.
-        layout: the blocks of the micro-batch, with their masks.
+        layout: the layout of the micro-batch, prepared.
         options: other options of the model; those in UNSUPPORTED_OPTIONS must be None, the rest is ignored.
 
     Returns:
@@ -60,11 +65,24 @@ def tree_attention(
             f"MODEL_NAME: the model's attention has {', '.join(asked)}, which the trainer does not support; "
             f"choose a model of another family ({FAMILIES})"
         )
+    if isinstance(layout, BlockMask):
+        output = flex_attention(
+            query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=KERNEL_OPTIONS
+        )
+        return cast("Tensor", output).transpose(1, 2), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
     for block in layout.blocks:
         own_q, seen_k, seen_v = _heads(q, block.query_rows), _heads(k, block.key_rows), _heads(v, block.key_rows)
-        output = _attend(own_q, seen_k, seen_v, attn_mask=block.mask, is_causal=block.is_causal, scale=scaling)
+        output = scaled_dot_product_attention(
+            own_q,
+            seen_k,
+            seen_v,
+            attn_mask=block.mask,
+            is_causal=block.is_causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] > key.shape[1],
+        )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return _rows(torch.cat(outputs), layout.unpack)[None], None
 
@@ -77,17 +95,6 @@ def _heads(states: Tensor, rows: Tensor) -> Tensor:
 def _rows(states: Tensor, rows: Tensor) -> Tensor:
     """Return ``states[rows]``. The gradient of indexing would add up repeated rows number by number."""
     return embedding(rows, states.flatten(1)).view(*rows.shape, *states.shape[1:])
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Return scaled dot-product attention of H query heads to H_kv key heads."""
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1 and query.is_cuda:
-        # On a GPU the key heads are copied: with a mask, or in float32, enable_gqa allows only the kernel that keeps
-        # every score for the backward pass.
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        repeats = 1
-    return scaled_dot_product_attention(query, key, value, enable_gqa=repeats > 1, **options)
 
 
 AttentionInterface.register(TREE_ATTENTION, tree_attention)

@@ -47,7 +47,8 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Return the values [N], float32, of the states before a micro-batch's N trained tokens."""
-        return cast("Tensor", self.value_head(predicting_states(self.decoder, batch))[batch.state_ids])
+        values = self.value_head(predicting_states(self.decoder, batch))
+        return cast("Tensor", values.index_select(0, batch.state_ids))
 
 
 def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:
@@ -126,9 +127,10 @@ class CriticLearner:
         rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate)
         rates = [rate] * len(self.optimizer.param_groups)
         taken: list[dict[str, float]] = []
+        batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
         for part in parts:
             if part.own:
-                passes = [partial(self._backward, pieces, part.size) for pieces in part.own]
+                passes = [partial(self._backward, batches, part.size) for _ in part.own]
                 stop = None if taken else should_stop
                 taken.append(optimizer_step(settings, self.ranks, self.module, self.optimizer, passes, rates, stop))
         return UpdateResult(
@@ -139,8 +141,8 @@ class CriticLearner:
             metrics={name: value for name, value in means(taken).items() if "value_" in name},
         )
 
-    def _backward(self, pieces: Sequence[TrainingGroup], size: StepSize) -> Diagnostics:
-        batch = packed(pieces, self.ranks)
+    def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:
+        batch = next(batches)
         loss, diagnostics = critic_loss(self.settings, batch, self.compute(batch), size)
         # FSDP averages gradients over the ranks, but the denominator of the loss counts all ranks already.
         (loss * self.ranks.world_size).backward()

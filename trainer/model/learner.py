@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -97,12 +97,10 @@ class Learner:
         proximal = [self._logprobs(part) if is_decoupled else [None] * len(part.own) for part in parts]
         rates = self._rates(step)
         taken: list[dict[str, float]] = []
+        batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
         for part, before in zip(parts, proximal, strict=True):
             if part.own:
-                passes = [
-                    partial(self._backward, pieces, part.size, old)
-                    for pieces, old in zip(part.own, before, strict=True)
-                ]
+                passes = [partial(self._backward, batches, part.size, old) for old in before]
                 stop = None if taken else should_stop
                 taken.append(
                     optimizer_step(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, stop)
@@ -169,10 +167,10 @@ class Learner:
 
     @torch.no_grad()
     def _logprobs(self, part: Part) -> list[Tensor | None]:
-        return [self.policy(packed(pieces, self.ranks))[0] for pieces in part.own]
+        return [self.policy(batch)[0] for batch in packed(part.own, self.ranks)]
 
-    def _backward(self, pieces: Sequence[TrainingGroup], size: StepSize, proximal: Tensor | None) -> Diagnostics:
-        batch = packed(pieces, self.ranks)
+    def _backward(self, batches: Iterator[MicroBatch], size: StepSize, proximal: Tensor | None) -> Diagnostics:
+        batch = next(batches)
         has_kl = self.settings.kl_coef != 0 and not self.settings.kl_in_reward
         reference = self._reference_logprobs(batch) if has_kl else None
         outputs = self.policy(batch)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -81,19 +82,28 @@ def optimizer_step(
         sharded.set_reshard_after_backward(is_last or settings.shard_parameters)
         sharded.set_is_last_backward(is_last)
         diagnostics.add(compute())
-    metrics = Diagnostics(ranks.total(diagnostics.sums), ranks.maximum(diagnostics.maxima)).metrics()
-    metrics["grad_norm"] = _clip(module, settings.max_grad_norm)
-    if is_finite(metrics):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.step()
+    norm = _clip(module, settings.max_grad_norm)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # The fused optimizer leaves out the step by itself, so the host need not wait for the numbers before it.
+    cast("Any", optimizer).found_inf = 1.0 - _all_finite(diagnostics, norm, ranks).float()
+    optimizer.step()
     optimizer.zero_grad()
-    return metrics
+    return diagnostics.metrics(ranks.total, ranks.maximum) | {"grad_norm": norm.item()}
 
 
-def _clip(module: nn.Module, largest_norm: float) -> float:
+def _clip(module: nn.Module, largest_norm: float) -> Tensor:
+    """Scale the gradients down to a norm of at most ``largest_norm``; return the norm before, a scalar."""
     norm = torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], largest_norm)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _all_finite(diagnostics: Diagnostics, norm: Tensor, ranks: Ranks) -> Tensor:
+    """Return whether the loss of all ranks and the gradient's norm are finite, a scalar bool on the device."""
+    loss = diagnostics.sums.get("loss", torch.zeros_like(norm)).to(torch.float64, copy=True)
+    if ranks.world_size > 1:
+        dist.all_reduce(loss)
+    return loss.isfinite() & norm.isfinite()
 
 
 def _reshard(module: nn.Module) -> None:

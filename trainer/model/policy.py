@@ -110,7 +110,7 @@ class Policy(nn.Module):
         temperature = self.temperature if temperature is None else temperature
         states = predicting_states(model.base_model, batch)
         logprobs, entropies = token_logprobs(states, weight, batch.targets, batch.state_ids, temperature)
-        values = None if self.value_head is None else self.value_head(states)[batch.state_ids]
+        values = None if self.value_head is None else self.value_head(states).index_select(0, batch.state_ids)
         return PolicyOutputs(logprobs, entropies, values)
 
     def values(self, batch: MicroBatch) -> Tensor:
@@ -121,7 +121,7 @@ class Policy(nn.Module):
         assert self.value_head is not None, "only the policy with a shared critic has values"
         with torch.no_grad():
             states = predicting_states(self._causal_lm().base_model, batch)
-        return cast("Tensor", self.value_head(states)[batch.state_ids])
+        return cast("Tensor", self.value_head(states).index_select(0, batch.state_ids))
 
     @property
     def config(self) -> PretrainedConfig:
@@ -209,10 +209,11 @@ class ValueHead(nn.Linear):
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
-    layout = batch.layout.with_masks(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
+    layout = batch.layout.prepared(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
-    return cast("Tensor", states[batch.predict_rows])
+    # The gradient of index_select adds rows in parallel; that of indexing sorts them first.
+    return cast("Tensor", states.index_select(0, batch.predict_rows))
 
 
 def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = True) -> Policy:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from trainer.algorithm.loss import StepSize
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.share_out import share_out
 from trainer.algorithm.training_groups import TokenNumbers
+from trainer.algorithm.tree_mask import TreeMask
 from trainer.model.ranks import Ranks
 
 
@@ -20,7 +23,7 @@ class Part:
     """This rank's part of one optimizer step."""
 
     own: list[list[TrainingGroup]]
-    """This rank's micro-batches. Each is packed when its turn comes, so that the device holds one at a time."""
+    """This rank's micro-batches, not yet packed."""
     size: StepSize
     tokens: int
     """Tokens that all ranks read."""
@@ -48,9 +51,27 @@ def make_part(
     )
 
 
-def packed(pieces: Sequence[TrainingGroup], ranks: Ranks) -> MicroBatch:
-    """Return pieces as a micro-batch on this rank's device."""
-    return pack(pieces).to(ranks.device)
+def packed(parts: Iterable[Sequence[TrainingGroup]], ranks: Ranks) -> Iterator[MicroBatch]:
+    """Yield micro-batches on this rank's device, which holds one at a time, each packed from its pieces.
+
+    On a CPU each is packed when its turn comes. On CUDA a thread packs the next one while the device computes, and the
+    host waits neither for the packing nor for the copy.
+    """
+    if ranks.device.type == "cpu":
+        yield from map(pack, parts)
+        return
+    with ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(ranks.device,)) as thread:
+        waiting = deque(parts)
+        ahead = deque([thread.submit(_pinned, waiting.popleft())] if waiting else [])
+        while ahead:
+            batch = ahead.popleft().result()
+            if waiting:
+                ahead.append(thread.submit(_pinned, waiting.popleft()))
+            yield batch.to(ranks.device)
+
+
+def _pinned(pieces: Sequence[TrainingGroup]) -> MicroBatch:
+    return pack(pieces, TreeMask).pinned()
 
 
 def unknown_ids(group: TrainingGroup, vocabulary: int) -> list[int]:
@@ -77,8 +98,10 @@ def token_numbers(
     """
     known = [group for group in groups if not unknown_ids(group, vocabulary)]
     shares = share_out(known, ranks.world_size, max_tokens)
-    # A filler, which computes one token of no group, keeps the ranks in step.
-    own = [compute(packed(pieces, ranks)).cpu()[: None if pieces else 0] for pieces in shares[ranks.rank]]
+    # Computed first and read then, so that the device does not wait for the host in between.
+    computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
+    # A filler, which computes one token of no group, only keeps the ranks in step.
+    own = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
     numbers: dict[int, list[float]] = {}
     for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
         sequences = [s for pieces in share for piece in pieces for s in piece.sequences]

@@ -31,7 +31,7 @@ def test_the_blocks_of_attention_show_each_token_what_the_ends_say(groups: list[
     groups = [g for g in groups if g.sequences]
     if not groups:
         return
-    layout = pack(groups).layout.with_masks(torch.float32)
+    layout = pack(groups).layout.prepared(torch.float32)
     queries, shown = [], []
     for block in layout.blocks:
         n_runs, longest, keys = *block.query_rows.shape, block.key_rows.shape[1]
@@ -75,7 +75,7 @@ def test_one_long_completion_does_not_pad_many_short_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_masks_are_numbers_in_aligned_rows(dtype: torch.dtype) -> None:
-    layout = pack([group_of(5, [3, 2, 7]), group_of(2, [4, 4])]).layout.with_masks(dtype)
+    layout = pack([group_of(5, [3, 2, 7]), group_of(2, [4, 4])]).layout.prepared(dtype)
     masks = [block.mask for block in layout.blocks if block.mask is not None]
     assert masks
     for mask in masks:
