@@ -9,7 +9,9 @@ checkpoint that was damaged later does not match its manifest, and the one befor
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -33,6 +36,9 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
 log = get_logger(__name__)
+
+FILES = 4
+"""Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
 class RunState(BaseModel):
@@ -126,7 +132,8 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        future = async_save(_tensors(policy, optimizer, critic), checkpoint_id=hidden, process_group=self._group)
+        writer = FileSystemWriter(hidden, thread_count=FILES)
+        future = async_save(_tensors(policy, optimizer, critic), storage_writer=writer, process_group=self._group)
         written = cast("Future[Any]", future)
         # Rank 0's future is done when every rank has written its part.
         sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
@@ -291,26 +298,36 @@ def _snapshot_of(directory: Path) -> str | None:
 
 
 def _write_manifest(directory: Path) -> None:
-    files = {
-        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": _checksum(file)}
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
+    files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
+    manifest = {
+        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": checksum}
+        for file, checksum in zip(files, _checksums(files), strict=True)
     }
-    (directory / "manifest.json").write_bytes(orjson.dumps(files, option=orjson.OPT_INDENT_2))
+    (directory / "manifest.json").write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
 
 
 def _damage(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used; None when every file matches the manifest."""
     try:
-        files = orjson.loads((directory / "manifest.json").read_bytes())
-        for name, expected in files.items():
-            file = directory / name
-            if file.stat().st_size != expected["bytes"] or _checksum(file) != expected["blake2b"]:
-                return f"{name} is not as it was written"
+        manifest = orjson.loads((directory / "manifest.json").read_bytes())
+        files = [directory / name for name in manifest]
+        # The sizes first, because they take no time.
+        for file, expected in zip(files, manifest.values(), strict=True):
+            if file.stat().st_size != expected["bytes"]:
+                return f"{file.relative_to(directory)} is not as it was written"
+        for file, expected, checksum in zip(files, manifest.values(), _checksums(files), strict=True):
+            if checksum != expected["blake2b"]:
+                return f"{file.relative_to(directory)} is not as it was written"
         _read_state(directory)
     except (OSError, ValueError, KeyError, ValidationError) as error:
         return str(error).splitlines()[0]
     return None
+
+
+def _checksums(files: Sequence[Path]) -> Iterator[str]:
+    """Yield the checksum of each file, computed by as many threads as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count(), "checksum") as threads:
+        yield from threads.map(_checksum, files)
 
 
 def _checksum(file: Path) -> str:

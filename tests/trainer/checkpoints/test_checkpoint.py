@@ -236,3 +236,24 @@ def test_no_checksum_is_computed_while_training_waits(
     may_go_on.set()
     assert store.finish() is not None
     assert threading.current_thread() not in threads
+
+
+def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At saving and at loading, the first two shards wait for each other."""
+    monkeypatch.setattr(checkpoint.os, "cpu_count", lambda: 2)
+    real, shards = checkpoint._checksum, list[str]()
+    both = threading.Barrier(2)
+
+    def checksum(file: Path) -> str:
+        if file.suffix == ".distcp" and len(shards) < 2:
+            shards.append(file.name)
+            both.wait(IDLE_SECONDS)
+        return real(file)
+
+    monkeypatch.setattr(checkpoint, "_checksum", checksum)
+    train_and_save(alone, model, tmp_path, GROUPS, 1, 1)
+    saved, shards[:] = list(shards), []
+    resume_and_train(alone, model, tmp_path, GROUPS, 1)
+    assert len(set(saved)) == len(set(shards)) == 2
