@@ -8,10 +8,7 @@ checkpoint that was damaged later does not match its manifest, and the one befor
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
-from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +28,7 @@ from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
 from trainer.checkpoints.fingerprint import Fingerprint
+from trainer.checkpoints.manifest import damaged_file, write_manifest
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
@@ -272,7 +270,7 @@ def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
     """Wait until the tensors are written, then write state and manifest beside them."""
     written.result()
     (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
-    _write_manifest(directory)
+    write_manifest(directory)
 
 
 def _replace(final: Path, new: Path) -> None:
@@ -297,40 +295,13 @@ def _snapshot_of(directory: Path) -> str | None:
         return None
 
 
-def _write_manifest(directory: Path) -> None:
-    files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
-    manifest = {
-        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": checksum}
-        for file, checksum in zip(files, _checksums(files), strict=True)
-    }
-    (directory / "manifest.json").write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-
-
 def _damage(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used; None when every file matches the manifest."""
     try:
-        manifest = orjson.loads((directory / "manifest.json").read_bytes())
-        files = [directory / name for name in manifest]
-        # The sizes first, because they take no time.
-        for file, expected in zip(files, manifest.values(), strict=True):
-            if file.stat().st_size != expected["bytes"]:
-                return f"{file.relative_to(directory)} is not as it was written"
-        for file, expected, checksum in zip(files, manifest.values(), _checksums(files), strict=True):
-            if checksum != expected["blake2b"]:
-                return f"{file.relative_to(directory)} is not as it was written"
+        damaged = damaged_file(directory)
+        if damaged is not None:
+            return f"{damaged} is not as it was written"
         _read_state(directory)
     except (OSError, ValueError, KeyError, ValidationError) as error:
         return str(error).splitlines()[0]
     return None
-
-
-def _checksums(files: Sequence[Path]) -> Iterator[str]:
-    """Yield the checksum of each file, computed by as many threads as there are cores."""
-    with ThreadPoolExecutor(os.cpu_count(), "checksum") as threads:
-        yield from threads.map(_checksum, files)
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
-    return digest.hexdigest()
