@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -29,7 +30,7 @@ def damaged_file(directory: Path) -> str | None:
     Raises:
         OSError, ValueError, KeyError: the manifest or a file cannot be read.
     """
-    manifest = orjson.loads((directory / MANIFEST).read_bytes())
+    manifest: dict[str, dict[str, Any]] = orjson.loads((directory / MANIFEST).read_bytes())
     files = {name: directory / name for name in manifest}
     # The sizes first, because they take no time.
     for name, file in files.items():
