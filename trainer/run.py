@@ -18,11 +18,12 @@ from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError
 from services.core.logs import get_logger
 from services.protocol.prompts import DataStats
 from services.run_page.rewards import first_and_last
+from services.weights.broadcast_group import match_engines_nccl
 from trainer.checkpoints.admission import has_succeeded, job_id
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.resume import count_parameters, resume
 from trainer.checkpoints.volume import writing
-from trainer.config import Mode, TrainerSettings
+from trainer.config import Mode, TrainerSettings, Transport
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.critic import CriticLearner
@@ -73,6 +74,8 @@ def run_rank() -> int:
         logs.configure(Task.TRAINER.value, settings.log_level)
         transformers.utils.logging.disable_progress_bar()
         memory.keep()
+        if settings.publish_transport is Transport.BROADCAST:
+            match_engines_nccl()
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)

@@ -1,7 +1,8 @@
 """The ranks as one: rank 0 drives, and every other rank follows it into the same collective calls.
 
-Rank 0 calls a method of Team. The method first tells the others its name and arguments, as JSON, and they call the same
-method. So the driver is an ordinary program that only rank 0 runs, and no other rank knows of services and run files.
+Rank 0 calls a method of Team. The method first tells the others its name and arguments, as JSON and arrays, and they
+call the same method. So the driver is an ordinary program that only rank 0 runs, and no other rank knows of services
+and run files.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
-from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
+from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
+from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
@@ -83,14 +86,13 @@ class Team:
             Exception: the error of ENDINGS by which rank 0 ended the run.
         """
         while True:
-            call = self.ranks.broadcast_json()
-            name, arguments = call["name"], call["arguments"]
+            name, arguments = self._heard()
             if name == "end":
                 if arguments["kind"]:
                     raise next(kind for kind in ENDINGS if kind.__name__ == arguments["kind"])(arguments["text"])
                 return
             try:
-                getattr(self, name)(**_decoded(arguments))
+                getattr(self, name)(**arguments)
             except (*ENDINGS, StopRequestedError) as error:
                 # Rank 0 has it too, and decides what comes next.
                 log.debug("call failed", call=name, reason=str(error))
@@ -167,22 +169,28 @@ class Team:
         if self.critic is not None:
             self.critic.save(self.settings.run_dir / "critic", published_dtype(self.settings))
 
-    def _tell(self, name: str, **arguments: Any) -> None:
-        if self.ranks.is_main:
-            self.ranks.broadcast_json({"name": name, "arguments": arguments})
+    def _tell(self, name: str, *, groups: Sequence[TrainingGroup] | None = None, **arguments: Any) -> None:
+        if not self.ranks.is_main or self.ranks.world_size == 1:
+            return
+        header, arrays = ([], []) if groups is None else to_arrays(groups)
+        self.ranks.broadcast_json(
+            {
+                "name": name,
+                "arguments": arguments,
+                "groups": None if groups is None else header,
+                "arrays": [(array.dtype.str, len(array)) for array in arrays],
+            }
+        )
+        for array in arrays:
+            self.ranks.broadcast_array(array)
 
-
-def _decoded(arguments: dict[str, Any]) -> dict[str, Any]:
-    if "groups" in arguments:
-        arguments["groups"] = [
-            TrainingGroup(**group | {"sequences": [_sequence(s) for s in group["sequences"]]})
-            for group in arguments["groups"]
-        ]
-    if "state" in arguments:
-        arguments["state"] = RunState.model_validate(arguments["state"])
-    return arguments
-
-
-def _sequence(decoded: dict[str, Any]) -> TrainingSequence:
-    turns = decoded["turns"]
-    return TrainingSequence(**decoded | {"turns": None if turns is None else [Turn(**turn) for turn in turns]})
+    def _heard(self) -> tuple[str, dict[str, Any]]:
+        """Return the name and arguments of rank 0's next call."""
+        call = self.ranks.broadcast_json()
+        arguments = call["arguments"]
+        arrays = [self.ranks.broadcast_array(np.empty(length, dtype)) for dtype, length in call["arrays"]]
+        if call["groups"] is not None:
+            arguments["groups"] = from_arrays(call["groups"], arrays)
+        if "state" in arguments:
+            arguments["state"] = RunState.model_validate(arguments["state"])
+        return call["name"], arguments

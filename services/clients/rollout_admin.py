@@ -101,6 +101,10 @@ class WorkerAdmin(HttpClient):
         """Return the number of ranks that the worker is spread over; each joins a broadcast group by itself."""
         return int((await self._ask("GET", "/server_info")).get("tp_size", 1))
 
+    async def nccl_version(self) -> str | None:
+        """Return the worker's version of NCCL; None where it does not tell, as SGLang."""
+        return (await self._ask("GET", "/server_info")).get("nccl_version")
+
     async def update_from_disk(self, path: Path | str, version: int, *, flush_cache: bool = True) -> None:
         """Load a model directory as ``version``. Requests in flight end first, unless generation is paused."""
         payload = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
@@ -208,7 +212,7 @@ class WorkerAdmin(HttpClient):
         group_name: str,
         version: int | None,
     ) -> None:
-        """Receive tensors by broadcast in the order of ``names``; return when all have come.
+        """Receive tensors by one broadcast of a flattened bucket in the order of ``names``; return when all have come.
 
         An update of several calls passes its ``version`` with the last call and None with the others.
         """
@@ -219,6 +223,7 @@ class WorkerAdmin(HttpClient):
             "group_name": group_name,
             "flush_cache": True,
             "weight_version": None if version is None else str(version),
+            "load_format": "flattened_bucket",
         }
         await self._ask("POST", "/update_weights_from_distributed", payload)
 

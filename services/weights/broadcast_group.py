@@ -4,6 +4,12 @@ The group is separate from every process's default group. Its rank 0 is the trai
 every worker joins there under the group's name, as SGLang's workers do. Trainer and embedded engine both join with
 ``join_weights_group``.
 
+Weights travel in flattened buckets: the bytes of several tensors one after the other, as SGLang's
+``load_format="flattened_bucket"`` has them.
+
+NCCL forms a communicator within the first collective, which has no deadline of its own. So whoever starts a broadcast
+does it in a thread that may be left behind.
+
 A worker that dies must cost the trainer the group only. With gloo, a wait raises an error after its deadline. With
 NCCL, torch's watchdog would end the process, so this module makes NCCL groups without the watchdog and aborts a group
 whose deadline has passed.
@@ -14,10 +20,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -30,6 +37,9 @@ POLL_SECONDS = 0.001
 REACH_SECONDS = 30.0
 """Longest wait until rank 0 listens: it invites the workers and begins to listen at the same time."""
 REACH_POLL_SECONDS = 0.1
+
+CUMEM, CUMEM_OF_SGLANG = "NCCL_CUMEM_ENABLE", "0"
+"""NCCL's variable, and its value in SGLang's engines unless a user chose another (entrypoints/engine.py)."""
 
 ASYNC_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Read by torch when an NCCL group is made; 0 switches off the watchdog."""
@@ -61,6 +71,7 @@ def join_weights_group(
             at the address.
     """
     limit = timedelta(seconds=timeout)
+    match_engines_nccl()
     if rank != SOURCE:
         # TCPStore itself takes up to three times its timeout to give up an address where nothing listens.
         _wait_until_listening(master_address, master_port, min(REACH_SECONDS, timeout))
@@ -84,6 +95,57 @@ def join_weights_group(
     return joined
 
 
+def match_engines_nccl() -> None:
+    """Choose NCCL's memory as SGLang's engines do; all members of a communicator must choose alike.
+
+    NCCL reads the variable when a process makes its first communicator.
+    """
+    os.environ.setdefault(CUMEM, CUMEM_OF_SGLANG)
+
+
+def flattened(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the bytes of contiguous tensors one after the other, uint8, on ``device``, copied without waiting."""
+    flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=device)
+    for place, tensor in zip(flat.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+        place.copy_(tensor.flatten().view(torch.uint8), non_blocking=True)
+    return flat
+
+
+def unflattened(flat: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Return views of a flattened bucket's tensors.
+
+    Raises:
+        ValueError: a tensor does not begin at a multiple of its type's size.
+    """
+    tensors, start = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        if start % dtype.itemsize:
+            raise ValueError(f"a tensor of {dtype} begins at byte {start}, not a multiple of {dtype.itemsize}")
+        end = start + torch.Size(shape).numel() * dtype.itemsize
+        tensors.append(flat[start:end].view(dtype).view(tuple(shape)))
+        start = end
+    return tensors
+
+
+def send_buckets(
+    buckets: Sequence[Sequence[Tensor]], device: torch.device, group: dist.ProcessGroup, timeout: float
+) -> None:
+    """Broadcast buckets from rank 0; each is copied to ``device`` while the one before is on its way.
+
+    Raises:
+        RuntimeError: a member left or did not answer in time; the group can no longer be used.
+    """
+    sent: tuple[Tensor, dist.Work | None] | None = None
+    for bucket in buckets:
+        flat = flattened(bucket, device)
+        work = dist.broadcast(flat, group=group, group_src=SOURCE, async_op=True)
+        if sent is not None:
+            _finish(*sent, group, timeout)
+        sent = flat, work
+    if sent is not None:
+        _finish(*sent, group, timeout)
+
+
 def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) -> None:
     """Broadcast ``tensor`` from the group's rank 0: rank 0 sends it, every other member receives into it.
 
@@ -92,7 +154,10 @@ def broadcast_weights(tensor: Tensor, group: dist.ProcessGroup, timeout: float) 
     Raises:
         RuntimeError: a member left or did not answer in time; the group can no longer be used.
     """
-    work = dist.broadcast(tensor, group=group, group_src=SOURCE, async_op=True)
+    _finish(tensor, dist.broadcast(tensor, group=group, group_src=SOURCE, async_op=True), group, timeout)
+
+
+def _finish(tensor: Tensor, work: dist.Work | None, group: dist.ProcessGroup, timeout: float) -> None:
     if work is None:
         return
     if tensor.is_cuda:

@@ -18,16 +18,19 @@ from torch.distributed.tensor import DTensor
 from services.protocol.prompts import Cursor
 from trainer.algorithm.critic_targets import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
+from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import gather_state, load_policy, save_pretrained, write_adapter
+from trainer.model.policy import load_policy, save_pretrained, write_adapter
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype
+from trainer.team import Team
 
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
@@ -107,6 +110,16 @@ def train_and_write_adapter(
     state = gather_state(policy.adapter_parameters(published_dtype(learner.settings)), ranks, copy=True)
     ranks.on_main(lambda: write_adapter(policy, state, directory / "adapter"))
     save_pretrained(policy, ranks, directory / "merged", torch.float32)
+    return learner.logprobs(groups, temperature=1.0)
+
+
+def update_and_save_model(
+    ranks: Ranks, model: Path, directory: Path, groups: Sequence[TrainingGroup], settings: dict[str, Any]
+) -> list[list[list[float]]]:
+    """Make one update and save the model in float32; return the policy's log-probabilities of every group."""
+    learner = make_learner(ranks, model, **settings)
+    learner.update(groups, 0)
+    save_pretrained(learner.policy, ranks, directory, torch.float32)
     return learner.logprobs(groups, temperature=1.0)
 
 
@@ -235,3 +248,24 @@ def train_critic(
             critic.update(taken, number)
         store.save(learner.policy, learner.optimizer, run_state(learner, number + 1), critic=critic, wait=True)
     return weights_of(learner.policy) | {f"critic.{n}": w for n, w in weights_of(critic.module).items()}
+
+
+def hear_groups(ranks: Ranks, groups: list[TrainingGroup]) -> list[list[TrainingGroup]]:
+    """Have rank 0 call ``values`` with groups and with none, and return what it is called with on this rank."""
+    heard: list[list[TrainingGroup]] = []
+
+    class Hearing(Team):
+        def values(self, groups: Sequence[TrainingGroup]) -> list[TokenNumbers]:
+            self._tell("values", groups=groups)
+            heard.append(list(groups))
+            return []
+
+    unused: Any = None
+    team = Hearing(unused, ranks, unused, unused, unused, unused)
+    if ranks.is_main:
+        with team.leading():
+            team.values(groups)
+            team.values([])
+    else:
+        team.follow()
+    return heard

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from scripts.tiny_model import build_tokenizer
@@ -38,6 +39,17 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "llama-one-key-head": LlamaConfig(**SHAPE, num_key_value_heads=1, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHAPE,
+        num_key_value_heads=2,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        tie_word_embeddings=False,
+    ),
 }
 
 

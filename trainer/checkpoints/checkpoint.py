@@ -8,7 +8,6 @@ checkpoint that was damaged later does not match its manifest, and the one befor
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -28,11 +28,15 @@ from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
 from trainer.checkpoints.fingerprint import Fingerprint
+from trainer.checkpoints.manifest import damaged_file, write_manifest
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
 log = get_logger(__name__)
+
+FILES = 4
+"""Files that each rank writes, so that several threads write them and compute their checksums."""
 
 
 class RunState(BaseModel):
@@ -126,7 +130,8 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        future = async_save(_tensors(policy, optimizer, critic), checkpoint_id=hidden, process_group=self._group)
+        writer = FileSystemWriter(hidden, thread_count=FILES)
+        future = async_save(_tensors(policy, optimizer, critic), storage_writer=writer, process_group=self._group)
         written = cast("Future[Any]", future)
         # Rank 0's future is done when every rank has written its part.
         sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
@@ -265,7 +270,7 @@ def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
     """Wait until the tensors are written, then write state and manifest beside them."""
     written.result()
     (directory / "state.json").write_bytes(orjson.dumps(state.model_dump(mode="json")))
-    _write_manifest(directory)
+    write_manifest(directory)
 
 
 def _replace(final: Path, new: Path) -> None:
@@ -290,30 +295,13 @@ def _snapshot_of(directory: Path) -> str | None:
         return None
 
 
-def _write_manifest(directory: Path) -> None:
-    files = {
-        str(file.relative_to(directory)): {"bytes": file.stat().st_size, "blake2b": _checksum(file)}
-        for file in sorted(directory.rglob("*"))
-        if file.is_file()
-    }
-    (directory / "manifest.json").write_bytes(orjson.dumps(files, option=orjson.OPT_INDENT_2))
-
-
 def _damage(directory: Path) -> str | None:
     """Return why a checkpoint cannot be used; None when every file matches the manifest."""
     try:
-        files = orjson.loads((directory / "manifest.json").read_bytes())
-        for name, expected in files.items():
-            file = directory / name
-            if file.stat().st_size != expected["bytes"] or _checksum(file) != expected["blake2b"]:
-                return f"{name} is not as it was written"
+        damaged = damaged_file(directory)
+        if damaged is not None:
+            return f"{damaged} is not as it was written"
         _read_state(directory)
     except (OSError, ValueError, KeyError, ValidationError) as error:
         return str(error).splitlines()[0]
     return None
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
-    return digest.hexdigest()

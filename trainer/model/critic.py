@@ -19,12 +19,12 @@ from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import CriticModel, TrainerSettings
+from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
 from trainer.model.policy import (
     ValueHead,
     choose_compute,
-    gather_state,
     load_model,
     predicting_states,
     shard,

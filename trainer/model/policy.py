@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,6 +40,8 @@ from trainer.checkpoints.fingerprint import weights_digest
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import CriticModel, TrainerSettings
 from trainer.model.attention import TREE_ATTENTION
+from trainer.model.checkpoint_names import check_names, in_checkpoint
+from trainer.model.gathering import by_layer, gather, gather_state
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
 from trainer.model.reduce_scatter import PairwiseReduceScatter
@@ -138,27 +140,23 @@ class Policy(nn.Module):
         return cast("AbstractContextManager[Any]", cast("Any", self.model).disable_adapter())
 
     def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole parameter by its name in a Hugging Face checkpoint. A collective.
+        """Yield every whole parameter by its name in MODEL_NAME's checkpoint; on rank 0 only. A collective.
 
-        LoRA adapters are merged, and tied weights come once. On GPUs, each tensor is freed before the next is gathered.
+        LoRA adapters are merged, in float32, and tied weights come once. A layer is freed before the
+        next one is gathered.
         """
+        gathered_type = torch.float32 if self.has_adapters else dtype
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if "lora_" in name:
-                    continue
-                value = _whole(parameter)
-                if self.has_adapters:
-                    layer = _adapted(self.model, name)
-                    value = value if layer is None else value + self._adapter_delta(layer)
-                    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-                yield _plain(name), value.to(dtype)
+            for layer in by_layer(self.model.named_parameters()):
+                whole = self._merged({plain_name(name): x for name, x in gather(layer, gathered_type).items()})
+                for name, value in in_checkpoint(self._causal_lm(), whole).items():
+                    yield name, value.to(dtype)
 
     def adapter_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield every whole parameter of the LoRA adapters by its name in PEFT's files. A collective."""
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if "lora_" in name:
-                    yield _plain(name).replace(".default.", "."), _whole(parameter).to(dtype)
+        """Yield every parameter of the LoRA adapters, whole, by its name in PEFT's files; on rank 0. A collective."""
+        adapters = {name: x for name, x in self.model.named_parameters() if "lora_" in name}
+        for name, value in gather(adapters, dtype).items():
+            yield plain_name(name).replace(".default.", "."), value
 
     def adapter_config(self) -> dict[str, Any]:
         """Return PEFT's configuration of the LoRA adapters, as far as it changes what is computed."""
@@ -173,9 +171,19 @@ class Policy(nn.Module):
             "inference_mode": True,
         }
 
-    def _adapter_delta(self, layer: Any) -> Tensor:
-        a, b = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
-        return b @ a * float(layer.scaling["default"])
+    def _merged(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a layer's parameters by the names that they have without LoRA adapters, which are merged."""
+        if not self.has_adapters:
+            return whole
+        merged = {}
+        for name, value in whole.items():
+            stem, _, rest = name.partition(".base_layer.")
+            if rest == "weight":
+                a, b = (whole[f"{stem}.lora_{side}.default.weight"] for side in "AB")
+                value = value + b @ a * float(cast("Any", self.model.get_submodule(stem)).scaling["default"])
+            if "lora_" not in name:
+                merged[name.removeprefix("base_model.model.").replace(".base_layer", "")] = value
+        return merged
 
     def _causal_lm(self) -> PreTrainedModel:
         return cast("PreTrainedModel", cast("Any", self.model).get_base_model() if self.has_adapters else self.model)
@@ -218,6 +226,9 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     if trainable:
         log.info("computing", **vars(chosen))
     model = load_model(settings, materialise=ranks.is_main)
+    if trainable:
+        check = partial(check_names, model, settings.model_name, has_adapters=settings.lora_rank > 0)
+        ranks.on_main(check, ConfigurationError)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
@@ -260,23 +271,6 @@ def save_pretrained(policy: Policy, ranks: Ranks, directory: Path, dtype: torch.
     # No copy on a CPU: everything is written before the parameters change.
     state = gather_state(policy.full_parameters(dtype), ranks, copy=False)
     ranks.on_main(lambda: write_model(policy, state, directory, dtype), DiskFullError)
-
-
-def gather_state(parameters: Iterator[tuple[str, Tensor]], ranks: Ranks, *, copy: bool) -> dict[str, Tensor]:
-    """Return whole parameters on rank 0's CPU, and nothing on the other ranks. A collective.
-
-    Args:
-        parameters: the parameters by name, from one of the policy's collectives.
-        ranks: all ranks.
-        copy: share no memory with the policy, so that the tensors outlive its next update.
-    """
-    state: dict[str, Tensor] = {}
-    for name, value in parameters:
-        if ranks.is_main:
-            # safetensors refuses a view of a part of a storage, which a gathered parameter can be.
-            is_part = value.untyped_storage().nbytes() != value.nbytes
-            state[name] = value.to("cpu", copy=copy or is_part)
-    return state
 
 
 def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
@@ -442,21 +436,12 @@ def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:
 
 
 def whole_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield every whole parameter of a sharded module by its name. A collective."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            yield _plain(name), _whole(parameter).to(dtype)
+    """Yield every whole parameter of a sharded module by its name; on rank 0 only. A collective."""
+    for layer in by_layer(module.named_parameters()):
+        for name, value in gather(layer, dtype).items():
+            yield plain_name(name), value
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of activation checkpointing."""
     return name.replace("_checkpoint_wrapped_module.", "")
-
-
-def _adapted(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the LoRA layer whose base weight has this parameter name, if any."""
-    layer_name, _, rest = name.partition(".base_layer.")
-    return model.get_submodule(layer_name) if rest == "weight" else None

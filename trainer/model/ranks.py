@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy.typing as npt
 import orjson
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -55,6 +57,12 @@ class Ranks:
             buffer = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         dist.broadcast(buffer, src=0)
         return value if self.is_main else orjson.loads(buffer.numpy().tobytes())
+
+    def broadcast_array(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return rank 0's ``array`` on every rank; the others pass one of the same shape and type to receive it in."""
+        if array.size:
+            dist.broadcast(torch.from_numpy(array), src=0)
+        return array
 
     def on_main(self, work: Callable[[], Any], *errors: type[Exception]) -> Any:
         """Run ``work`` on rank 0; return its result, which must be JSON, on every rank.
@@ -101,17 +109,19 @@ class Ranks:
     def gather_json(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, by rank, on every rank."""
         payload = torch.frombuffer(bytearray(orjson.dumps(value)), dtype=torch.uint8)
+        return [orjson.loads(found.numpy().tobytes()) for found in self.gather_vectors(payload)]
+
+    def gather_vectors(self, vector: Tensor) -> list[Tensor]:
+        """Return every rank's vector on the CPU, by rank, on every rank. Types are equal, lengths may differ."""
+        if self.world_size == 1:
+            return [vector]
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(payload)]))
-        longest = int(max(lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(payload)] = payload
-        buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(buffers, padded)
-        return [
-            orjson.loads(buffer[: int(length)].numpy().tobytes())
-            for buffer, length in zip(buffers, lengths, strict=True)
-        ]
+        dist.all_gather(lengths, torch.tensor([len(vector)]))
+        padded = vector.new_zeros(int(max(lengths)))
+        padded[: len(vector)] = vector
+        vectors = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(vectors, padded)
+        return [found[: int(length)] for found, length in zip(vectors, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -96,17 +97,18 @@ def token_numbers(
         vocabulary: the number of token ids that the model knows.
         ranks: all ranks.
     """
-    places = {id(s): (i, j) for i, group in enumerate(groups) for j, s in enumerate(group.sequences)}
-    own: list[tuple[int, int, list[float]]] = []
-    known = [group for group in groups if not unknown_ids(group, vocabulary)]
-    shares = share_out(known, ranks.world_size, max_tokens)
+    is_known = [not unknown_ids(group, vocabulary) for group in groups]
+    shares = share_out(list(compress(groups, is_known)), ranks.world_size, max_tokens)
     # Computed first and read then, so that the device does not wait for the host in between.
     computed = [compute(batch) for batch in packed(shares[ranks.rank], ranks)]
-    for pieces, values in zip(shares[ranks.rank], computed, strict=True):
-        sequences = [s for piece in pieces for s in piece.sequences]
-        parts = values.cpu().split([s.trained_tokens for s in sequences]) if sequences else ()
-        own += [(*places[id(s)], part.tolist()) for s, part in zip(sequences, parts, strict=True)]
-    result: list[TokenNumbers] = [[[0.0] * s.trained_tokens for s in group.sequences] for group in groups]
-    for i, j, numbers in (entry for entries in ranks.gather_json(own) for entry in entries):
-        result[i][j] = numbers
-    return result
+    # A filler, which computes one token of no group, only keeps the ranks in step.
+    own = [values.cpu() for pieces, values in zip(shares[ranks.rank], computed, strict=True) if pieces]
+    numbers: dict[int, list[float]] = {}
+    for share, values in zip(shares, ranks.gather_vectors(torch.cat([torch.empty(0), *own])), strict=True):
+        sequences = [s for pieces in share for piece in pieces for s in piece.sequences]
+        parts = values.split([s.trained_tokens for s in sequences]) if sequences else ()
+        numbers |= {id(s): part.tolist() for s, part in zip(sequences, parts, strict=True)}
+    return [
+        [numbers[id(s)] if known else [0.0] * s.trained_tokens for s in group.sequences]
+        for group, known in zip(groups, is_known, strict=True)
+    ]

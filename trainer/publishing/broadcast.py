@@ -1,10 +1,13 @@
-"""Publishing by broadcast: rank 0 sends every tensor to all workers at once, over NCCL between GPUs, else over gloo.
+"""Publishing by broadcast: rank 0 sends buckets of tensors to all workers at once, over NCCL between GPUs, else gloo.
 
 Rank 0 and the workers form a process group, which is created again whenever the workers change. Every worker stops
 generating before the first tensor, so that nothing is computed with weights of two versions; a worker that does not
-answer is left out of the group. A worker that fails later leaves the others waiting in a collective. So every broadcast
-has a deadline, after which the group is given up, and workers that do not serve the version leave the routing. They
-load it from the shared volume, to which it is written beside the training.
+answer is left out of the group. The first request of a new group sends one small tensor, with a short deadline, because
+NCCL connects the members then.
+
+A worker that fails leaves the others waiting in a collective. So at its failure, or at the deadline, the group is
+aborted, its members are told to leave it, and workers that do not serve the version leave the routing. They load it
+from the shared volume, to which it is written beside the training.
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 
-import torch.distributed as dist
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
@@ -26,29 +29,28 @@ from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefus
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, leave_weights_group
+from services.weights.broadcast_group import SOURCE, join_weights_group, send_buckets
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
-from trainer.model.policy import Policy, gather_state, write_model
+from trainer.model.gathering import gather_state
+from trainer.model.policy import Policy, write_model
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype, write_version
 from trainer.publishing.publisher import Publisher
+from trainer.publishing.worker_group import LEAVE_SECONDS, GroupBrokenError, WorkerGroup
 from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers, worker_admin
 from trainer.service_thread import ServiceThread
 
 log = get_logger(__name__)
 
-BUCKET_BYTES = 1 << 30
-"""Weights sent with one request: the memory that a worker needs beside its own weights, and large enough that requests
-take no time beside the transfer."""
+BUCKET_BYTES = 1 << 29
+"""Weights sent with one request. A worker needs one bucket beside its own weights and rank 0's device two; and a bucket
+is large enough that requests take no time beside the transfer."""
 
+FORM_SECONDS = 120.0
+"""Longest wait until the members of a new group have met, and again until its first collective has ended."""
 
-@dataclass(frozen=True)
-class _Group:
-    name: str
-    registrations: dict[str, str]
-    """The router's id of each member, by its URL; a worker that restarted since has another id."""
-    process_group: dist.ProcessGroup
+Bucket = dict[str, Tensor]
 
 
 class BroadcastPublisher(Publisher):
@@ -57,9 +59,8 @@ class BroadcastPublisher(Publisher):
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
         super().__init__(settings, policy, ranks, services)
         self.backend = "nccl" if ranks.device.type == "cuda" else "gloo"
-        self._group: _Group | None = None
-        # One thread each: broadcasts wait for workers, and writing goes on while the next step generates.
-        self._sender = ThreadPoolExecutor(1, "broadcast")
+        self._group: WorkerGroup | None = None
+        # Writing goes on while the next step generates.
         self._writer = ThreadPoolExecutor(1, "policy-writer")
         self._writing: Future[None] | None = None
         self._state: dict[str, Tensor] = {}
@@ -92,7 +93,6 @@ class BroadcastPublisher(Publisher):
                 # Not raised, because it would hide the reason why the run ended.
                 log.warning("the last policy version is not on the volume", reason=str(error))
         self._writer.shutdown()
-        self._sender.shutdown(wait=False, cancel_futures=True)
 
     async def deliver(self, version: int) -> dict[str, float]:
         """See Publisher."""
@@ -100,18 +100,16 @@ class BroadcastPublisher(Publisher):
         urls = await registered_workers(self.settings, is_there)
         began, pauses = time.perf_counter(), [0.0]
         group = await self._group_or_none(await self._hold(urls))
-        shards = split_torch_state_dict_into_shards(self._state, max_shard_size=BUCKET_BYTES)
-        buckets = [{name: self._state[name] for name in names} for names in shards.filename_to_tensors.values()]
+        buckets = make_buckets(self._state, has_first_alone=group is not None and not group.is_formed)
+        sending = None if group is None else asyncio.create_task(self._send(group, buckets))
 
         async def update(worker: WorkerAdmin) -> None:
             # A worker outside the group does not change. It is found to serve another version and leaves the routing.
-            if group is not None and worker.url in group.registrations:
-                await _receive(worker, group, version, buckets)
+            if group is not None and sending is not None and worker.url in group.registrations:
+                await _receive(worker, group.name, version, buckets, sending)
                 await worker.resume()
                 pauses.append(time.perf_counter() - began)
 
-        loop = asyncio.get_running_loop()
-        sending = None if group is None else loop.run_in_executor(self._sender, self._send, group, buckets)
         try:
             served = await update_workers(self.settings, urls, version, update, is_there)
         finally:
@@ -136,19 +134,37 @@ class BroadcastPublisher(Publisher):
         held = await asyncio.gather(*map(is_held, urls))
         return [url for url, ok in zip(urls, held, strict=True) if ok]
 
-    def _send(self, group: _Group, buckets: list[dict[str, Tensor]]) -> None:
-        for bucket in buckets:
-            for value in bucket.values():
-                broadcast_weights(value.to(self.ranks.device), group.process_group, PUBLISH_SECONDS)
+    async def _send(self, group: WorkerGroup, buckets: Sequence[Bucket]) -> None:
+        """Send all buckets; give the group up when that fails, does not end in time, or is cancelled.
 
-    async def _group_or_none(self, urls: list[str]) -> _Group | None:
+        Raises:
+            GroupBrokenError: it failed.
+        """
+        tensors = [list(bucket.values()) for bucket in buckets]
+        send = partial(send_buckets, device=self.ranks.device, timeout=PUBLISH_SECONDS)
+        try:
+            if not group.is_formed:
+                await group.send(lambda members: send(tensors[:1], group=members), FORM_SECONDS)
+                tensors = tensors[1:]
+            await group.send(lambda members: send(tensors, group=members), PUBLISH_SECONDS)
+        except (GroupBrokenError, asyncio.CancelledError):
+            await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in group.registrations))
+            raise
+
+    async def _dismiss(self, url: str, group_name: str) -> None:
+        """Tell a worker to leave a group, if it answers; a worker that restarted since does not know the group."""
+        async with WorkerAdmin(url, token=self.settings.token, timeout=LEAVE_SECONDS) as worker:
+            with contextlib.suppress(WorkerRefusedError, DependencyLostError):
+                await worker.destroy_group(group_name)
+
+    async def _group_or_none(self, urls: list[str]) -> WorkerGroup | None:
         try:
             return await self._group_of(urls) if urls else None
-        except (WorkerRefusedError, DependencyLostError, RuntimeError, TimeoutError) as error:
+        except (WorkerRefusedError, DependencyLostError, GroupBrokenError, TimeoutError) as error:
             log.warning("no group for the broadcast", reason=str(error) or "timed out", workers=urls)
             return None
 
-    async def _group_of(self, urls: list[str]) -> _Group:
+    async def _group_of(self, urls: list[str]) -> WorkerGroup:
         """Return the group of these workers: the present one, or a new one when the workers have changed."""
         async with RouterAdmin(token=self.settings.token) as router:
             registrations = {url: name for url, name in (await router.registrations()).items() if url in urls}
@@ -156,65 +172,107 @@ class BroadcastPublisher(Publisher):
             return self._group
         old, self._group = self._group, None
         if old is not None:
-            # In a thread, because gloo may wait for members that are gone.
-            leaving = asyncio.get_running_loop().run_in_executor(self._sender, leave_weights_group, old.process_group)
-            await asyncio.wait_for(leaving, PUBLISH_SECONDS)
+            kept = [url for url in old.registrations if url in registrations]
+            await asyncio.gather(old.leave(), *(self._dismiss(url, old.name) for url in kept))
         # A new name each time: workers remember the groups of a trainer that died, and refuse their names.
-        name = f"{self.settings.run_id}-{uuid.uuid4().hex}"
-        async with AsyncExitStack() as stack:
-            workers = [await stack.enter_async_context(worker_admin(self.settings, url)) for url in registrations]
-            async with asyncio.timeout(PUBLISH_SECONDS):
-                process_group = await self._join(workers, name)
-                for worker in workers:
-                    if old is not None and worker.url in old.registrations:
-                        # A worker that restarted since does not know the old group and refuses.
-                        with contextlib.suppress(WorkerRefusedError):
-                            await worker.destroy_group(old.name)
-        self._group = _Group(name, registrations, process_group)
-        return self._group
+        group = WorkerGroup(f"{self.settings.run_id}-{uuid.uuid4().hex}", registrations)
+        try:
+            async with AsyncExitStack() as stack, asyncio.timeout(FORM_SECONDS):
+                workers = [await stack.enter_async_context(worker_admin(self.settings, url)) for url in registrations]
+                await self._join(group, workers)
+        except BaseException:
+            await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in registrations))
+            raise
+        self._group = group
+        return group
 
-    async def _join(self, workers: list[WorkerAdmin], name: str) -> dist.ProcessGroup:
-        """Create the process group of rank 0 and the workers."""
+    async def _join(self, group: WorkerGroup, workers: list[WorkerAdmin]) -> None:
+        """Have rank 0 and the workers meet."""
         sizes = [await worker.tensor_parallel_size() for worker in workers]
         world_size = 1 + sum(sizes)
+        if self.backend == "nccl":
+            own = ".".join(map(str, torch.cuda.nccl.version()))
+            others = [await worker.nccl_version() for worker in workers]
+            log.info("forming a group for the broadcast", nccl=own, nccl_of_workers=others)
+            if any(other not in (None, own) for other in others):
+                log.warning("trainer and workers have different versions of NCCL", trainer=own, workers=others)
         meeting = endpoint(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
         listen = bind_address(Task.TRAINER, WEIGHTS_BROADCAST_PORT)
-        joining = asyncio.get_running_loop().run_in_executor(
-            self._sender,
+        join = partial(
             join_weights_group,
             meeting.host if listen.host == "0.0.0.0" else listen.host,
             meeting.port,
             SOURCE,
             world_size,
-            name,
+            group.name,
             self.backend,
-            PUBLISH_SECONDS,
+            FORM_SECONDS,
         )
         invitations = [
-            worker.init_group(meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, name, self.backend)
+            worker.init_group(
+                meeting.host, meeting.port, SOURCE + 1 + sum(sizes[:i]), world_size, group.name, self.backend
+            )
             for i, worker in enumerate(workers)
         ]
-        await asyncio.gather(joining, *invitations)
-        return joining.result()
+        await asyncio.gather(group.join(join, FORM_SECONDS), *invitations)
 
 
-async def _receive(worker: WorkerAdmin, group: _Group, version: int, buckets: list[dict[str, Tensor]]) -> None:
-    """Have a worker receive all buckets; the last one carries the version."""
-    for number, bucket in enumerate(buckets, start=1):
-        await worker.receive_weights(
-            list(bucket),
-            [str(value.dtype).removeprefix("torch.") for value in bucket.values()],
-            [list(value.shape) for value in bucket.values()],
-            group.name,
-            version if number == len(buckets) else None,
-        )
-    await worker.end_update()
+def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Bucket]:
+    """Return the tensors in buckets of BUCKET_BYTES.
+
+    Args:
+        state: the tensors by name.
+        has_first_alone: the first bucket has the smallest tensor alone.
+    """
+    first = [min(state, key=lambda name: state[name].nbytes)] if has_first_alone else []
+    rest = {name: tensor for name, tensor in state.items() if name not in first}
+    shards = split_torch_state_dict_into_shards(rest, max_shard_size=BUCKET_BYTES)
+    groups = [first, *shards.filename_to_tensors.values()]
+    return [{name: state[name] for name in names} for names in groups if names]
 
 
-async def _is_sent(sending: asyncio.Future[None]) -> bool:
+async def _receive(
+    worker: WorkerAdmin, group_name: str, version: int, buckets: Sequence[Bucket], sending: asyncio.Task[None]
+) -> None:
+    """Have a worker receive all buckets while they are sent; the last one carries the version.
+
+    If the worker fails, the sending is given up, because the other workers would wait for it in vain.
+
+    Raises:
+        WorkerRefusedError: the worker or the sending failed.
+    """
+
+    async def receive() -> None:
+        for number, bucket in enumerate(buckets, start=1):
+            await worker.receive_weights(
+                list(bucket),
+                [str(value.dtype).removeprefix("torch.") for value in bucket.values()],
+                [list(value.shape) for value in bucket.values()],
+                group_name,
+                version if number == len(buckets) else None,
+            )
+        await worker.end_update()
+
+    receiving = asyncio.create_task(receive())
     try:
-        await asyncio.wait_for(sending, PUBLISH_SECONDS)
-    except (RuntimeError, TimeoutError) as error:
-        log.warning("broadcast not finished", reason=str(error).splitlines()[0] if str(error) else "timed out")
+        await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
+        if not receiving.done():
+            raise WorkerRefusedError(f"worker {worker.url} did not get the weights: the broadcast broke off")
+        await receiving
+    finally:
+        receiving.cancel()
+        sending.cancel()
+
+
+async def _is_sent(sending: asyncio.Task[None]) -> bool:
+    try:
+        await sending
+    except GroupBrokenError as error:
+        log.warning("broadcast not finished", reason=str(error))
+        return False
+    except asyncio.CancelledError:
+        if not sending.cancelled():
+            raise
+        log.warning("broadcast not finished", reason="a worker failed")
         return False
     return True

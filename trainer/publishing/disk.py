@@ -14,7 +14,8 @@ from services.clients.rollout_admin import WorkerAdmin
 from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
-from trainer.model.policy import gather_state, write_model
+from trainer.model.gathering import gather_state
+from trainer.model.policy import write_model
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers
 

@@ -116,6 +116,8 @@ def pack_adapter(
         downs, ups = [], []
         for name in projections:
             module = f"model.layers.{layer}.{name}"
+            if f"{module}.weight" not in shapes:
+                return None  # The layer is a mixture of experts, whose experts have no adapters.
             a, b = (tensors.get(f"base_model.model.{module}.lora_{side}.weight") for side in "AB")
             if a is not None and b is not None:
                 downs.append(a.to(device, torch.float32))

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.embedded_engine.compute.weights import Architecture, WeightsError, check, check_finite
-from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
+from services.weights.broadcast_group import (
+    broadcast_weights,
+    join_weights_group,
+    leave_weights_group,
+    unflattened,
+)
 
 JOIN_SECONDS = 120.0
 BROADCAST_SECONDS = 120.0
@@ -88,8 +93,12 @@ class WeightsReceiver:
         *,
         version: str | None,
         flush_cache: bool,
+        is_flattened: bool = False,
     ) -> None:
-        """Receive tensors in the order of ``names``; the version of the last call is the update's."""
+        """Receive tensors in the order of ``names``; the version of the last call is the update's.
+
+        They come one by one, or with ``is_flattened`` as one bucket of bytes.
+        """
         update = self._update
         if update is None:
             raise WeightsError("no update is open: call /begin_weight_update first")
@@ -97,12 +106,12 @@ class WeightsReceiver:
         if group is None:
             raise WeightsError(f"group {group_name!r} is not joined: call /init_weights_update_group first")
         try:
-            tensors = self._allocate(names, dtypes, shapes)
+            flat, tensors = self._allocate(names, dtypes, shapes)
         except WeightsError as error:
             update.refused = str(error)
             raise
         try:
-            for tensor in tensors.values():
+            for tensor in [flat] if is_flattened else tensors.values():
                 broadcast_weights(tensor, group, BROADCAST_SECONDS)
         except RuntimeError as error:
             self._update = None
@@ -126,15 +135,20 @@ class WeightsReceiver:
 
     def _allocate(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
-    ) -> dict[str, Tensor]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the memory of a bucket, and its tensors as parts of it."""
         if not len(names) == len(dtypes) == len(shapes):
             raise WeightsError(f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes do not go together")
         given = {name: tuple(shape) for name, shape in zip(names, shapes, strict=True)}
         check(self._architecture, given, "the update", is_complete=False)
-        tensors: dict[str, Tensor] = {}
-        for name, dtype in zip(names, dtypes, strict=True):
-            kind = _DTYPES.get(dtype.removeprefix("torch."))
-            if kind is None:
-                raise WeightsError(f"{name} has dtype {dtype!r}; allowed are {', '.join(_DTYPES)}")
-            tensors[name] = torch.empty(given[name], dtype=kind, device=self._device)
-        return tensors
+        kinds = [_DTYPES.get(dtype.removeprefix("torch.")) for dtype in dtypes]
+        types = [kind for kind in kinds if kind is not None]
+        if len(types) < len(kinds):
+            name, dtype = next((n, d) for n, d, kind in zip(names, dtypes, kinds, strict=True) if kind is None)
+            raise WeightsError(f"{name} has dtype {dtype!r}; allowed are {', '.join(_DTYPES)}")
+        size = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, types, strict=True))
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        try:
+            return flat, dict(zip(names, unflattened(flat, shapes, types), strict=True))
+        except ValueError as error:
+            raise WeightsError(f"the bucket cannot be taken apart: {error}") from error

@@ -1,8 +1,9 @@
 """The transformer: prefill of packed prompts and decoding of a whole batch, in plain torch operations.
 
-Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Projections
-of the same input are one product. Every operation computes a token from its own row only, in an order that does not
-depend on the other rows, so that a sequence gets the same results whatever runs beside it.
+Decoders of the Llama, Qwen2 and Qwen3 families: RMSNorm, rotary positions, grouped-query attention, SwiGLU, mixtures of
+experts (experts.py). Projections of the same input are one product. Every operation computes a token from its own row
+only, in an order that does not depend on the other rows, so that a sequence gets the same results whatever runs beside
+it.
 
 Shapes: N tokens or B sequences; H hidden size; Q query heads in K key-value heads of G = Q / K; D head dimension.
 """
@@ -21,6 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
+from services.embedded_engine.compute.experts import Mixture
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.linear import Linear, make_head, make_linear
 from services.embedded_engine.compute.weights import Architecture, WeightsError
@@ -39,8 +41,8 @@ class Layer:
     key_norm: Tensor | None
     output: Linear
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mixture | tuple[Linear, Linear]
+    """A mixture of experts; or the product of gate and up projection, and the down projection."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,15 @@ def pack_weights(
         biases = [f"{prefix}{name}.bias" for name in names if f"{prefix}{name}.bias" in tensors]
         return make_linear(weight, take(*biases) if biases else None)
 
+    def mlp(prefix: str) -> tuple[Linear, Linear]:
+        return linear(prefix, "gate_proj", "up_proj"), linear(prefix, "down_proj")
+
+    def mixture(prefix: str) -> Mixture:
+        shape = architecture.experts
+        assert shape is not None, "only a model with experts has such layers"
+        experts = [mlp(f"{prefix}experts.{expert}.") for expert in range(shape.count)]
+        return Mixture(linear(prefix, "gate"), experts, shape.per_token, shape.normalises)
+
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}."
         return Layer(
@@ -78,8 +89,7 @@ def pack_weights(
             key_norm=take(f"{prefix}self_attn.k_norm.weight") if architecture.has_qk_norm else None,
             output=linear(f"{prefix}self_attn.", "o_proj"),
             mlp_norm=take(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=linear(f"{prefix}mlp.", "gate_proj", "up_proj"),
-            down=linear(f"{prefix}mlp.", "down_proj"),
+            mlp=mixture(f"{prefix}mlp.") if architecture.has_experts(index) else mlp(f"{prefix}mlp."),
         )
 
     embedding = take("model.embed_tokens.weight")
@@ -222,8 +232,12 @@ class Model:
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], heads[:, -shape.num_kv_heads :]
 
     def _mlp(self, layer: Layer, adapter: LayerAdapter, x: Tensor, rows: Tensor | None) -> Tensor:
-        gate, up = adapted(layer.gate_up, adapter.gate_up, self._norm(x, layer.mlp_norm), rows).chunk(2, -1)
-        return adapted(layer.down, adapter.down, functional.silu(gate) * up, rows)
+        x = self._norm(x, layer.mlp_norm)
+        if isinstance(layer.mlp, Mixture):
+            return layer.mlp(x)
+        gate_up, down = layer.mlp
+        gate, up = adapted(gate_up, adapter.gate_up, x, rows).chunk(2, -1)
+        return adapted(down, adapter.down, functional.silu(gate) * up, rows)
 
 
 def _whole(prefix: Tensor | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -21,8 +21,36 @@ class WeightsError(Exception):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The shape of the mixtures of experts that some layers have in place of a dense MLP."""
+
+    count: int
+    per_token: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    normalises: bool
+    """The weights of a token's experts sum to 1."""
+    layers: frozenset[int]
+    """The layers that are mixtures."""
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Experts | None:
+        """Return the mixtures that a configuration describes, as transformers' Qwen3MoeDecoderLayer chooses them."""
+        if config.model_type != "qwen3_moe" or not config.num_experts:
+            return None
+        layers = (i for i in range(config.num_hidden_layers) if (i + 1) % config.decoder_sparse_step == 0)
+        return cls(
+            count=config.num_experts,
+            per_token=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            normalises=bool(config.norm_topk_prob),
+            layers=frozenset(layers) - frozenset(config.mlp_only_layers or ()),
+        )
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """The shape of a decoder of the Llama, Qwen2 or Qwen3 family."""
+    """The shape of a decoder of the Llama, Qwen2 or Qwen3 family, or of Qwen3's with mixtures of experts."""
 
     family: str
     vocab_size: int
@@ -39,6 +67,8 @@ class Architecture:
     has_output_bias: bool
     has_mlp_bias: bool
     has_qk_norm: bool
+    experts: Experts | None = None
+    """The mixtures of experts; None for a model whose layers are all dense."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> Architecture:
@@ -68,7 +98,8 @@ class Architecture:
             has_qkv_bias=bias or family == "qwen2",
             has_output_bias=bias and family != "qwen2",
             has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
-            has_qk_norm=family == "qwen3",
+            has_qk_norm=family in ("qwen3", "qwen3_moe"),
+            experts=Experts.of(config),
         )
 
     @property
@@ -83,16 +114,13 @@ class Architecture:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor by its name in a Hugging Face model directory, tied tensors once."""
-        hidden, inner = self.hidden_size, self.intermediate_size
+        hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
-        projections = {
+        attention = {
             "self_attn.q_proj": (self.query_size, hidden, self.has_qkv_bias),
             "self_attn.k_proj": (self.kv_size, hidden, self.has_qkv_bias),
             "self_attn.v_proj": (self.kv_size, hidden, self.has_qkv_bias),
             "self_attn.o_proj": (hidden, self.query_size, self.has_output_bias),
-            "mlp.gate_proj": (inner, hidden, self.has_mlp_bias),
-            "mlp.up_proj": (inner, hidden, self.has_mlp_bias),
-            "mlp.down_proj": (hidden, inner, self.has_mlp_bias),
         }
         for layer in range(self.num_layers):
             prefix = f"model.layers.{layer}."
@@ -101,7 +129,7 @@ class Architecture:
             if self.has_qk_norm:
                 shapes[f"{prefix}self_attn.q_norm.weight"] = (self.head_dim,)
                 shapes[f"{prefix}self_attn.k_norm.weight"] = (self.head_dim,)
-            for name, (outputs, inputs, has_bias) in projections.items():
+            for name, (outputs, inputs, has_bias) in (attention | self._mlp_projections(layer)).items():
                 shapes[f"{prefix}{name}.weight"] = (outputs, inputs)
                 if has_bias:
                     shapes[f"{prefix}{name}.bias"] = (outputs,)
@@ -109,6 +137,25 @@ class Architecture:
         if not self.has_tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer is a mixture of experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def _mlp_projections(self, layer: int) -> dict[str, tuple[int, int, bool]]:
+        """Return outputs, inputs and whether there is a bias, by the name of each projection of a layer's MLP."""
+        hidden, inner, has_bias = self.hidden_size, self.intermediate_size, self.has_mlp_bias
+        prefixes = ["mlp."]
+        projections: dict[str, tuple[int, int, bool]] = {}
+        if self.experts is not None and layer in self.experts.layers:
+            inner, has_bias = self.experts.intermediate_size, False
+            prefixes = [f"mlp.experts.{expert}." for expert in range(self.experts.count)]
+            projections["mlp.gate"] = (self.experts.count, hidden, False)
+        for prefix in prefixes:
+            projections[f"{prefix}gate_proj"] = (inner, hidden, has_bias)
+            projections[f"{prefix}up_proj"] = (inner, hidden, has_bias)
+            projections[f"{prefix}down_proj"] = (hidden, inner, has_bias)
+        return projections
 
 
 def is_ignored(architecture: Architecture, name: str) -> bool:

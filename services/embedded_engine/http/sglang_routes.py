@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response
@@ -134,6 +135,7 @@ def add_information_routes(app: FastAPI) -> None:
                 "dp_size": 1,
                 "dtype": str(model.dtype).removeprefix("torch."),
                 "device": str(model.device),
+                "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if model.device.type == "cuda" else None,
                 "context_length": model.context_length,
                 "max_total_num_tokens": cache.max_tokens,
                 "max_running_requests": cache.max_rows,

@@ -79,7 +79,7 @@ class UpdateFromDistributed(StrictModel):
     flush_cache: bool = True
     abort_all_requests: Literal[False] = False
     weight_version: str | None = None
-    load_format: None = None
+    load_format: Literal["flattened_bucket"] | None = None
 
 
 def add_pause_routes(app: FastAPI) -> None:
@@ -192,6 +192,7 @@ def add_broadcast_routes(app: FastAPI) -> None:
             body.group_name,
             version=body.weight_version,
             flush_cache=body.flush_cache,
+            is_flattened=body.load_format is not None,
         )
         async with state.receiver_lock:
             return await _reply_to("weights received", lambda: in_background(receive), tensors=len(body.names))

@@ -31,7 +31,7 @@ TRAINER = """
 import sys
 import torch
 from safetensors.torch import load_file
-from services.weights.broadcast_group import broadcast_weights
+from services.weights.broadcast_group import broadcast_weights, send_buckets
 from services.weights.broadcast_group import join_weights_group
 from services.weights.broadcast_group import leave_weights_group
 from trainer.__main__ import leave
@@ -39,16 +39,20 @@ from trainer.__main__ import leave
 model, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = join_weights_group("127.0.0.1", port, 0, 2, "weights", "gloo", 60)
 sys.stdin.read()
-for tensor in list(load_file(model + "/model.safetensors").values())[:count]:
-    broadcast_weights((tensor * 1.5).to(torch.bfloat16), group, 60)
+tensors = [(x * 1.5).to(torch.bfloat16) for x in load_file(model + "/model.safetensors").values()]
+if len(sys.argv) > 4:
+    send_buckets([tensors], torch.device("cpu"), group, 60)
+for tensor in tensors[:count]:
+    broadcast_weights(tensor, group, 60)
 leave_weights_group(group)
 leave(0)
 """
 
 
-def start_trainer(model: Path, port: int, count: int = 10_000) -> subprocess.Popen[bytes]:
-    """Rank 0: broadcasts the first ``count`` of the model's tensors, times 1.5, and leaves."""
+def start_trainer(model: Path, port: int, count: int = 10_000, *, flattened: bool = False) -> subprocess.Popen[bytes]:
+    """Rank 0: broadcasts the first ``count`` of the model's tensors, times 1.5, or all in one bucket, and leaves."""
     command = [sys.executable, "-c", TRAINER, str(model), str(port), str(count)]
+    command += ["flattened"] if flattened else []
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
@@ -85,14 +89,19 @@ async def version(client: httpx.AsyncClient) -> str:
     return str((await client.get("/model_info")).json()["weight_version"])
 
 
-async def test_broadcast_weights_serve_after_the_update_ends(serving: Serving, tiny_model: Path) -> None:
+@pytest.mark.parametrize("load_format", [None, "flattened_bucket"])
+async def test_broadcast_weights_serve_after_the_update_ends(
+    serving: Serving, tiny_model: Path, load_format: str | None
+) -> None:
     async with serving(create_app(settings_for(tiny_model))) as client:
         before = await logprobs(client)
         port = free_port()
-        trainer = start_trainer(tiny_model, port)
+        is_flattened = load_format is not None
+        trainer = start_trainer(tiny_model, port, 0 if is_flattened else 10_000, flattened=is_flattened)
         assert (await join(client, port, trainer)).json()["success"] is True
         assert (await client.post("/begin_weight_update", json={"selector": "all"})).json()["success"] is True
-        sent = await client.post("/update_weights_from_distributed", json=description(tiny_model), timeout=IDLE_SECONDS)
+        whole = description(tiny_model) | {"load_format": load_format}
+        sent = await client.post("/update_weights_from_distributed", json=whole, timeout=IDLE_SECONDS)
         assert sent.json()["success"] is True
         assert await asyncio.to_thread(trainer.wait, LIMIT_SECONDS) == 0
         assert (await version(client), await logprobs(client)) == ("0", before)

@@ -18,7 +18,7 @@ from services.clients.rollout import RolloutClient, SamplingParams
 from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion, FinishReason, VersionSpan
-from services.weights.broadcast_group import broadcast_weights, join_weights_group, leave_weights_group
+from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
 from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
@@ -270,8 +270,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, oth
         return join_weights_group("127.0.0.1", port, 0, 2, name, "gloo", IDLE_SECONDS)
 
     def send(names: list[str]) -> None:
-        for tensor in names:
-            broadcast_weights(weights[tensor].contiguous(), group, IDLE_SECONDS)
+        send_buckets([[weights[name].contiguous() for name in names]], torch.device("cpu"), group, IDLE_SECONDS)
 
     group, _ = await asyncio.gather(asyncio.to_thread(join), worker.init_group("127.0.0.1", port, 1, 2, name, "gloo"))
     try:

@@ -18,7 +18,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS
-from trainer.checkpoints import checkpoint
+from trainer.checkpoints import manifest
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.model.ranks import Ranks, join_ranks
 
@@ -220,7 +220,7 @@ def test_no_checksum_is_computed_while_training_waits(
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 1, alone)
     reached, may_go_on, threads = threading.Event(), threading.Event(), set()
-    checksum = checkpoint._checksum
+    checksum = manifest._checksum
 
     def slow_checksum(file: Path) -> str:
         threads.add(threading.current_thread())
@@ -228,7 +228,7 @@ def test_no_checksum_is_computed_while_training_waits(
         assert may_go_on.wait(IDLE_SECONDS)
         return checksum(file)
 
-    monkeypatch.setattr(checkpoint, "_checksum", slow_checksum)
+    monkeypatch.setattr(manifest, "_checksum", slow_checksum)
     store.save(learner.policy, learner.optimizer, run_state(learner, 1))
     assert reached.wait(IDLE_SECONDS)
     assert store.poll() is None, "the checkpoint is not in place before its checksums are"
@@ -236,3 +236,24 @@ def test_no_checksum_is_computed_while_training_waits(
     may_go_on.set()
     assert store.finish() is not None
     assert threading.current_thread() not in threads
+
+
+def test_the_checksums_of_a_checkpoints_files_are_computed_at_the_same_time(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At saving and at loading, the first two shards wait for each other."""
+    monkeypatch.setattr(manifest.os, "cpu_count", lambda: 2)
+    real, shards = manifest._checksum, list[str]()
+    both = threading.Barrier(2)
+
+    def checksum(file: Path) -> str:
+        if file.suffix == ".distcp" and len(shards) < 2:
+            shards.append(file.name)
+            both.wait(IDLE_SECONDS)
+        return real(file)
+
+    monkeypatch.setattr(manifest, "_checksum", checksum)
+    train_and_save(alone, model, tmp_path, GROUPS, 1, 1)
+    saved, shards[:] = list(shards), []
+    resume_and_train(alone, model, tmp_path, GROUPS, 1)
+    assert len(set(saved)) == len(set(shards)) == 2

@@ -1,0 +1,193 @@
+"""A collective that never returns costs its group and its publication's workers, and no later publication."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
+from services.weights import broadcast_group
+from services.weights.broadcast_group import CUMEM, match_engines_nccl
+from tests.fake_service import FakeService, fake_service
+from tests.trainer.tiny import FAMILIES, save_model
+from tests.waiting import IDLE_SECONDS
+from trainer.config import TrainerSettings, Transport
+from trainer.model.policy import load_policy
+from trainer.model.ranks import join_ranks
+from trainer.publishing import Publisher, broadcast, make_publisher, worker_group
+from trainer.service_thread import ServiceThread
+
+FORM_SECONDS = 0.5
+
+
+class Worker:
+    """A worker that receives at once; its launcher loads what it missed from disk as soon as it is unregistered."""
+
+    def __init__(self, service: FakeService) -> None:
+        self.service = service
+        self.served = 0
+        self.newest = 0
+        self.drops = 0
+        self.groups: set[str] = set()
+        self.refuses = False
+        for route in ("begin_weight_update", "end_weight_update", "pause_generation", "continue_generation"):
+            service.routes[f"POST /{route}"] = lambda _: {}
+        service.routes |= {
+            "GET /model_info": lambda _: {"weight_version": str(self.served)},
+            "GET /server_info": lambda _: {"tp_size": 1},
+            "POST /init_weights_update_group": self.join,
+            "POST /destroy_weights_update_group": self.leave,
+            "POST /update_weights_from_distributed": self.receive,
+        }
+
+    def join(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.groups.add(request["group_name"])
+        return {"success": True}
+
+    def leave(self, request: dict[str, Any]) -> Any:
+        return {"success": True} if self.groups.discard(request["group_name"]) is None else 400
+
+    def receive(self, request: dict[str, Any]) -> Any:
+        assert request["load_format"] == "flattened_bucket"
+        if self.refuses:
+            return 400
+        if not MEMBERS.connected.wait(IDLE_SECONDS):
+            return 400
+        self.served = int(request["weight_version"] or self.served)
+        return {"success": True}
+
+    def remove(self, _: dict[str, Any]) -> dict[str, Any]:
+        self.drops += 1
+        self.served = self.newest
+        return {}
+
+    def workers(self, _: dict[str, Any]) -> dict[str, Any]:
+        name = f"w{self.drops}"
+        return {"workers": [{"id": name, "url": self.service.endpoint.url, "is_healthy": True}]}
+
+
+class Members:
+    """The groups' collectives: those of the first ``stuck`` groups never return."""
+
+    def __init__(self) -> None:
+        self.stuck = 0
+        self.made = 0
+        self.left: list[int] = []
+        self.sent: list[int] = []
+        self.connected = threading.Event()
+        self.over = threading.Event()
+
+    def join(self, *_: Any) -> int:
+        self.made += 1
+        return self.made
+
+    def broadcast(self, tensor: Any, group: int, **_: Any) -> None:
+        if group <= self.stuck:
+            self.over.wait(IDLE_SECONDS)
+        self.sent.append(group)
+        self.connected.set()
+
+
+MEMBERS = Members()
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+    MEMBERS.__init__()  # type: ignore[misc]
+    monkeypatch.setattr(broadcast, "join_weights_group", MEMBERS.join)
+    monkeypatch.setattr(broadcast_group.dist, "broadcast", MEMBERS.broadcast)
+    monkeypatch.setattr(worker_group, "leave_weights_group", MEMBERS.left.append)
+    monkeypatch.setattr(broadcast, "FORM_SECONDS", FORM_SECONDS)
+    yield MEMBERS
+    MEMBERS.over.set()
+
+
+@pytest.fixture
+def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Publisher, Worker]]:
+    model = save_model(tmp_path / "model", FAMILIES["qwen2"])
+    settings = TrainerSettings.load(
+        model_name=str(model), shared_dir=tmp_path, run_id="r", publish_transport=Transport.BROADCAST
+    )
+    with fake_service({}) as service, fake_service({}) as router, join_ranks() as ranks, ServiceThread() as thread:
+        worker = Worker(service)
+        router.routes["GET /workers"] = worker.workers
+        for number in range(5):
+            router.routes[f"DELETE /workers/w{number}"] = worker.remove
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        addresses = {
+            f"rollout-server-0:{ROUTER_PORT}": address,
+            f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": "127.0.0.1:1",
+        }
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
+        made = make_publisher(settings, load_policy(settings, ranks), ranks, thread)
+        yield made, worker
+        members.connected.set()
+        made.close()
+
+
+def publish(publisher: Publisher, worker: Worker, version: int) -> float:
+    """Publish and return the seconds that it took."""
+    worker.newest = version
+    started = time.monotonic()
+    assert publisher.publish(version)["workers"] == 1
+    assert worker.served == version
+    return time.monotonic() - started
+
+
+def test_a_publication_whose_group_never_forms_ends_by_its_deadline_and_the_next_one_works(
+    publisher: tuple[Publisher, Worker], members: Members
+) -> None:
+    members.stuck = 1
+    seconds = publish(*publisher, 1)
+    assert FORM_SECONDS <= seconds < IDLE_SECONDS / 2
+    worker = publisher[1]
+    assert worker.drops == 1, "its launcher has loaded the version"
+    assert (members.left, worker.groups) == ([1], set()), "both sides have left the group"
+    publish(*publisher, 2)
+    publish(*publisher, 3)
+    assert worker.drops == 1
+    assert members.made == 2
+    assert set(members.sent) == {2}
+    assert len(worker.groups) == 1
+
+
+def test_a_worker_that_fails_ends_the_broadcast_at_once(
+    publisher: tuple[Publisher, Worker], members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broadcast, "FORM_SECONDS", IDLE_SECONDS)
+    members.stuck, publisher[1].refuses = 1, True
+    assert publish(*publisher, 1) < IDLE_SECONDS / 2
+    assert members.left == [1]
+    publisher[1].refuses = False
+    publish(*publisher, 2)
+    assert publisher[1].drops == 1
+
+
+def test_a_new_group_is_formed_by_one_small_tensor_and_then_gets_buckets(
+    publisher: tuple[Publisher, Worker], members: Members
+) -> None:
+    for version in (1, 2):
+        publish(*publisher, version)
+    requests = publisher[1].service.asked("POST /update_weights_from_distributed")
+    first, second, third = requests
+    assert len(first["names"]) == 1
+    assert first["weight_version"] is None
+    assert sorted([*first["names"], *second["names"]]) == sorted(third["names"])
+    assert members.sent == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "0"), ("1", "1")])
+def test_nccl_gets_its_memory_as_in_sglang(monkeypatch: pytest.MonkeyPatch, before: str | None, after: str) -> None:
+    monkeypatch.setenv(CUMEM, "")
+    monkeypatch.delenv(CUMEM)
+    if before is not None:
+        monkeypatch.setenv(CUMEM, before)
+    match_engines_nccl()
+    assert os.environ[CUMEM] == after
