@@ -218,6 +218,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
         log.info("computing", **vars(chosen))
     model = load_model(settings, materialise=ranks.is_main)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
+    ranks.wait_for_main()
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature)

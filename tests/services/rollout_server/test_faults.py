@@ -86,9 +86,11 @@ def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
 def test_a_worker_whose_scheduler_hangs_is_replaced_although_its_health_answers(two: FakeNodes) -> None:
     with Traffic(two) as traffic:
         engine = two.nodes[1].engine
+        registrations = two.log(1).count("worker registered")
         two.fault(1, wedged=True)
         assert two.get(two.worker(1), "/health").status_code == 200
         wait_until(lambda: not engine.is_running(), "the engine was killed")
+        two.wait_until(lambda: two.log(1).count("worker registered") > registrations, "the worker is registered anew")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
     assert "scheduler does not answer" in two.log(1)
@@ -249,7 +251,7 @@ def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(los
     lost.environment["FAKE_ENGINE_EXIT"] = str(EXIT_CONFIGURATION)
     node = lost.start(0)
     assert node.process.wait(LIMIT_SECONDS) == EXIT_CONFIGURATION
-    assert lost.log(0).splitlines()[-1].startswith("error: the engine cannot run with these settings")
+    assert lost.log(0).splitlines()[-1].startswith("error: the engine-0 cannot run with these settings")
 
 
 @pytest.mark.parametrize(
