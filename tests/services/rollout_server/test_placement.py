@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from local_runner.environment import Run, node_environment
+from local_runner.nodes import allocate
+from local_runner.spec import JobGroup, TaskSpec
+from services.core import gpus
 from services.core.compute import ComputeType
-from services.core.endpoints import ENGINE_PORTS
+from services.core.endpoints import ENGINE_PORTS, Endpoint
 from services.core.errors import ConfigurationError
 from services.rollout_server.addresses import choose_addresses
+from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.commands import engine_command
 from services.rollout_server.model_files import weight_bytes
 from services.rollout_server.placement import EnginePlace, can_split, place_engines
 from services.rollout_server.settings import EngineKind, RolloutSettings
+from tests.services.rollout_server.nodes import SGLANG_PYTHON
 
 # Heads, key-value heads, width of the MLP, and bytes of the weights in bfloat16.
 MODELS = {
@@ -168,3 +176,48 @@ def test_engines_of_a_node_listen_on_ports_of_their_own(monkeypatch: pytest.Monk
     ]
     given = choose_addresses(has_token=False, n_engines=3, host="127.0.0.1", engine_port=4000)
     assert [engine.port for engine in given.engines] == [4000, 4010, 4020]
+
+
+def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend_gpus(monkeypatch, tmp_path, *range(8))
+    # A nvidia-smi that prints 0, 1024, ... lists eight GPUs by these names.
+    names = gpus.visible()
+    task = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=4, environment={"SGLANG_TP_SIZE": "2"})
+    group = JobGroup("group", (task,))
+    with allocate(group) as local:
+        own = node_environment(Run(group, "run", tmp_path, local, names), task, 1)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    found = places("no/model", gpus.promised() or 0)
+    assert [place.devices for place in found] == [names[4:6], names[6:8]]
+    addresses = choose_addresses(has_token=True, n_engines=len(found))
+    assert [own.url for own in addresses.own_workers] == [
+        "http://" + local.find("rollout-server", 1, port) for port in ENGINE_PORTS[:2]
+    ]
+    assert addresses.first_workers[1] == addresses.own_workers[0] != addresses.first_workers[0]
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_flags_of_every_place(tmp_path: Path) -> None:
+    """SGLang's own parser reads them, and says what it read."""
+    place = EnginePlace(3, 2, ("6", "7"))
+    address = Endpoint("127.0.0.1", ENGINE_PORTS[3])
+    settings = RolloutSettings.load(model_name="a-model", engine_dtype="bfloat16", lora_rank=8)
+    command = engine_command(settings, EngineKind.SGLANG, address, place)
+    check = tmp_path / "check.py"
+    check.write_text(PARSE)
+    flags = [flag for flag in command.arguments if flag != API_KEY_FROM_TOKEN]
+    told = subprocess.run([SGLANG_PYTHON, str(check), *flags], capture_output=True, text=True, check=False)
+    assert told.stdout.splitlines()[-1:] == [f"2 {ENGINE_PORTS[3]} bfloat16 8"], told.stderr[-2000:]
+
+
+PARSE = """
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+read = parser.parse_args()
+print(read.tp_size, read.port, read.dtype, read.max_lora_rank)
+"""
