@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
 
 import orjson
@@ -25,7 +26,7 @@ log = get_logger(__name__)
 MEETING_SECONDS = 300.0
 """Longest wait for the other ranks, which start together and import torch meanwhile."""
 
-Facts = dict[str, str | None]
+Facts = Mapping[str, str | None]
 
 
 def choose_device() -> torch.device:

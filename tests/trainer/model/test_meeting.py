@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d
 
 import trainer.__main__ as program
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
@@ -72,9 +74,8 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 def wait_longer_than_a_collective_may(joined: Ranks) -> int:
     # Collectives of this group time out after COLLECTIVE_SECONDS.
-    ranks.dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))._set_default_timeout(
-        ranks.timedelta(seconds=1)
-    )
+    backend = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=1))
     if joined.is_main:
         time.sleep(2.5)
     value: int = joined.broadcast_json(7)
