@@ -147,11 +147,7 @@ class RolloutClient(HttpClient):
             RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
             DependencyLostError: no completion could be generated within deadline and tries.
         """
-        if not prompt_ids:
-            raise ValueError("a prompt has at least one token")
-        for token in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
+        self._check_prompt(prompt_ids)
         done: list[Completion] = []
         begun: list[_Begun] = []
         lost: DependencyLostError | None = None
@@ -196,6 +192,13 @@ class RolloutClient(HttpClient):
         self.lora_path = ADAPTER_NAME
         return ADAPTER_NAME
 
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
+        if not prompt_ids:
+            raise ValueError("a prompt has at least one token")
+        for token in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
+
     async def _send(
         self,
         prompt_ids: Sequence[int],
@@ -231,22 +234,32 @@ class RolloutClient(HttpClient):
             return _Reply([], kept, error)
         TOKENS.inc(sum(len(completion.completion_ids) for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
-        done, going_on = [], []
-        for received in completions[:n]:
-            whole = joined(begun.so_far, received)
-            is_full = len(whole.completion_ids) >= params.max_new_tokens
-            if is_full or _has_ended(received, piece):
-                if whole.finish_reason is FinishReason.ABORT:
-                    whole = whole.model_copy(update={"finish_reason": FinishReason.LENGTH})
-                COMPLETIONS.labels(whole.finish_reason.value).inc()
-                done.append(whole)
-                continue
-            if received.finish_reason is FinishReason.ABORT:
-                COMPLETIONS.labels(FinishReason.ABORT.value).inc()
-                RESUBMITTED.labels("aborted").inc()
-            if whole.completion_ids:
-                going_on.append(_Begun(begun.key, whole))
-        return _Reply(done, going_on)
+        return _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
+
+
+def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, most: int) -> _Reply:
+    """Return the completions that begin with ``begun`` and go on with what was ``received``; count them.
+
+    Args:
+        begun: the beginning of all of them.
+        received: up to ``piece`` further tokens of each.
+        piece: tokens that were asked for.
+        most: tokens of a whole completion.
+    """
+    done, going_on = [], []
+    for part in received:
+        whole = joined(begun.so_far, part)
+        is_aborted = part.finish_reason is FinishReason.ABORT
+        if len(whole.completion_ids) >= most or _has_ended(part, piece):
+            done.append(whole.model_copy(update={"finish_reason": FinishReason.LENGTH}) if is_aborted else whole)
+            COMPLETIONS.labels(done[-1].finish_reason.value).inc()
+            continue
+        if is_aborted:
+            COMPLETIONS.labels(FinishReason.ABORT.value).inc()
+            RESUBMITTED.labels("aborted").inc()
+        if whole.completion_ids:
+            going_on.append(_Begun(begun.key, whole))
+    return _Reply(done, going_on)
 
 
 def _has_ended(received: Completion, piece: int) -> bool:

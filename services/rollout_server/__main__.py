@@ -12,7 +12,7 @@ import asyncio
 import math
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
@@ -24,6 +24,7 @@ from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands
 from services.rollout_server.addresses import Addresses, choose_addresses
+from services.rollout_server.commands import Command
 from services.rollout_server.placement import EnginePlace, place_engines
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.scheduler_watch import SchedulerWatch
@@ -61,20 +62,10 @@ async def run_node(
         registrations, parts = [], []
         for place, address, worker in zip(places, addresses.engines, workers, strict=True):
             log.info("engine placed", engine=kind.value, **vars(place), listen=address.url)
-            engine = SupervisedProcess(
-                commands.engine_command(settings, kind, address, place),
-                worker.is_healthy,
-                max_restarts=settings.rollout_max_restarts,
-                start_seconds=settings.engine_start_seconds,
-                hang_seconds=settings.engine_hang_seconds,
-            )
-            registration = WorkerRegistration(settings, worker, router, engine)
-            engine.before_restart = registration.withdraw
+            command = commands.engine_command(settings, kind, address, place)
+            registration, own_parts = _engine(settings, command, worker, router, is_watched=kind is EngineKind.SGLANG)
             registrations.append(registration)
-            parts += [engine.run(), registration.run()]
-            if kind is EngineKind.SGLANG:
-                hang_seconds, is_updating = settings.engine_hang_seconds, registration.is_updating
-                parts.append(SchedulerWatch(worker, engine, hang_seconds=hang_seconds, is_updating=is_updating).run())
+            parts += own_parts
 
         async def withdraw_all() -> None:
             await asyncio.gather(*(registration.withdraw_if_possible() for registration in registrations))
@@ -89,6 +80,27 @@ async def run_node(
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+def _engine(
+    settings: RolloutSettings, command: Command, worker: WorkerAdmin, router: RouterAdmin, *, is_watched: bool
+) -> tuple[WorkerRegistration, list[Coroutine[None, None, None]]]:
+    """Return an engine's registration, and the coroutines that keep the engine running, registered and watched."""
+    hang_seconds = settings.engine_hang_seconds
+    engine = SupervisedProcess(
+        command,
+        worker.is_healthy,
+        max_restarts=settings.rollout_max_restarts,
+        start_seconds=settings.engine_start_seconds,
+        hang_seconds=hang_seconds,
+    )
+    registration = WorkerRegistration(settings, worker, router, engine)
+    engine.before_restart = registration.withdraw
+    parts = [engine.run(), registration.run()]
+    if is_watched:
+        watch = SchedulerWatch(worker, engine, hang_seconds=hang_seconds, is_updating=registration.is_updating)
+        parts.append(watch.run())
+    return registration, parts
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
