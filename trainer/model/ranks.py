@@ -41,7 +41,7 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    store: Store
+    store: Store = field(default_factory=HashStore)
     """A client of the store where the ranks met, for this object alone: a wait occupies it."""
     _calls: Iterator[int] = field(default_factory=count)
 
