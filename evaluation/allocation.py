@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.core.errors import ConfigurationError
+from services.core.gpus import GPUS_OF_A_NODE
 
-GPUS_OF_A_NODE = 8
-"""The most GPUs that a node on a cluster has."""
 _DIMENSIONS = {"d": "data", "p": "pipeline", "t": "tensor"}
 
 

@@ -51,7 +51,9 @@ class OpenAIServer(Server):
     probe_path = "/models"
     probe_seconds = 15.0
 
-    def __init__(self, url: str, model: str, api: Api, key: str | None, places: int) -> None:
+    def __init__(
+        self, url: str, model: str, api: Api, key: str | None, places: int, seconds: float = PROMPT_SECONDS
+    ) -> None:
         """Make a server.
 
         Args:
@@ -60,8 +62,9 @@ class OpenAIServer(Server):
             api: the route that answers prompts; by COMPLETIONS they need token ids.
             key: the API key.
             places: requests in flight.
+            seconds: the longest time that one prompt may take.
         """
-        super().__init__(url, url, key)
+        super().__init__(url, url, key, seconds)
         self.model = model
         self.api = api
         self.counts_tokens = True
@@ -71,8 +74,8 @@ class OpenAIServer(Server):
             url,
             token=key,
             service="the endpoint",
-            timeout=PROMPT_SECONDS,
-            deadline=PROMPT_SECONDS,
+            timeout=seconds,
+            deadline=seconds,
             max_connections=places,
         )
 

@@ -13,8 +13,8 @@ from evaluation.allocation import Allocation
 from evaluation.checkpoints import Checkpoint
 from evaluation.examples import Examples
 from evaluation.settings import Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
-from local_runner import gpus
 from services.agents import Agent, load_agent
+from services.core import gpus
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 from services.programs import Program

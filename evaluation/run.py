@@ -18,7 +18,7 @@ from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
 from evaluation.relay import reachable
 from evaluation.samples import open_store
-from evaluation.server import RolloutServer, Server
+from evaluation.server import RolloutServer, Server, prompt_seconds
 from evaluation.servers import ServerPool
 from evaluation.settings import Api, SchedulerName
 from evaluation.view import View
@@ -153,7 +153,8 @@ def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
         key = plan.key or settings.token
 
         def connect(url: str) -> OpenAIServer:
-            server = OpenAIServer(url, checkpoint.model, origin.openai_api, key, settings.eval_concurrency)
+            places, seconds = settings.eval_concurrency, prompt_seconds(settings)
+            server = OpenAIServer(url, checkpoint.model, origin.openai_api, key, places, seconds)
             server.template_args = settings.chat_template_args
             return server
 

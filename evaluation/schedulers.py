@@ -20,12 +20,12 @@ from evaluation.plan import Plan
 from evaluation.server import parse_url
 from evaluation.servers import Discover
 from evaluation.settings import Backend, SchedulerName
-from local_runner import gpus, nodes, watchdog
+from local_runner import nodes, watchdog
 from local_runner.environment import Run
 from local_runner.spec import JobGroup, TaskSpec
 from local_runner.supervisor import State, Supervisor
 from services.clients.rollout_admin import RouterAdmin
-from services.core import endpoints
+from services.core import endpoints, gpus
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings

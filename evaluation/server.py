@@ -14,14 +14,14 @@ import httpx
 from pydantic import HttpUrl, TypeAdapter, ValidationError
 
 from evaluation.settings import EvaluationSettings
-from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout import RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
 
 PROMPT_SECONDS = 600.0
-"""The longest time that one prompt or episode may take at one server."""
+"""The longest time that an episode may take at one server, and a prompt unless its completions are long."""
 CONNECT_SECONDS = 5.0
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""
@@ -53,6 +53,11 @@ def parse_url(text: str, *, is_api: bool = False) -> UrlEndpoint:
     return UrlEndpoint(url.host or "", url.port or 80, base)
 
 
+def prompt_seconds(settings: EvaluationSettings) -> float:
+    """Return the longest time that one prompt may take at one server, by the length of its completions."""
+    return max(PROMPT_SECONDS, generation_seconds(settings.max_new_tokens))
+
+
 @dataclass(frozen=True)
 class Answered:
     """A completion of a prompt; the numbers of tokens are 0 where the server does not count them."""
@@ -72,13 +77,14 @@ class Server(ABC):
     probe_seconds: ClassVar[float] = 0.0
     """A server that answered so recently is not probed again; 0: at every look."""
 
-    def __init__(self, url: str, api_url: str, token: str | None) -> None:
+    def __init__(self, url: str, api_url: str, token: str | None, seconds: float) -> None:
         """Make a server that is not asked yet.
 
         Args:
             url: identifies the server, in reports too.
             api_url: the base URL of its OpenAI routes.
             token: sent as ``Authorization: Bearer``.
+            seconds: the longest time that one prompt may take.
         """
         self.url = url
         self.api_url = api_url
@@ -90,7 +96,7 @@ class Server(ABC):
         self.http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"} if token else None,
-            timeout=httpx.Timeout(PROMPT_SECONDS, connect=CONNECT_SECONDS),
+            timeout=httpx.Timeout(seconds, connect=CONNECT_SECONDS),
             limits=httpx.Limits(),  # The places of a server bound its connections.
             trust_env=False,
         )
@@ -155,13 +161,14 @@ class RolloutServer(Server):
 
     def __init__(self, url: str, settings: EvaluationSettings, vocab_size: int) -> None:
         """Make a server; token ids of prompts must be below ``vocab_size``."""
-        super().__init__(url, f"{url}/v1", settings.token)
+        seconds = prompt_seconds(settings)
+        super().__init__(url, f"{url}/v1", settings.token, seconds)
         self.rollouts = RolloutClient(
             parse_url(url),
             settings.token,
             vocab_size=vocab_size,
             max_concurrency=settings.eval_concurrency,
-            deadline_seconds=PROMPT_SECONDS,
+            deadline_seconds=seconds,
             seed_each_completion=settings.engine_deterministic,
         )
 

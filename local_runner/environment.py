@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from local_runner.gpus import VISIBLE, listed
 from local_runner.nodes import Addresses
 from local_runner.processes import MARK
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.endpoints import ENDPOINTS_VARIABLE, Task
 from services.core.errors import ConfigurationError
+from services.core.gpus import PROMISED, VISIBLE, listed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         "SKYPILOT_NODE_RANK": str(rank),
         "SKYPILOT_NODE_IPS": "\n".join(hosts),
         "SKYPILOT_NUM_NODES": str(task.num_nodes),
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(len(gpus)),
+        PROMISED: str(len(gpus)),
         "SKYPILOT_TASK_ID": f"local-{run.run_id}_{run.group.name}_{task.name}",
         ENDPOINTS_VARIABLE: run.addresses.variable,
         MARK: run.node_mark(task, rank),

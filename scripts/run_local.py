@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from local_runner import environment, gpus, nodes, run, spec, variables
+from local_runner import environment, nodes, run, spec, variables
 from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
+from services.core import gpus
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
 JobGroupPath = Annotated[Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML.")]

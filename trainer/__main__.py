@@ -13,8 +13,9 @@ import time
 from collections.abc import Collection
 from typing import NoReturn
 
+from services.core import gpus
 from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
-from services.core.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, ConfigurationError, exit_code_of
+from services.core.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, exit_code_of
 from trainer.config import TrainerSettings
 
 RENDEZVOUS_SECONDS = 900
@@ -25,25 +26,37 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
-    if "RANK" in os.environ or num_nodes() * ranks_per_node() == 1:
-        from trainer.run import run_rank
+    n_ranks = 1
 
-        code = run_rank()
-        if code == EXIT_PEER_LOST:
-            time.sleep(PEER_LOST_SECONDS)
-        return code
-    # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
-    return exit_code_of(TrainerSettings.load) or launch_ranks()
+    def count_ranks() -> None:
+        nonlocal n_ranks
+        n_ranks = num_nodes() * ranks_per_node()
+
+    if "RANK" not in os.environ:
+        if code := exit_code_of(count_ranks):
+            return code
+        if n_ranks > 1:
+            # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
+            return exit_code_of(TrainerSettings.load) or launch_ranks()
+    from trainer.run import run_rank
+
+    code = run_rank()
+    if code == EXIT_PEER_LOST:
+        time.sleep(PEER_LOST_SECONDS)
+    return code
 
 
 def ranks_per_node() -> int:
-    """Return the number of GPUs of this node; 1 without GPUs."""
-    text = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
-    if not text.isdecimal():
-        raise ConfigurationError(f"SKYPILOT_NUM_GPUS_PER_NODE is {text!r}; allowed is a whole number")
+    """Return the number of GPUs of this node; 1 without GPUs.
+
+    Raises:
+        ConfigurationError: torch sees fewer GPUs than the node has.
+    """
     import torch
 
-    return max(min(int(text), torch.cuda.device_count()), 1) if torch.cuda.is_available() else 1
+    wanted, found = gpus.promised() or 0, torch.cuda.device_count()
+    gpus.check_cuda(found, torch.version.cuda)
+    return max(wanted, 1)
 
 
 def launch_ranks() -> int:

@@ -13,6 +13,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from services.clients.rollout import generation_seconds
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
@@ -29,10 +30,6 @@ from trainer.algorithm.methods import (
 
 LEAST_CONCURRENCY = 64
 """Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
-
-LEAST_GENERATION_SECONDS = 600.0
-LEAST_TOKENS_PER_SECOND = 10.0
-"""An engine has this long for a completion, or longer at this rate for MAX_NEW_TOKENS; then it counts as hanging."""
 
 
 class Mode(StrEnum):
@@ -306,9 +303,9 @@ class PublishingSection(SectionSettings):
     """`disk`: through the shared volume. `broadcast`: to the workers over NCCL or gloo, and LoRA adapters over HTTP."""
     publish_type: PublishedType = PublishedType.BFLOAT16
     """`bfloat16` or `float32`, of whole weights or of LoRA adapters."""
-    publish_in_place: bool = False
+    publish_in_place: bool | None = None
     """Change weights under generations in flight, which go on with the new ones; each token's version is recorded. Off:
-    they end first."""
+    they end first. Unset: on with `MODE=async`, where engines always generate, and off with `MODE=sync`."""
     publish_probe: bool = False
     """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
     adapters always does."""
@@ -416,6 +413,11 @@ class TrainerSettings(
         return self
 
     @property
+    def publishes_in_place(self) -> bool:
+        """True when weights change under generations in flight: PUBLISH_IN_PLACE, or the default of the mode."""
+        return self.mode is Mode.ASYNC if self.publish_in_place is None else self.publish_in_place
+
+    @property
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"
@@ -440,7 +442,7 @@ class TrainerSettings(
     @property
     def generation_deadline_seconds(self) -> float:
         """Longest wait for one prompt's completions once it is in flight, retries included."""
-        return max(LEAST_GENERATION_SECONDS, self.max_new_tokens / LEAST_TOKENS_PER_SECOND)
+        return generation_seconds(self.max_new_tokens)
 
     @property
     def start_deadline_seconds(self) -> float:

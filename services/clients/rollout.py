@@ -1,8 +1,9 @@
 """The client of the rollout workers: token ids in, completions with their log-probabilities out, through the router.
 
 The client sends one request a prompt with ``n``, so that the worker computes the prompt once; with deterministic
-engines, one request a completion. It asks again for completions that are missing or aborted. It refuses token ids
-outside the vocabulary, because they would crash a worker.
+engines, one request a completion. It asks again for completions that are missing, and continues those that were aborted
+from the tokens that have come. It generates long completions in pieces, so that a worker that dies loses one piece. It
+refuses token ids outside the vocabulary, because they would crash a worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import Completion, FinishReason, VersionSpan
+from services.protocol.groups import EMPTY, Completion, FinishReason, VersionSpan, joined
 from services.weights.adapter_files import ADAPTER_NAME
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
@@ -35,7 +36,19 @@ IN_FLIGHT = Gauge("rollout_requests_in_flight", "Generation requests waiting for
 ROUTING_KEY = "X-SMG-Routing-Key"
 """The header by which the router chooses: requests of one key go to one worker, a new key's to the least busy one."""
 MAX_ROUNDS = 4
-"""Rounds of requests for a prompt's completions; a group may stay short after the last."""
+"""Rounds of requests in a row that bring no token of a prompt's completions; a group may stay short after the last."""
+PIECE_TOKENS = 2048
+"""Most tokens of one request, less than a minute's work for most GPUs. The worker has the tokens before in its prefix
+cache, so that a further request costs it next to nothing."""
+
+LEAST_GENERATION_SECONDS = 600.0
+LEAST_TOKENS_PER_SECOND = 10.0
+"""An engine has this long for a completion, or longer at this rate for its length; then it counts as hanging."""
+
+
+def generation_seconds(max_new_tokens: int) -> float:
+    """Return the longest time that completions of up to ``max_new_tokens`` tokens take, retries included."""
+    return max(LEAST_GENERATION_SECONDS, max_new_tokens / LEAST_TOKENS_PER_SECOND)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,28 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     stop: Sequence[str] = ()
     """Texts that end a completion, which goes without them."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A completion on its way."""
+
+    key: str
+    """The routing key of its requests: the worker that has its tokens in its cache."""
+    so_far: Completion = EMPTY
+
+    @property
+    def tokens(self) -> int:
+        return len(self.so_far.completion_ids)
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """The completions of one request: those that have ended, and those that go on."""
+
+    done: list[Completion]
+    begun: list[_Begun]
+    error: DependencyLostError | None = None
 
 
 class RolloutClient(HttpClient):
@@ -96,7 +131,9 @@ class RolloutClient(HttpClient):
     ) -> list[Completion]:
         """Return ``n`` completions of a prompt, or as many as could be generated.
 
-        Completions that were aborted or lost are asked for again, up to MAX_ROUNDS times within the deadline.
+        Lost completions are asked for again and aborted ones continued, until MAX_ROUNDS rounds in a row bring no token
+        or the deadline has passed. Each token keeps the log-probability and version with which it was sampled. If a
+        completion was cut within the bytes of a character, its text has U+FFFD there.
 
         Args:
             prompt_ids: token ids of the whole prompt.
@@ -112,33 +149,40 @@ class RolloutClient(HttpClient):
             RequestRefusedError: the engine refuses the request, for example because the prompt is too long.
             DependencyLostError: no completion could be generated within deadline and tries.
         """
-        request = self._request_of(prompt_ids, params)
+        self._check_prompt(prompt_ids)
         done: list[Completion] = []
+        begun: list[_Begun] = []
         lost: DependencyLostError | None = None
-        sent = 0
+        sent = rounds = 0
         async with self._places:
             # The deadline starts here, so that waiting for a place uses up none of it.
             end = time.monotonic() + self.deadline
-            for number in range(1, MAX_ROUNDS + 1):
-                missing, left = n - len(done), end - time.monotonic()
-                if missing <= 0 or left <= 0:
-                    break
-                first_seed = None if seed is None else seed + sent
-                received, error = await self._ask(request, missing, first_seed, left)
-                sent += missing if self.seed_each_completion else 1
-                whole = [c for c in received if c.finish_reason is not FinishReason.ABORT]
-                done += whole
-                if error is not None:
-                    # The router has tried other workers already; by the next round it may have dropped a dead worker.
-                    lost = error
-                elif number < MAX_ROUNDS:
-                    aborted = len(received) - len(whole)
-                    RESUBMITTED.labels("aborted").inc(aborted)
-                    RESUBMITTED.labels("missing").inc(max(n - len(done) - aborted, 0))
+            while len(done) < n and rounds < MAX_ROUNDS and (left := end - time.monotonic()) > 0:
+                requests = self._next_requests(begun, n - len(done))
+                seeds = [None if seed is None else seed + sent + i for i in range(len(requests))]
+                sent += len(requests)
+                replies = await asyncio.gather(
+                    *(
+                        self._send(prompt_ids, params, each, size, request_seed, left)
+                        for (each, size), request_seed in zip(requests, seeds, strict=True)
+                    )
+                )
+                before = sum(each.tokens for each in begun)
+                begun = [each for reply in replies for each in reply.begun]
+                done += [completion for reply in replies for completion in reply.done]
+                is_idle = not any(reply.done for reply in replies) and sum(each.tokens for each in begun) <= before
+                rounds = rounds + 1 if is_idle else 0
+                lost = next((reply.error for reply in replies if reply.error is not None), lost)
         MISSING.inc(max(n - len(done), 0))
         if lost is not None and not done:
             raise lost
         return done[:n]
+
+    def _next_requests(self, begun: Sequence[_Begun], missing: int) -> list[tuple[_Begun, int]]:
+        """Return the next requests, as beginnings and numbers of completions, for ``missing`` completions."""
+        fresh = missing - len(begun)
+        sizes = [1] * fresh if self.seed_each_completion else [fresh] * (fresh > 0)
+        return [*((_Begun(secrets.token_hex(8)), size) for size in sizes), *((each, 1) for each in begun)]
 
     async def find_adapter(self) -> str | None:
         """Generate with the trained LoRA adapter from now on if the workers serve one; return its name."""
@@ -150,57 +194,83 @@ class RolloutClient(HttpClient):
         self.lora_path = ADAPTER_NAME
         return ADAPTER_NAME
 
-    async def _ask(
-        self, request: dict[str, Any], n: int, first_seed: int | None, deadline: float
-    ) -> tuple[list[Completion], DependencyLostError | None]:
-        """Send the requests for ``n`` completions; return the completions and the first error, if any was lost."""
-        sizes = [1] * n if self.seed_each_completion else [n]
-        seeds = [None if first_seed is None else first_seed + i for i in range(len(sizes))]
-        replies = await asyncio.gather(
-            *(self._send(request, size, seed, deadline) for size, seed in zip(sizes, seeds, strict=True))
-        )
-        completions = [completion for received, _ in replies for completion in received]
-        return completions, next((error for _, error in replies if error is not None), None)
-
-    async def _send(
-        self, request: dict[str, Any], n: int, seed: int | None, deadline: float
-    ) -> tuple[list[Completion], DependencyLostError | None]:
-        sampling = {**request["sampling_params"], "n": n}
-        if seed is not None:
-            sampling["sampling_seed"] = seed % 2**31
-        REQUESTS.inc()
-        try:
-            with IN_FLIGHT.track_inprogress():
-                reply = await self.request(
-                    "POST",
-                    "/generate",
-                    {**request, "sampling_params": sampling},
-                    headers={ROUTING_KEY: secrets.token_hex(8)},
-                    deadline=deadline,
-                )
-            completions = read_completions(str(reply.url), reply.content)
-        except DependencyLostError as error:
-            LOST.inc()
-            return [], error
-        for completion in completions:
-            COMPLETIONS.labels(completion.finish_reason.value).inc()
-            TOKENS.inc(len(completion.completion_ids))
-        return completions, None
-
-    def _request_of(self, prompt_ids: Sequence[int], params: SamplingParams) -> dict[str, Any]:
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> None:
         if not prompt_ids:
             raise ValueError("a prompt has at least one token")
         for token in (min(prompt_ids), max(prompt_ids)):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {self._vocab_size} tokens")
-        return {
-            "input_ids": list(prompt_ids),
-            "sampling_params": asdict(params),
+
+    async def _send(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        begun: _Begun,
+        n: int,
+        seed: int | None,
+        deadline: float,
+    ) -> _Reply:
+        """Send one request for the next piece of ``n`` completions that begin with ``begun``."""
+        left = params.max_new_tokens - begun.tokens
+        # A stop text could begin in one piece and end in the next.
+        piece = left if params.stop else min(left, PIECE_TOKENS)
+        sampling = {**asdict(params), "max_new_tokens": piece, "n": n}
+        if seed is not None:
+            sampling["sampling_seed"] = seed % 2**31
+        payload = {
+            "input_ids": [*prompt_ids, *begun.so_far.completion_ids],
+            "sampling_params": sampling,
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_text_in_logprobs": False,
             **({"lora_path": self.lora_path} if self.lora_path else {}),
         }
+        REQUESTS.inc()
+        try:
+            with IN_FLIGHT.track_inprogress():
+                headers = {ROUTING_KEY: begun.key}
+                reply = await self.request("POST", "/generate", payload, headers=headers, deadline=deadline)
+            completions = read_completions(str(reply.url), reply.content)
+        except DependencyLostError as error:
+            LOST.inc()
+            # Under a new key, so that another worker continues it.
+            kept = [_Begun(secrets.token_hex(8), begun.so_far)] if begun.tokens else []
+            return _Reply([], kept, error)
+        TOKENS.inc(sum(len(completion.completion_ids) for completion in completions))
+        RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
+        return _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
+
+
+def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, most: int) -> _Reply:
+    """Return the completions that begin with ``begun`` and go on with what was ``received``; count them.
+
+    Args:
+        begun: the beginning of all of them.
+        received: up to ``piece`` further tokens of each.
+        piece: tokens that were asked for.
+        most: tokens of a whole completion.
+    """
+    done, going_on = [], []
+    for part in received:
+        whole = joined(begun.so_far, part)
+        is_aborted = part.finish_reason is FinishReason.ABORT
+        if len(whole.completion_ids) >= most or _has_ended(part, piece):
+            done.append(whole.model_copy(update={"finish_reason": FinishReason.LENGTH}) if is_aborted else whole)
+            COMPLETIONS.labels(done[-1].finish_reason.value).inc()
+            continue
+        if is_aborted:
+            COMPLETIONS.labels(FinishReason.ABORT.value).inc()
+            RESUBMITTED.labels("aborted").inc()
+        if whole.completion_ids:
+            going_on.append(_Begun(begun.key, whole))
+    return _Reply(done, going_on)
+
+
+def _has_ended(received: Completion, piece: int) -> bool:
+    """Return whether a completion ended before the ``piece`` tokens that were asked for."""
+    # A piece that the engine cut short has filled the model's context.
+    is_short = received.finish_reason is FinishReason.LENGTH and len(received.completion_ids) < piece
+    return is_short or received.finish_reason is FinishReason.STOP
 
 
 def read_completions(url: str, reply: bytes) -> list[Completion]:

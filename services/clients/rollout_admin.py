@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import contextlib
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from services.core.endpoints import Endpoint, Task, endpoint
+from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
 from services.weights.adapter_files import ADAPTER_NAME
 
@@ -96,6 +98,18 @@ class WorkerAdmin(HttpClient):
         """Return the policy version that the worker serves; None for a version that is not one of ours."""
         text = str((await self._ask("GET", "/model_info")).get("weight_version"))
         return int(text) if text.isdecimal() else None
+
+    async def scheduler_answers(self, seconds: float) -> bool:
+        """Return whether SGLang's scheduler generates a token within ``seconds``, or answers although it is paused.
+
+        The scheduler of an engine that loads weights does neither.
+        """
+        # A paused engine keeps the token waiting, but its scheduler describes its state.
+        for path, limit in (("/health_generate", seconds), ("/server_info", seconds / 6)):
+            with contextlib.suppress(DependencyLostError):
+                if (await self.send_once("GET", path, seconds=limit)).status_code == HTTPStatus.OK:
+                    return True
+        return False
 
     async def tensor_parallel_size(self) -> int:
         """Return the number of ranks that the worker is spread over; each joins a broadcast group by itself."""

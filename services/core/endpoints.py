@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from services.core.errors import ConfigurationError
+from services.core.gpus import GPUS_OF_A_NODE
 
 
 class Task(StrEnum):
@@ -37,6 +38,9 @@ class Task(StrEnum):
 DATA_PORT = 8000
 ROUTER_PORT = 30000
 ENGINE_PORT = 30001
+"""The port of a rollout node's first engine."""
+ENGINE_PORTS = tuple(ENGINE_PORT + 10 * engine for engine in range(GPUS_OF_A_NODE))
+"""The ports of a rollout node's engines, of which there are at most as many as GPUs."""
 ROUTER_METRICS_PORT = 29000
 ROUTER_INNER_PORT = 30002
 """The router's port on its own node, when JOBGROUP_TOKEN is set and the authenticating proxy has ROUTER_PORT."""
@@ -51,7 +55,7 @@ ENVIRONMENT_PORT = 8081
 
 PORTS: dict[Task, tuple[int, ...]] = {
     Task.DATA_SERVER: (DATA_PORT,),
-    Task.ROLLOUT_SERVER: (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT),
+    Task.ROLLOUT_SERVER: (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, *ENGINE_PORTS),
     Task.REWARD_SERVER: (REWARD_PORT,),
     Task.REPLAY_BUFFER: (REPLAY_PORT,),
     Task.TRAINER: (STATUS_PORT, TRAINER_RENDEZVOUS_PORT, WEIGHTS_BROADCAST_PORT),

@@ -77,7 +77,7 @@ RETIRED: dict[str, str] = {
     "REWARD_OVERLONG_BUFFER_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
     "REWARD_OVERLONG_MAX_TOKENS": "set OVERLONG_BUFFER instead, the trainer's penalty for length",
     "EVAL_LOST_SECONDS": "an evaluation gives up when no server has answered for 600 s",
-    "EVAL_PROMPT_SECONDS": "a prompt of an evaluation may take 600 s at one server",
+    "EVAL_PROMPT_SECONDS": "a prompt of an evaluation may take the larger of 600 s and a tenth of MAX_NEW_TOKENS",
     "EVAL_RESAMPLES": "intervals are of 2000 resamples",
     "EVAL_START_SECONDS": "an evaluation waits 60 s for servers that run already, and an hour in a job group",
     "EVAL_WORKFLOW": "set EVAL_AGENT to an agent such as evaluation.math_agent:solve; unset, one completion answers",

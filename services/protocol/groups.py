@@ -88,6 +88,30 @@ class Completion(WireModel):
         return min(span.version for span in spans)
 
 
+EMPTY = Completion(completion_ids=[], logprobs=[], policy_versions=[], finish_reason=FinishReason.ABORT)
+"""The beginning of every completion."""
+
+
+def joined(first: Completion, then: Completion) -> Completion:
+    """Return a completion in one piece, given its first tokens and those that were sampled after them."""
+    if not first.completion_ids:
+        return then
+    spans = list(first.policy_versions)
+    offset = len(first.completion_ids)
+    for span in then.policy_versions:
+        start = offset + span.start
+        if spans and spans[-1].version == span.version:
+            start = spans.pop().start
+        spans.append(VersionSpan(version=span.version, start=start, end=offset + span.end))
+    return Completion(
+        completion=first.completion + then.completion,
+        completion_ids=[*first.completion_ids, *then.completion_ids],
+        logprobs=[*first.logprobs, *then.logprobs],
+        policy_versions=spans,
+        finish_reason=then.finish_reason,
+    )
+
+
 class RewardStatus(StrEnum):
     """The outcome of scoring an answer; the reward is None unless it is ``scored``."""
 

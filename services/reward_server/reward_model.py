@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from services.core import gpus
 from services.core.errors import ConfigurationError, first_line
 from services.core.logs import get_logger
 from services.protocol.groups import RewardStatus
@@ -35,6 +36,7 @@ class RewardModel:
             ConfigurationError: the model cannot be loaded, or has not exactly one logit.
         """
         self._max_tokens = max_tokens
+        gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -1,6 +1,6 @@
-"""Run a rollout node: ``python -m services.rollout_server``. It starts the engine and, on node 0, the router.
+"""Run a rollout node: ``python -m services.rollout_server``. It starts the engines and, on node 0, the router.
 
-Both are restarted when they end, a bounded number of times. The launcher exits with 33 when a child ends more often or
+Each is restarted when it ends, a bounded number of times. The launcher exits with 33 when a child ends more often or
 when the shared volume or the router stays away, and with 78 when a child never came up, because restarting the node
 would hardly change that. It always stops its child processes, however the launcher itself ends.
 """
@@ -12,6 +12,7 @@ import asyncio
 import math
 import signal
 import sys
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
@@ -23,8 +24,11 @@ from services.http import provenance
 from services.http.client import PROBE_SECONDS
 from services.rollout_server import commands
 from services.rollout_server.addresses import Addresses, choose_addresses
+from services.rollout_server.commands import Command
+from services.rollout_server.placement import EnginePlace, place_engines
 from services.rollout_server.registration import WorkerRegistration
-from services.rollout_server.settings import RolloutSettings
+from services.rollout_server.scheduler_watch import SchedulerWatch
+from services.rollout_server.settings import EngineKind, RolloutSettings
 from services.rollout_server.supervisor import SupervisedProcess
 
 log = logs.get_logger(__name__)
@@ -33,47 +37,70 @@ ROUTER_START_SECONDS = 60.0
 """Longest time until a router or proxy that was started answers; a busy machine takes several seconds."""
 
 
-async def run_node(settings: RolloutSettings, addresses: Addresses) -> None:
-    """Run engine, registration and, on node 0, the router until SIGTERM or SIGINT.
+async def run_node(
+    settings: RolloutSettings, kind: EngineKind, places: Sequence[EnginePlace], addresses: Addresses
+) -> None:
+    """Run the engines, their registrations and, on node 0, the router until SIGTERM or SIGINT.
 
     Raises:
         DependencyLostError: a child keeps ending, or router or shared volume are gone for good.
-        ConfigurationError: the engine cannot run with these settings, or engine or router never came up.
+        ConfigurationError: an engine cannot run with these settings, or an engine or the router never came up.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     rank = endpoints.node_rank()
-    kind = commands.choose_engine(settings)
     if rank == 0:
         commands.check_installed("sglang_router", "rollout")
-    log.info("engine chosen", engine=kind.value, listen=addresses.engine.url, router=addresses.public_router.url)
-    # The worker may take as long to load a version as to load its first weights.
-    load_seconds = settings.engine_start_seconds
-    async with (
-        RouterAdmin(addresses.public_router, settings.token) as router,
-        WorkerAdmin(addresses.workers[rank].url, settings.token, timeout=load_seconds) as worker,
-    ):
-        engine = SupervisedProcess(
-            commands.engine_command(settings, kind, addresses.engine),
-            worker.is_healthy,
-            max_restarts=settings.rollout_max_restarts,
-            start_seconds=settings.engine_start_seconds,
-            hang_seconds=settings.engine_hang_seconds,
-        )
-        registration = WorkerRegistration(settings, worker, router, engine)
-        engine.before_restart = registration.withdraw
+    async with AsyncExitStack() as stack:
+        router = await stack.enter_async_context(RouterAdmin(addresses.public_router, settings.token))
+        # A worker may take as long to load a version as to load its first weights.
+        admins = [
+            WorkerAdmin(own.url, settings.token, timeout=settings.engine_start_seconds) for own in addresses.own_workers
+        ]
+        workers = [await stack.enter_async_context(admin) for admin in admins]
+        registrations, parts = [], []
+        for place, address, worker in zip(places, addresses.engines, workers, strict=True):
+            log.info("engine placed", engine=kind.value, **vars(place), listen=address.url)
+            command = commands.engine_command(settings, kind, address, place)
+            registration, own_parts = _engine(settings, command, worker, router, is_watched=kind is EngineKind.SGLANG)
+            registrations.append(registration)
+            parts += own_parts
+
+        async def withdraw_all() -> None:
+            await asyncio.gather(*(registration.withdraw_if_possible() for registration in registrations))
 
         async def stop_on_signal() -> None:
             await stopped.wait()
             log.info("stopping")
-            await registration.withdraw_if_possible()
+            await withdraw_all()
 
-        await registration.withdraw_if_possible()
-        parts = [engine.run(), registration.run(), stop_on_signal()]
+        await withdraw_all()
+        parts.append(stop_on_signal())
         if rank == 0:
             parts.append(_run_router(settings, addresses, router))
         await run_until_first_ends(*parts)
+
+
+def _engine(
+    settings: RolloutSettings, command: Command, worker: WorkerAdmin, router: RouterAdmin, *, is_watched: bool
+) -> tuple[WorkerRegistration, list[Coroutine[None, None, None]]]:
+    """Return an engine's registration, and the coroutines that keep the engine running, registered and watched."""
+    hang_seconds = settings.engine_hang_seconds
+    engine = SupervisedProcess(
+        command,
+        worker.is_healthy,
+        max_restarts=settings.rollout_max_restarts,
+        start_seconds=settings.engine_start_seconds,
+        hang_seconds=hang_seconds,
+    )
+    registration = WorkerRegistration(settings, worker, router, engine)
+    engine.before_restart = registration.withdraw
+    parts = [engine.run(), registration.run()]
+    if is_watched:
+        watch = SchedulerWatch(worker, engine, hang_seconds=hang_seconds, is_updating=registration.is_updating)
+        parts.append(watch.run())
+    return registration, parts
 
 
 async def _run_router(settings: RolloutSettings, addresses: Addresses, public: RouterAdmin) -> None:
@@ -81,7 +108,7 @@ async def _run_router(settings: RolloutSettings, addresses: Addresses, public: R
 
     Both are checked through ``public``, as clients reach them.
     """
-    urls = [worker.url for worker in addresses.workers]
+    urls = sorted({worker.url for worker in (*addresses.own_workers, *addresses.first_workers)})
     log.info("the router starts once a rollout worker answers", workers=" ".join(urls))
     async with AsyncExitStack() as stack:
         controls = [WorkerAdmin(url, settings.token, timeout=PROBE_SECONDS) for url in urls]
@@ -110,13 +137,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.rollout_server")
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="the router's port, default 30000")
-    parser.add_argument("--engine-port", type=int, help="the engine's port, default 30001")
+    parser.add_argument("--engine-port", type=int, help="the first engine's port, default 30001; the next ones add 10")
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
-    addresses = choose_addresses(has_token=settings.token is not None, **vars(given))
-    asyncio.run(run_node(settings, addresses))
+    kind = commands.choose_engine(settings)
+    places = place_engines(settings, kind, commands.number_of_gpus())
+    addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
+    asyncio.run(run_node(settings, kind, places, addresses))
 
 
 if __name__ == "__main__":

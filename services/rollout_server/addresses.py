@@ -12,21 +12,31 @@ from services.core.endpoints import Endpoint, Task
 class Addresses:
     """The addresses on which this node's programs listen, and the public addresses of router and workers."""
 
-    engine: Endpoint
+    engines: list[Endpoint]
+    """The addresses on which this node's engines listen."""
     router: Endpoint
     router_metrics: Endpoint
     auth_proxy: Endpoint | None
     """In front of the router; None without a token."""
     public_router: Endpoint
     """The address at which every node reaches the router, through the proxy if there is one."""
-    workers: list[Endpoint]
-    """The addresses at which every node reaches the engines, by rank."""
+    own_workers: list[Endpoint]
+    """The addresses at which every node reaches this node's engines."""
+    first_workers: list[Endpoint]
+    """The addresses at which every node reaches the first engine of each node, by rank."""
 
 
 def choose_addresses(
-    *, has_token: bool, host: str | None = None, port: int | None = None, engine_port: int | None = None
+    *,
+    has_token: bool,
+    n_engines: int = 1,
+    host: str | None = None,
+    port: int | None = None,
+    engine_port: int | None = None,
 ) -> Addresses:
     """Return this node's addresses; ``host`` and the ports are those of the command line, if given.
+
+    Further engines have ports as far from the first one's as those of ``ENGINE_PORTS``.
 
     With a token the router listens to its own node only, because it does not ask for the token on all its routes and
     never on its metrics' port.
@@ -41,22 +51,28 @@ def choose_addresses(
         return Endpoint("127.0.0.1", default.port) if default.host == endpoints.EVERYWHERE else default
 
     own_rank = endpoints.node_rank()
-    engine, front = public(endpoints.ENGINE_PORT, engine_port), public(endpoints.ROUTER_PORT, port)
+    front = public(endpoints.ROUTER_PORT, port)
+    usual_ports = endpoints.ENGINE_PORTS[:n_engines]
+    given_ports = [engine_port and engine_port + usual - endpoints.ENGINE_PORT for usual in usual_ports]
+    engines = [public(usual, given) for usual, given in zip(usual_ports, given_ports, strict=True)]
+    own_workers = [
+        endpoints.reached_at(engine, endpoints.endpoint(Task.ROLLOUT_SERVER, usual, own_rank))
+        for engine, usual in zip(engines, usual_ports, strict=True)
+    ]
 
-    def worker(rank: int) -> Endpoint:
+    def first_worker(rank: int) -> Endpoint:
         usual = endpoints.endpoint(Task.ROLLOUT_SERVER, endpoints.ENGINE_PORT, rank)
-        if rank == own_rank:
-            return endpoints.reached_at(engine, usual)
-        return Endpoint(usual.host, engine_port or usual.port)
+        return own_workers[0] if rank == own_rank else Endpoint(usual.host, engine_port or usual.port)
 
     usual_router = endpoints.endpoint(Task.ROLLOUT_SERVER)
     return Addresses(
-        engine=engine,
+        engines=engines,
         router=private(endpoints.ROUTER_INNER_PORT) if has_token else front,
         router_metrics=(private if has_token else public)(endpoints.ROUTER_METRICS_PORT),
         auth_proxy=front if has_token else None,
         public_router=endpoints.reached_at(front, usual_router)
         if own_rank == 0
         else Endpoint(usual_router.host, port or usual_router.port),
-        workers=[worker(rank) for rank in range(endpoints.num_nodes())],
+        own_workers=own_workers,
+        first_workers=[first_worker(rank) for rank in range(endpoints.num_nodes())],
     )

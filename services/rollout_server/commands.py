@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
@@ -11,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.core import gpus
 from services.core.compute import ComputeType
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.rollout_server.addresses import Addresses
 from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 CHILD = Path(__file__).with_name("child.py")
@@ -97,9 +98,9 @@ def check_installed(module: str, extra: str, python: str | None = None) -> None:
 
 def number_of_gpus() -> int:
     """Return the number of this node's GPUs: SkyPilot's figure, else torch's."""
-    told = os.environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "")
-    if told.isdecimal():
-        return int(told)
+    told = gpus.promised()
+    if told is not None:
+        return told
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -107,14 +108,17 @@ def number_of_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint) -> Command:
-    """Return the command of the node's engine, which listens on ``address``."""
+def engine_command(settings: RolloutSettings, kind: EngineKind, address: Endpoint, place: EnginePlace) -> Command:
+    """Return the command of an engine, which listens on ``address`` and sees the GPUs of its place only."""
+    name = f"engine-{place.number}"
     if kind is EngineKind.EMBEDDED:
-        return Command("engine", sys.executable, "services.embedded_engine", _listen_flags(address))
+        return Command(name, sys.executable, "services.embedded_engine", _listen_flags(address))
     # Otherwise SGLang generates a token for each check of its /health, which takes a second.
     environment = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if place.devices:
+        environment[gpus.VISIBLE] = ",".join(place.devices)
     python = settings.sglang_python or sys.executable
-    return Command("engine", python, "sglang.launch_server", _sglang_flags(settings, address), environment)
+    return Command(name, python, "sglang.launch_server", _sglang_flags(settings, address, place), environment)
 
 
 def router_command(settings: RolloutSettings, addresses: Addresses) -> Command:
@@ -136,10 +140,10 @@ def _listen_flags(address: Endpoint) -> list[str]:
     return ["--host", address.host, "--port", str(address.port)]
 
 
-def _sglang_flags(settings: RolloutSettings, address: Endpoint) -> list[str]:
+def _sglang_flags(settings: RolloutSettings, address: Endpoint, place: EnginePlace) -> list[str]:
     flags = ["--model-path", settings.model_name, *_listen_flags(address)]
     flags += ["--weight-version", str(FIRST_VERSION), "--enable-metrics", API_KEY_FROM_TOKEN]
-    flags += ["--tp-size", str(settings.sglang_tp_size or max(number_of_gpus(), 1))]
+    flags += ["--tp-size", str(place.tensor_parallel)]
     flags += ["--max-queued-requests", str(MAX_QUEUED_REQUESTS)]
     if settings.engine_dtype is not ComputeType.AUTO:
         flags += ["--dtype", settings.engine_dtype.value]

@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
@@ -52,12 +53,14 @@ class WorkerRegistration:
         self._settings = settings
         self._worker = worker
         self._url = worker.url
+        self._log = log.bind(url=worker.url)
         self._router = router
         self._engine = engine
         self._newest_seen = -1
         self._has_first_weights = True
         """True while the engine has the weights that it started with."""
         self._was_registered = False
+        self._is_loading = False
         self._removals = 0
         """Number of times that the worker was found removed from the routing while its engine ran."""
 
@@ -70,7 +73,7 @@ class WorkerRegistration:
         """
         start = 0
         while True:
-            log.info("waiting for the engine", url=self._url, seconds=self._settings.engine_start_seconds)
+            self._log.info("waiting for the engine", seconds=self._settings.engine_start_seconds)
             start = await self._engine.wait_until_healthy(after=start)
             self._has_first_weights = True
             await self._keep_registered(start)
@@ -93,7 +96,17 @@ class WorkerRegistration:
                 if await self._router.is_healthy():
                     await self._router.remove(self._url)
         except (DependencyLostError, TimeoutError) as error:
-            log.warning("worker not withdrawn", reason=str(error) or "timed out")
+            self._log.warning("worker not withdrawn", reason=str(error) or "timed out")
+
+    async def is_updating(self) -> bool:
+        """Return whether the worker's weights may be changing now: here, or because the trainer publishes a version."""
+        if self._is_loading:
+            return True
+        try:
+            begun, served = await self._on_volume("read", self.store.newest_begun), await self._worker.version()
+        except (DependencyLostError, WorkerRefusedError):
+            return False
+        return begun is not None and (served is None or served < begun)
 
     async def _keep_registered(self, start: int) -> None:
         """Register the worker, and again whenever it is not listed or stale, until the engine of that start ends.
@@ -126,10 +139,10 @@ class WorkerRegistration:
                     break
                 if str(error) != logged:
                     logged = str(error)
-                    log.warning("worker not registered", reason=logged)
+                    self._log.warning("worker not registered", reason=logged)
                 refusals += isinstance(error, WorkerRefusedError)
                 if refusals >= MAX_TRIES:
-                    log.error("engine refuses the published version: killed")
+                    self._log.error("engine refuses the published version: killed")
                     self._engine.kill()
                     break
                 if time.monotonic() - registered_at > lost_seconds:
@@ -159,7 +172,7 @@ class WorkerRegistration:
             await self._register()
             newest = await self._newest()
             if newest is None or newest.version <= version:
-                log.info("worker registered", url=self._url, policy_version=version)
+                self._log.info("worker registered", policy_version=version)
                 return
         raise WorkerRefusedError(f"{self._url}: versions are published faster than it can load them")
 
@@ -176,8 +189,20 @@ class WorkerRegistration:
         # An adapter is never among the first weights, even if its version is the first.
         is_current = self._has_first_weights and not has_adapter and await worker.version() == version
         if not is_current:
-            started = time.monotonic()
-            self._has_first_weights = False
+            await self._load(newest, path, version, is_adapter=has_adapter)
+        served = await worker.version()
+        if served != version:
+            raise WorkerRefusedError(
+                f"worker {self._url} loaded policy version {version} but says that it serves {served}"
+            )
+        return version
+
+    async def _load(self, newest: PublishedPolicy | None, path: Path | str, version: int, *, is_adapter: bool) -> None:
+        """Have the worker load a version while it generates nothing."""
+        started, worker = time.monotonic(), self._worker
+        self._has_first_weights = False
+        self._is_loading = True
+        try:
             # Requests in flight were begun with weights that may be mixed; their clients send them again elsewhere.
             # They are retracted first, because SGLang never aborts requests that are paused in place.
             await worker.pause("retract")
@@ -186,18 +211,14 @@ class WorkerRegistration:
             with contextlib.suppress(WorkerRefusedError):
                 await worker.end_update()
             async with self._held(newest):
-                if has_adapter:
+                if is_adapter:
                     await worker.load_adapter(path, version)
                 else:
                     await worker.update_from_disk(path, version)
             await worker.resume()
-            log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
-        served = await worker.version()
-        if served != version:
-            raise WorkerRefusedError(
-                f"worker {self._url} loaded policy version {version} but says that it serves {served}"
-            )
-        return version
+        finally:
+            self._is_loading = False
+        self._log.info("worker caught up", policy_version=version, seconds=time.monotonic() - started)
 
     async def _register(self) -> None:
         """Add the worker to the router, and wait until the router, which checks it first, sends it requests."""

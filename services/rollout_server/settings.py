@@ -39,7 +39,9 @@ class RolloutSettings(EngineSettings):
     engine_hang_seconds: float = Field(
         default=60.0,
         gt=0,
-        description="An engine or router whose /health does not answer for that long is killed and restarted.",
+        description="An engine or router whose /health does not answer for that long is killed and restarted. So is "
+        "an SGLang whose scheduler does not answer /health_generate: within 1.5 times as long, or ten minutes later "
+        "while weights change.",
     )
     engine_stale_seconds: float = Field(
         default=60.0,
@@ -69,7 +71,11 @@ class RolloutSettings(EngineSettings):
         default=None, description="The interpreter of the environment with SGLang; default the launcher's own."
     )
     sglang_tp_size: int | None = Field(
-        default=None, ge=1, description="SGLang's tensor parallel size; default the node's number of GPUs."
+        default=None,
+        ge=1,
+        description="SGLang's tensor parallel size: GPUs of an engine. A node runs as many engines as its GPUs allow. "
+        "Default: the smallest size that SGLang can split the model into and at which the weights take at most half of "
+        "a GPU's memory.",
     )
     sglang_extra_flags: str = Field(
         default="",

@@ -141,7 +141,7 @@ class ComponentMonitor:
             "requests in flight": sum(worker.get("load") or 0 for worker in listed),
         }
         for url in routed.keys() - self._workers.keys():
-            self._workers[url] = Component(_node_name(url), url)
+            self._workers[url] = Component(_worker_name(url), url)
         # A worker that left the routing may come back, so the monitor keeps polling it.
         for url, worker in self._workers.items():
             worker.figures["routed"] = "yes" if routed.get(url) else "no"
@@ -157,15 +157,21 @@ class ComponentMonitor:
             await self._read_stats(worker)
 
 
-def _node_name(worker_url: str) -> str:
-    """Return the name of a rollout worker's node: its host's first label, or locally its key in JOBGROUP_ENDPOINTS."""
-    node = httpx.URL(worker_url).host.partition(".")[0]
-    if node.startswith(Task.ROLLOUT_SERVER.value):
-        return node
-    for key, address in endpoints.mapped_addresses().items():
-        if worker_url.endswith(f"//{address}"):
-            return key.rpartition(":")[0]
-    return "rollout worker"
+def _worker_name(worker_url: str) -> str:
+    """Return the name of a rollout worker: its node's, and the number of an engine that is not the node's first.
+
+    The node is the host's first label, or locally the worker's key in JOBGROUP_ENDPOINTS.
+    """
+    url = httpx.URL(worker_url)
+    node, port = url.host.partition(".")[0], str(url.port)
+    if not node.startswith(Task.ROLLOUT_SERVER.value):
+        mapped = endpoints.mapped_addresses().items()
+        keys = [key for key, address in mapped if worker_url.endswith(f"//{address}")]
+        if not keys:
+            return "rollout worker"
+        node, _, port = keys[0].rpartition(":")
+    further = [str(number) for number in endpoints.ENGINE_PORTS[1:]]
+    return f"{node} engine {1 + further.index(port)}" if port in further else node
 
 
 def health_of(response: httpx.Response) -> tuple[str, str | None]:

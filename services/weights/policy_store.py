@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = re.compile(r"v(\d{6,})")
+_BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
 _HOLD = re.compile(r"\.v(\d{6,})\.held-[0-9a-f]+")
 
 
@@ -46,6 +47,11 @@ class PolicyStore:
     def newest(self) -> PublishedPolicy | None:
         """Return the newest complete version; None if nothing was published."""
         return next(reversed(self.published()), None)
+
+    def newest_begun(self) -> int | None:
+        """Return the number of the newest version that is complete or being written; None if there is none."""
+        names = [path.name for path in self.policy_dir.iterdir()] if self.policy_dir.is_dir() else []
+        return max((int(match[1] or match[2]) for name in names if (match := _BEGUN.fullmatch(name))), default=None)
 
     def begin(self, version: int) -> Path:
         """Return an empty hidden directory to write ``version`` into; ``commit`` makes it visible."""

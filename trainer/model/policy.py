@@ -230,6 +230,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
         check = partial(check_names, model, settings.model_name, has_adapters=settings.lora_rank > 0)
         ranks.on_main(check, ConfigurationError)
     digest = weights_digest(model) if trainable and ranks.is_main else ""
+    ranks.wait_for_main()
     if trainable and settings.lora_rank:
         model = _with_adapters(model, settings)
     policy = Policy(model, settings.temperature)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import numpy.typing as npt
@@ -14,17 +16,19 @@ import orjson
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from services.core.logs import get_logger
+from trainer.model.meeting import choose_device, log_device, meet
 
 log = get_logger(__name__)
 
-COLLECTIVE_SECONDS = 6 * 3600.0
-"""Longest wait in a collective. While rank 0 waits for the services, the other ranks wait for rank 0, so this is longer
-than any step or evaluation takes. A rank that ends breaks its connections, which the others notice at once; only a rank
-that hangs costs this time."""
+COLLECTIVE_SECONDS = 15 * 60.0
+"""Longest wait in a collective. A rank that ends breaks its connections, which the others notice at once; a rank that
+hangs costs this time."""
+MAIN_SECONDS = 6 * 3600.0
+"""Longest wait for rank 0 between collectives, while it waits for services, loads or evaluates."""
 
 
 class PeerLostError(Exception):
@@ -39,6 +43,9 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+    store: Store = field(default_factory=HashStore)
+    """A client of the store where the ranks met, for this object alone: a wait occupies it."""
+    _calls: Iterator[int] = field(default_factory=count)
 
     @property
     def is_main(self) -> bool:
@@ -49,6 +56,7 @@ class Ranks:
         """Return rank 0's ``value`` on every rank. JSON and not pickle, so that no received data is ever executed."""
         if self.world_size == 1:
             return value
+        self.wait_for_main()
         payload = orjson.dumps(value) if self.is_main else b""
         length = torch.tensor([len(payload)])
         dist.broadcast(length, src=0)
@@ -63,6 +71,22 @@ class Ranks:
         if array.size:
             dist.broadcast(torch.from_numpy(array), src=0)
         return array
+
+    def wait_for_main(self) -> None:
+        """Wait until rank 0 makes the same call. This is no collective, so that rank 0 may take long.
+
+        Raises:
+            DistError: rank 0 did not make it within MAIN_SECONDS.
+        """
+        if self.world_size == 1:
+            return
+        key = f"main/{next(self._calls)}"
+        if self.is_main:
+            self.store.set(key, "")
+            return
+        # If the store has gone, so has rank 0. The next collective then fails, unless rank 0 took part in it before.
+        with contextlib.suppress(dist.DistNetworkError):
+            self.store.wait([key], timedelta(seconds=MAIN_SECONDS))
 
     def on_main(self, work: Callable[[], Any], *errors: type[Exception]) -> Any:
         """Run ``work`` on rank 0; return its result, which must be JSON, on every rank.
@@ -136,23 +160,28 @@ def join_ranks() -> Iterator[Ranks]:
     kernels that the other ranks never join, and the error would never be logged.
 
     Raises:
-        PeerLostError: another rank went away during a collective.
+        ConfigurationError: torch sees fewer GPUs than the node has, or the ranks compute on different devices.
+        PeerLostError: another rank did not come, or went away during a collective.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
+    device = choose_device()
+    log_device(device, rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-        rank=rank,
-        world_size=world_size,
-        store=HashStore() if world_size == 1 else None,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
-    )
-    failed = True
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    joined, failed = False, True
     try:
-        yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+        store: Store = HashStore() if world_size == 1 else meet(rank, world_size, device, backend)
+        dist.init_process_group(
+            backend=backend,
+            rank=rank,
+            world_size=world_size,
+            store=PrefixStore("ranks", store),
+            timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        )
+        joined = True
+        mesh = init_device_mesh(device.type, (world_size,))
+        yield Ranks(rank, world_size, device, mesh, store.clone() if world_size > 1 else store)  # type: ignore[attr-defined]  # it has one
         failed = False
     except (dist.DistError, RuntimeError) as error:
         # gloo raises a plain RuntimeError when a connection to another rank breaks.
@@ -161,5 +190,5 @@ def join_ranks() -> Iterator[Ranks]:
             raise PeerLostError(f"rank {rank} of {world_size} lost the others: {reason}; see their logs") from error
         raise
     finally:
-        if not (failed and cuda):
+        if joined and not (failed and device.type == "cuda"):
             dist.destroy_process_group()

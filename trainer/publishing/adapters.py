@@ -38,7 +38,7 @@ class AdapterPublisher(DiskPublisher):
 
     async def load(self, worker: WorkerAdmin, version: int) -> None:
         """See DiskPublisher."""
-        await worker.hold(finishes_requests=not self.settings.publish_in_place, for_adapter=True)
+        await worker.hold(finishes_requests=not self.settings.publishes_in_place, for_adapter=True)
         if self.settings.publish_transport is Transport.BROADCAST:
             await worker.load_adapter_from_tensors(self.policy.adapter_config(), pickle.dumps(self._state), version)
         else:

@@ -124,7 +124,7 @@ class BroadcastPublisher(Publisher):
         async def is_held(url: str) -> bool:
             try:
                 async with worker_admin(self.settings, url) as worker, asyncio.timeout(PUBLISH_SECONDS):
-                    await worker.hold(finishes_requests=not self.settings.publish_in_place)
+                    await worker.hold(finishes_requests=not self.settings.publishes_in_place)
                     await worker.begin_update()
             except (WorkerRefusedError, DependencyLostError, TimeoutError) as error:
                 log.warning("worker left out of the broadcast", url=url, reason=str(error) or "timed out")

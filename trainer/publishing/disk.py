@@ -57,7 +57,7 @@ class DiskPublisher(Publisher):
 
     async def load(self, worker: WorkerAdmin, version: int) -> None:
         """Stop a worker's generation and have it load the version."""
-        await worker.hold(finishes_requests=not self.settings.publish_in_place)
+        await worker.hold(finishes_requests=not self.settings.publishes_in_place)
         await worker.update_from_disk(self.store.path(version), version)
 
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from services.core import compute, memory
+from services.core import compute, gpus, memory
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.embedded_engine.compute.kv_cache import KVCache
@@ -67,8 +67,10 @@ def load(settings: EngineSettings) -> Loaded:
     """Load MODEL_NAME.
 
     Raises:
-        ConfigurationError: the model cannot be found, or the embedded engine does not compute its architecture.
+        ConfigurationError: the model cannot be found, the embedded engine does not compute its architecture, or GPUs
+            of this node are missing.
     """
+    gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
     chosen = compute.decide(
         "ENGINE_DTYPE",
         settings.engine_dtype,

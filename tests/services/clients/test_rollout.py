@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from services.clients.rollout import MAX_ROUNDS, RolloutClient, SamplingParams
+from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError
@@ -171,9 +171,10 @@ async def test_only_what_was_aborted_or_is_missing_is_asked_for_again(router: Ro
     router.answers = [lambda _: [completion(), completion("abort", 1), completion()]]
     async with client(router) as rollouts:
         completions = await rollouts.generate([1], PARAMS, n=4, seed=10)
-    assert [request["sampling_params"]["n"] for request in router.requests] == [4, 2]
+    sampling = sorted((request["sampling_params"] for request in router.requests), key=lambda p: p["sampling_seed"])
+    assert [params["n"] for params in sampling] == [4, 1, 1]
     # Another seed, or the same tokens would come as the two that are there.
-    assert [request["sampling_params"]["sampling_seed"] for request in router.requests] == [10, 11]
+    assert [params["sampling_seed"] for params in sampling] == [10, 11, 12]
     assert len(completions) == 4
     assert all(one.finish_reason is not FinishReason.ABORT for one in completions)
     after = [counted("rollout_resubmitted_total", reason=reason) for reason in ("aborted", "missing")]
@@ -182,11 +183,68 @@ async def test_only_what_was_aborted_or_is_missing_is_asked_for_again(router: Ro
 
 async def test_a_group_that_stays_short_is_given_short_and_counted(router: Router) -> None:
     missing = counted("rollout_missing_total")
-    router.answers = [lambda _: [completion()], *[lambda _: [completion("abort", 0)]] * (MAX_ROUNDS - 1)]
+    router.answers = [lambda _: [completion()], *[lambda _: [completion("abort", 0)]] * MAX_ROUNDS]
     async with client(router) as rollouts:
         assert len(await rollouts.generate([1], PARAMS, n=3)) == 1
-    assert len(router.requests) == MAX_ROUNDS
+    assert len(router.requests) == 1 + MAX_ROUNDS
     assert counted("rollout_missing_total") == missing + 2
+
+
+def counting(kind: str = "length", most: int | None = None, version: str = "4") -> Answer:
+    """A completion that goes on counting: the token at a place of the sequence is that place, modulo 90."""
+
+    def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+        sampling, start = request["sampling_params"], len(request["input_ids"])
+        tokens = range(start, start + (sampling["max_new_tokens"] if most is None else most))
+        ids = [place % 90 for place in tokens]
+        reply = completion(kind, 0, weight_version=version)
+        reply["meta_info"]["output_token_logprobs"] = [
+            [-place / 1e5, token, None] for place, token in zip(tokens, ids, strict=True)
+        ]
+        return [reply | {"text": "".join(chr(33 + token) for token in ids)}] * sampling["n"]
+
+    return answer
+
+
+async def test_an_aborted_completion_goes_on_from_its_tokens(router: Router) -> None:
+    router.answers = [counting("abort", 5), counting("abort", 0), counting(version="6")]
+    async with client(router) as rollouts:
+        [one] = await rollouts.generate([1, 2], SamplingParams(max_new_tokens=8), n=1)
+    assert [request["input_ids"] for request in router.requests] == [[1, 2], *[[1, 2, 2, 3, 4, 5, 6]] * 2]
+    assert [request["sampling_params"]["max_new_tokens"] for request in router.requests] == [8, 3, 3]
+    assert one.completion_ids == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert one.logprobs == [-place / 1e5 for place in range(2, 10)]
+    assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, 5), (6, 5, 8)]
+    assert one.finish_reason is FinishReason.LENGTH
+    assert one.completion == "".join(chr(33 + token) for token in range(2, 10))
+
+
+async def test_a_worker_that_dies_in_a_long_completion_costs_one_piece(router: Router) -> None:
+    length = 2 * PIECE_TOKENS + 10
+    router.answers = [counting(), 500, counting(), counting(), counting("stop", 3), counting("stop", 4)]
+    async with client(router) as rollouts:
+        found = await rollouts.generate([1], SamplingParams(max_new_tokens=length), n=2)
+    # The pieces of the first are asked for in the same rounds as those of the second, in any order.
+    asked = [len(request["input_ids"]) for request in router.requests]
+    assert sorted(asked) == sorted([1, *[1 + PIECE_TOKENS] * 3, *[1 + 2 * PIECE_TOKENS] * 2])
+    assert sum(request["sampling_params"]["n"] for request in router.requests) == 7
+    for one in found:
+        count = len(one.completion_ids)
+        assert one.completion_ids == [place % 90 for place in range(1, 1 + count)]
+        assert one.finish_reason is FinishReason.STOP
+        assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, count)]
+    assert sorted(len(one.completion_ids) for one in found) == [2 * PIECE_TOKENS + 3, 2 * PIECE_TOKENS + 4]
+
+
+async def test_a_piece_that_the_engine_cuts_short_is_the_last(router: Router) -> None:
+    router.answers = [counting(), counting("length", 7)]
+    async with client(router) as rollouts:
+        [one] = await rollouts.generate([1], SamplingParams(max_new_tokens=3 * PIECE_TOKENS), n=1)
+    assert (len(one.completion_ids), one.finish_reason) == (PIECE_TOKENS + 7, FinishReason.LENGTH)
+
+
+def test_long_completions_have_time_in_proportion() -> None:
+    assert [generation_seconds(tokens) for tokens in (512, 6_000, 32_768)] == [600, 600, 3276.8]
 
 
 async def test_what_a_worker_cannot_answer_is_tried_again(router: Router) -> None:

@@ -22,7 +22,7 @@ import psutil
 
 from services.core.endpoints import (
     ENDPOINTS_VARIABLE,
-    ENGINE_PORT,
+    ENGINE_PORTS,
     ROUTER_INNER_PORT,
     ROUTER_METRICS_PORT,
     ROUTER_PORT,
@@ -96,11 +96,11 @@ class Nodes:
     environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ports = iter(free_ports(4 * self.count))
+        ports = iter(free_ports((3 + len(ENGINE_PORTS)) * self.count))
         self.endpoints = {
             f"rollout-server-{rank}:{port}": f"127.0.0.1:{next(ports)}"
             for rank in range(self.count)
-            for port in (ROUTER_PORT, ENGINE_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT)
+            for port in (ROUTER_PORT, ROUTER_METRICS_PORT, ROUTER_INNER_PORT, *ENGINE_PORTS)
         }
         self.nodes: dict[int, Node] = {}
 
@@ -108,8 +108,8 @@ class Nodes:
     def router(self) -> Endpoint:
         return self._endpoint(0, ROUTER_PORT)
 
-    def worker(self, rank: int = 0) -> Endpoint:
-        return self._endpoint(rank, ENGINE_PORT)
+    def worker(self, rank: int = 0, engine: int = 0) -> Endpoint:
+        return self._endpoint(rank, ENGINE_PORTS[engine])
 
     @property
     def store(self) -> PolicyStore:

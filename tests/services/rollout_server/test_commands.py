@@ -13,6 +13,7 @@ from services.core.errors import ConfigurationError
 from services.rollout_server.addresses import choose_addresses
 from services.rollout_server.child import API_KEY_FROM_TOKEN
 from services.rollout_server.commands import Command, choose_engine, engine_command, router_command
+from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
 
@@ -37,7 +38,7 @@ def value_of(command: Command, flag: str) -> str:
 
 
 def sglang(**fields: object) -> Command:
-    return engine_command(settings(**fields), EngineKind.SGLANG, BIND)
+    return engine_command(settings(**fields), EngineKind.SGLANG, BIND, EnginePlace(3, 2, ("6", "7")))
 
 
 @pytest.fixture
@@ -67,8 +68,7 @@ def test_sglang_that_is_not_installed_is_an_error_and_no_other_engine(monkeypatc
         choose_engine(settings(rollout_engine="sglang", sglang_python="/no/such/python"))
 
 
-def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "4")
+def test_sglang_gets_its_flags_from_the_settings() -> None:
     command = sglang(
         engine_dtype="bfloat16",
         engine_context_length=4096,
@@ -80,7 +80,7 @@ def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch
         "--model-path": "a-model",
         "--host": "0.0.0.0",
         "--port": "30001",
-        "--tp-size": "4",
+        "--tp-size": "2",
         "--weight-version": "0",
         "--dtype": "bfloat16",
         "--context-length": "4096",
@@ -91,7 +91,8 @@ def test_sglang_gets_its_flags_from_the_settings(monkeypatch: pytest.MonkeyPatch
     assert {flag: value_of(command, flag) for flag in expected} == expected
     assert {"--enable-metrics", "--enable-deterministic-inference", API_KEY_FROM_TOKEN} <= set(command.arguments)
     # Otherwise every look at its health is a token generated.
-    assert command.environment == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    assert command.environment == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "CUDA_VISIBLE_DEVICES": "6,7"}
+    assert command.name == "engine-3"
 
 
 def test_what_is_not_set_is_left_to_sglang() -> None:
@@ -101,7 +102,7 @@ def test_what_is_not_set_is_left_to_sglang() -> None:
 
 
 def test_extra_flags_win_and_are_split_as_a_shell_does() -> None:
-    command = sglang(sglang_tp_size=2, sglang_extra_flags="--tp-size 8 --chat-template 'a b.jinja'")
+    command = sglang(sglang_extra_flags="--tp-size 8 --chat-template 'a b.jinja'")
     assert value_of(command, "--tp-size") == "8"
     assert command.arguments[-2:] == ["--chat-template", "a b.jinja"]
 
@@ -145,9 +146,9 @@ def test_with_a_token_the_router_listens_to_its_own_node_only(monkeypatch: pytes
 
 def test_outside_skypilot_a_node_listens_to_its_own_machine_only() -> None:
     default = choose_addresses(has_token=False)
-    assert {address.host for address in (default.engine, default.router, default.router_metrics)} == {"127.0.0.1"}
+    assert {address.host for address in (*default.engines, default.router, default.router_metrics)} == {"127.0.0.1"}
     given = choose_addresses(has_token=False, host="0.0.0.0")
-    assert {address.host for address in (given.engine, given.router, given.router_metrics)} == {"0.0.0.0"}
+    assert {address.host for address in (*given.engines, given.router, given.router_metrics)} == {"0.0.0.0"}
 
 
 @pytest.mark.parametrize("has_token", [False, True])
@@ -168,9 +169,10 @@ def test_a_node_looks_for_its_router_and_engine_where_they_listen(
     monkeypatch.setenv("SKYPILOT_NODE_RANK", str(rank))
     monkeypatch.setenv("SKYPILOT_NUM_NODES", "2")
     addresses = choose_addresses(has_token=has_token, host=host, port=31000)
-    assert (addresses.public_router.url, addresses.workers[rank].url) == (router, worker)
+    assert (addresses.public_router.url, addresses.own_workers[0].url) == (router, worker)
+    assert addresses.first_workers[rank] == addresses.own_workers[0]
     other = 1 - rank
-    assert addresses.workers[other].url == f"http://rollout-server-{other}.group:30001"
+    assert addresses.first_workers[other].url == f"http://rollout-server-{other}.group:30001"
 
 
 def test_sglang_serves_adapters_of_the_rank_that_is_trained() -> None:

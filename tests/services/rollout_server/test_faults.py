@@ -83,6 +83,29 @@ def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
         traffic.wait_for_groups(6)
 
 
+def test_a_worker_whose_scheduler_hangs_is_replaced_although_its_health_answers(two: FakeNodes) -> None:
+    with Traffic(two) as traffic:
+        engine = two.nodes[1].engine
+        registrations = two.log(1).count("worker registered")
+        two.fault(1, wedged=True)
+        assert two.get(two.worker(1), "/health").status_code == 200
+        wait_until(lambda: not engine.is_running(), "the engine was killed")
+        two.wait_until(lambda: two.log(1).count("worker registered") > registrations, "the worker is registered anew")
+        two.wait_registered([0, 1])
+        traffic.wait_for_groups(6)
+    assert "scheduler does not answer" in two.log(1)
+
+
+def test_a_paused_worker_does_not_count_as_hanging(two: FakeNodes) -> None:
+    engine = two.nodes[1].engine
+    two.post(two.worker(1), "/pause_generation", {"mode": "retract"})
+    # Two checks and as long as a silent engine may be.
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(asyncio.Event().wait(), 6))
+    assert engine.is_running()
+    two.post(two.worker(1), "/continue_generation", {})
+
+
 def test_a_worker_that_answers_500_costs_no_group(two: FakeNodes) -> None:
     with Traffic(two) as traffic:
         two.fault(1, generate_status=500)
@@ -228,7 +251,7 @@ def test_an_engine_that_cannot_run_with_these_settings_ends_the_node_at_once(los
     lost.environment["FAKE_ENGINE_EXIT"] = str(EXIT_CONFIGURATION)
     node = lost.start(0)
     assert node.process.wait(LIMIT_SECONDS) == EXIT_CONFIGURATION
-    assert lost.log(0).splitlines()[-1].startswith("error: the engine cannot run with these settings")
+    assert lost.log(0).splitlines()[-1].startswith("error: the engine-0 cannot run with these settings")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +269,7 @@ def test_an_engine_that_never_comes_up_is_not_recoverable(lost: FakeNodes, fault
     node = lost.start(0)
     assert node.process.wait(LIMIT_SECONDS) == EXIT_CONFIGURATION
     last = lost.log(0).splitlines()[-1]
-    assert last.startswith(f"error: the engine (sglang.launch_server) never answered in 2 starts and {how}")
+    assert last.startswith(f"error: the engine-0 (sglang.launch_server) never answered in 2 starts and {how}")
 
 
 async def test_a_child_that_was_never_healthy_is_started_a_bounded_number_of_times(

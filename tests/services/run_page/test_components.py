@@ -31,6 +31,22 @@ async def test_every_environment_server_is_shown(monkeypatch):
     watching.cancel()
 
 
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("http://rollout-server-1.group:30001", "rollout-server-1"),
+        ("http://rollout-server-1.group:30021", "rollout-server-1 engine 2"),
+        ("http://127.0.0.1:4", "rollout-server-0"),
+        ("http://127.0.0.1:5", "rollout-server-0 engine 1"),
+        ("http://10.0.0.1:30001", "rollout worker"),
+    ],
+)
+def test_each_engine_of_a_node_has_a_name(monkeypatch, url, name):
+    listed = {"rollout-server-0:30001": "127.0.0.1:4", "rollout-server-0:30011": "127.0.0.1:5"}
+    monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(listed))
+    assert components._worker_name(url) == name
+
+
 @asynccontextmanager
 async def nothing_to_load(_):
     yield

@@ -28,6 +28,7 @@ def test_a_gloo_group_is_left_after_success_and_after_an_error(fails: bool) -> N
 def test_an_nccl_group_is_left_after_success_only(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     left: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(ranks, "log_device", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **_: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("left"))

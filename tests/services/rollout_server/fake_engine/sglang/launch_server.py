@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 TOKEN_SECONDS = 0.01
+HEALTH_SECONDS = 1.0
 
 
 def read_weights(path: str) -> int:
@@ -25,7 +26,7 @@ def read_weights(path: str) -> int:
 
 
 class Engine:
-    def __init__(self, path: str, version: str) -> None:
+    def __init__(self, path: str, version: str, tensor_parallel: int = 1) -> None:
         self.path = path
         self.weights = read_weights(path)
         self.version = version
@@ -36,6 +37,8 @@ class Engine:
         self.update_is_open = False
         self.fault: dict[str, Any] = {}
         self.changed = threading.Condition()
+        self.is_wedged = threading.Event()
+        self.tensor_parallel = tensor_parallel
 
     def generate(self, request: dict[str, Any]) -> Any:
         if self.fault.get("generate_status"):
@@ -43,6 +46,7 @@ class Engine:
         sampling = request["sampling_params"]
         if any(token >= 1000 for token in request["input_ids"]):
             return 400, {"error": {"message": "a token out of the vocabulary"}}
+        self.wait_for_scheduler()
         with self.changed:
             # As SGLang has it: what comes to a paused engine waits at the door and is not among those that are aborted.
             self.changed.wait_for(lambda: not self.updating and not self.paused)
@@ -140,6 +144,20 @@ class Engine:
                 self.updating = False
                 self.changed.notify_all()
 
+    def check_health(self) -> Any:
+        """As SGLang does: a paused engine keeps the health check's token waiting, and one that generates is well."""
+        self.wait_for_scheduler()
+        with self.changed:
+            is_well = self.changed.wait_for(lambda: not self.paused and not self.updating, HEALTH_SECONDS)
+        return (200 if is_well else 503), {}
+
+    def wait_for_scheduler(self) -> None:
+        """Waits for ever if the GPU hangs, and while weights are loaded."""
+        if self.is_wedged.is_set():
+            threading.Event().wait()
+        with self.changed:
+            self.changed.wait_for(lambda: not self.updating)
+
     def information(self) -> dict[str, Any]:
         return {
             "model_path": self.path,
@@ -148,7 +166,8 @@ class Engine:
             "is_generation": True,
             "weight_version": self.version,
             "dp_size": 1,
-            "tp_size": 1,
+            "tp_size": self.tensor_parallel,
+            "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
 
 
@@ -162,7 +181,12 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
                 self._answer(200, {})
             elif not self._is_allowed():
                 self._answer(401, {"error": "Unauthorized"})
-            elif path in ("/model_info", "/get_model_info", "/server_info", "/get_server_info"):
+            elif path == "/health_generate":
+                self._answer(*engine.check_health())
+            elif path == "/server_info":
+                engine.wait_for_scheduler()
+                self._answer(200, engine.information())
+            elif path in ("/model_info", "/get_model_info", "/get_server_info"):
                 self._answer(200, engine.information())
             else:
                 self._answer(404, {"error": f"no {path}"})
@@ -187,6 +211,8 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
 
         def _set_fault(self, request: dict[str, Any]) -> Any:
             engine.fault = request
+            if request.get("wedged"):
+                engine.is_wedged.set()
             return 200, {"success": True}
 
         def _is_allowed(self) -> bool:
@@ -221,12 +247,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--weight-version", required=True)
     parser.add_argument("--api-key")
+    parser.add_argument("--tp-size", type=int, default=1)
     given, _ = parser.parse_known_args()
     if code := os.environ.get("FAKE_ENGINE_EXIT"):
         sys.exit(int(code))
     if os.environ.get("FAKE_ENGINE_HANGS"):
         time.sleep(3600)
-    engine = Engine(given.model_path, given.weight_version)
+    engine = Engine(given.model_path, given.weight_version, given.tp_size)
     Server((given.host, given.port), handler(engine, given.api_key)).serve_forever()
 
 

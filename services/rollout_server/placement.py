@@ -1,0 +1,137 @@
+"""The engines of a rollout node: how many there are, and which GPUs each one has.
+
+An engine takes the smallest tensor parallel size into which SGLang can split the model and at which the weights leave
+room for keys and values. The node runs as many engines as its GPUs allow, because several engines generate more tokens
+than one that is spread over all GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from dataclasses import dataclass
+
+from services.core import gpus
+from services.core.endpoints import ENGINE_PORTS
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from services.rollout_server.model_files import Config, read_config, weight_bytes
+from services.rollout_server.settings import EngineKind, RolloutSettings
+
+log = get_logger(__name__)
+
+WEIGHTS_SHARE = 0.5
+"""Largest share of a GPU's memory for weights. Keys and values, activations, CUDA graphs and incoming weights get the
+rest."""
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """The place of one engine on its node."""
+
+    number: int = 0
+    """Counts the node's engines from 0."""
+    tensor_parallel: int = 1
+    devices: tuple[str, ...] = ()
+    """The engine's GPUs, as CUDA_VISIBLE_DEVICES lists them; empty without GPUs."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The parallel sizes that the user gave; a tensor parallel size of None is chosen here."""
+
+    tensor: int | None
+    pipeline: int
+    data: int
+
+
+def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> list[EnginePlace]:
+    """Return the places of a node's engines on its ``n_gpus`` GPUs; one engine without GPUs.
+
+    Raises:
+        ConfigurationError: an engine needs more GPUs or memory than the node has.
+    """
+    if kind is EngineKind.EMBEDDED:
+        return [EnginePlace()]
+    sizes = _given_sizes(settings)
+    if not n_gpus:
+        return [EnginePlace(tensor_parallel=sizes.tensor or 1)]
+    others = sizes.pipeline * sizes.data
+    tensor = sizes.tensor or _choose_tensor_parallel(settings, n_gpus // sizes.data, sizes.pipeline)
+    each = tensor * others
+    if each > n_gpus:
+        raise ConfigurationError(
+            f"an engine needs {each} GPUs (tensor parallel size {tensor}, pipeline {sizes.pipeline}, data "
+            f"{sizes.data}) and this node has {n_gpus}; lower SGLANG_TP_SIZE or the sizes in SGLANG_EXTRA_FLAGS"
+        )
+    count = min(n_gpus // each, len(ENGINE_PORTS))
+    if idle := n_gpus - count * each:
+        log.warning("GPUs without an engine", idle=idle, engines=count, gpus_each=each)
+    names = gpus.listed(os.environ.get(gpus.VISIBLE, "")) or [str(index) for index in range(n_gpus)]
+    return [EnginePlace(number, tensor, tuple(names[number * each : (number + 1) * each])) for number in range(count)]
+
+
+def can_split(config: Config, size: int) -> bool:
+    """Return whether SGLang 0.5.23 can split a model over ``size`` GPUs.
+
+    Its models assert that ``size`` divides the attention heads, that of ``size`` and the key-value heads the smaller
+    number divides the larger, that ``size`` divides the widths of the MLPs, and that there are as many experts.
+    """
+    heads = config.get("num_attention_heads")
+    if heads is None:
+        return size == 1
+    key_values = config.get("num_key_value_heads") or heads
+    widths = [config[name] for name in ("intermediate_size", "moe_intermediate_size") if config.get(name)]
+    experts = config.get("num_experts") or config.get("num_local_experts") or size
+    return (
+        heads % size == 0
+        and max(key_values, size) % min(key_values, size) == 0
+        and all(width % size == 0 for width in widths)
+        and experts >= size
+    )
+
+
+def _choose_tensor_parallel(settings: RolloutSettings, n_gpus: int, pipeline: int) -> int:
+    """Return the smallest tensor parallel size that fits; the largest possible one if a size is not known.
+
+    Raises:
+        ConfigurationError: the weights alone are larger than the node's GPUs.
+    """
+    most = max(n_gpus // pipeline, 1)
+    config = read_config(settings.model_name)
+    if config is None:
+        log.warning("tensor parallel size not chosen by size: no config.json", model=settings.model_name, size=most)
+        return most
+    possible = [size for size in range(1, most + 1) if can_split(config, size)]
+    weights, memory = weight_bytes(settings.model_name, config, settings.engine_dtype), gpus.memory_bytes()
+    if weights is None or memory is None:
+        log.warning(
+            "tensor parallel size not chosen by size", weight_bytes=weights, gpu_bytes=memory, size=possible[-1]
+        )
+        return possible[-1]
+    shares = {size: weights / (size * pipeline * memory) for size in possible}
+    size = next((size for size in possible if shares[size] <= WEIGHTS_SHARE), possible[-1])
+    if shares[size] >= 1:
+        raise ConfigurationError(
+            f"MODEL_NAME={settings.model_name}: its weights take {weights / 2**30:.1f} GiB, and the largest possible "
+            f"engine has {size * pipeline} GPUs of {memory / 2**30:.1f} GiB; take more or larger GPUs a node"
+        )
+    if shares[size] > WEIGHTS_SHARE:
+        log.warning("little memory for keys and values", share_of_weights=round(shares[size], 2), size=size)
+    return size
+
+
+def _given_sizes(settings: RolloutSettings) -> _Sizes:
+    """Return the parallel sizes of SGLANG_EXTRA_FLAGS and, for the tensor parallel size, of SGLANG_TP_SIZE."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=settings.sglang_tp_size)
+    parser.add_argument("--pp-size", "--pipeline-parallel-size", "--pp", type=int, default=1)
+    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    parser.add_argument("--enable-dp-attention", action="store_true")
+    try:
+        given, _ = parser.parse_known_args(shlex.split(settings.sglang_extra_flags))
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(f"SGLANG_EXTRA_FLAGS is {settings.sglang_extra_flags!r}: {error}") from error
+    # With data-parallel attention the replicas share the GPUs of the tensor parallel group.
+    return _Sizes(given.tp_size, given.pp_size, 1 if given.enable_dp_attention else given.dp_size)

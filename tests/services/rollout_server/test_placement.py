@@ -1,0 +1,223 @@
+"""How many engines a node runs, on which GPUs, and in how many parts: chosen from heads, weights and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from local_runner.environment import Run, node_environment
+from local_runner.nodes import allocate
+from local_runner.spec import JobGroup, TaskSpec
+from services.core import gpus
+from services.core.compute import ComputeType
+from services.core.endpoints import ENGINE_PORTS, Endpoint
+from services.core.errors import ConfigurationError
+from services.rollout_server.addresses import choose_addresses
+from services.rollout_server.child import API_KEY_FROM_TOKEN
+from services.rollout_server.commands import engine_command
+from services.rollout_server.model_files import weight_bytes
+from services.rollout_server.placement import EnginePlace, can_split, place_engines
+from services.rollout_server.settings import EngineKind, RolloutSettings
+from tests.services.rollout_server.nodes import SGLANG_PYTHON
+
+# Heads, key-value heads, width of the MLP, and bytes of the weights in bfloat16.
+MODELS = {
+    "Qwen2.5-0.5B": (14, 2, 4864, 988_065_536),
+    "Qwen3-8B": (32, 8, 12288, 16_381_470_720),
+    "Qwen3-32B": (64, 8, 25600, 65_524_246_528),
+    "Llama-3.3-70B": (64, 8, 28672, 141_107_412_992),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "SGLANG_TP_SIZE", "SGLANG_EXTRA_FLAGS", "JOBGROUP_ENDPOINTS", "ENGINE_DTYPE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def model(directory: Path, name: str, **more: Any) -> str:
+    heads, key_values, width, size = MODELS[name]
+    config = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_values,
+        "intermediate_size": width,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}}))
+    return str(directory)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, directory: Path, *gibibytes: int) -> None:
+    """An nvidia-smi that says that this machine has such GPUs."""
+    lines = "\\n".join(str(1024 * number) for number in gibibytes)
+    program = directory / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{lines}\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+
+
+def places(model_name: str, gpus: int = 8, **fields: Any) -> list[EnginePlace]:
+    return place_engines(RolloutSettings.load(model_name=model_name, **fields), EngineKind.SGLANG, gpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "gibibytes", "gpus", "engines", "size"),
+    [
+        ("Qwen2.5-0.5B", 80, 8, 8, 1),
+        ("Qwen3-8B", 80, 8, 8, 1),
+        ("Qwen3-8B", 24, 8, 4, 2),
+        ("Qwen3-8B", 80, 1, 1, 1),
+        ("Qwen3-32B", 80, 8, 4, 2),
+        ("Qwen3-32B", 141, 8, 8, 1),
+        ("Llama-3.3-70B", 80, 8, 2, 4),
+        ("Llama-3.3-70B", 80, 4, 1, 4),
+        # Its 14 heads cannot be split in 4 or 8, so no memory makes it more than 2.
+        ("Qwen2.5-0.5B", 1, 8, 4, 2),
+    ],
+)
+def test_a_node_has_as_many_engines_as_its_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, gibibytes: int, gpus: int, engines: int, size: int
+) -> None:
+    pretend_gpus(monkeypatch, tmp_path, *[gibibytes] * gpus)
+    found = places(model(tmp_path, name), gpus)
+    assert (len(found), {place.tensor_parallel for place in found}) == (engines, {size})
+    assert [device for place in found for device in place.devices] == [str(index) for index in range(engines * size)]
+
+
+def test_a_model_larger_than_the_node_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_gpus(monkeypatch, tmp_path, 24, 24)
+    with pytest.raises(ConfigurationError, match=r"weights take 131.4 GiB, and the largest .* 2 GPUs of 24.0 GiB"):
+        places(model(tmp_path, "Llama-3.3-70B"), 2)
+
+
+def test_without_sizes_one_engine_has_as_many_gpus_as_can_be_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("services.core.gpus._PROGRAMS", str(tmp_path))
+    assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen3-8B"))] == [8]
+    assert [place.tensor_parallel for place in places(model(tmp_path, "Qwen2.5-0.5B"))] == [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "devices"),
+    [
+        ({"sglang_tp_size": 4}, ["0,1,2,3", "4,5,6,7"]),
+        ({"sglang_tp_size": 3}, ["0,1,2", "3,4,5"]),
+        ({"sglang_extra_flags": "--tp-size 8", "sglang_tp_size": 2}, ["0,1,2,3,4,5,6,7"]),
+        # An allocation p2t2 of an evaluation.
+        ({"sglang_tp_size": 2, "sglang_extra_flags": "--pp-size 2"}, ["0,1,2,3", "4,5,6,7"]),
+        ({"sglang_tp_size": 8, "sglang_extra_flags": "--dp-size 8 --enable-dp-attention"}, ["0,1,2,3,4,5,6,7"]),
+    ],
+)
+def test_sizes_that_the_user_gives_win(fields: dict[str, Any], devices: list[str]) -> None:
+    assert [",".join(place.devices) for place in places("no/model", **fields)] == devices
+
+
+def test_an_engine_larger_than_the_node_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"an engine needs 4 GPUs .* and this node has 2; lower"):
+        places("no/model", 2, sglang_tp_size=4)
+
+
+def test_engines_share_the_gpus_that_the_node_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,GPU-5f,7")
+    assert [place.devices for place in places("no/model", 4, sglang_tp_size=2)] == [("2", "3"), ("GPU-5f", "7")]
+
+
+def test_the_embedded_engine_and_nodes_without_gpus_have_one_engine() -> None:
+    settings = RolloutSettings.load(model_name="no/model")
+    assert place_engines(settings, EngineKind.EMBEDDED, 8) == [EnginePlace()]
+    assert place_engines(settings, EngineKind.SGLANG, 0) == [EnginePlace()]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}, [1, 2]),
+        ({"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}, [1, 2, 4, 8]),
+        # Two key-value heads are copied to the four parts.
+        ({"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11008}, [1, 2, 4, 8]),
+        ({"num_attention_heads": 24, "intermediate_size": 8192}, [1, 2, 4, 8]),
+        (
+            {"num_attention_heads": 32, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts": 4},
+            [1, 2, 4],
+        ),
+        ({}, [1]),
+    ],
+)
+def test_sizes_that_sglang_can_split_a_model_into(config: dict[str, Any], sizes: list[int]) -> None:
+    assert [size for size in range(1, 9) if can_split(config, size)] == sizes
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "factor"),
+    [("bfloat16", "auto", 1), ("bfloat16", "float32", 2), ("float32", "auto", 0.5), ("float32", "float32", 1)],
+)
+def test_weights_count_in_the_type_that_the_engine_computes_in(
+    tmp_path: Path, stored: str, dtype: str, factor: float
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(4000))
+    assert weight_bytes(str(tmp_path), {"torch_dtype": stored}, ComputeType(dtype)) == 4000 * factor
+    assert weight_bytes(str(tmp_path), {"torch_dtype": stored, "quantization_config": {}}, ComputeType(dtype)) == 4000
+
+
+def test_engines_of_a_node_listen_on_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
+    monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
+    addresses = choose_addresses(has_token=False, n_engines=3)
+    assert [own.url for own in addresses.own_workers] == [
+        f"http://rollout-server-1.group:{port}" for port in ENGINE_PORTS[:3]
+    ]
+    given = choose_addresses(has_token=False, n_engines=3, host="127.0.0.1", engine_port=4000)
+    assert [engine.port for engine in given.engines] == [4000, 4010, 4020]
+
+
+def test_a_node_of_the_local_runner_places_its_engines_on_its_share_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend_gpus(monkeypatch, tmp_path, *range(8))
+    # A nvidia-smi that prints 0, 1024, ... lists eight GPUs by these names.
+    names = gpus.visible()
+    task = TaskSpec("rollout-server", "", num_nodes=2, gpus_per_node=4, environment={"SGLANG_TP_SIZE": "2"})
+    group = JobGroup("group", (task,))
+    with allocate(group) as local:
+        own = node_environment(Run(group, "run", tmp_path, local, names), task, 1)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    found = places("no/model", gpus.promised() or 0)
+    assert [place.devices for place in found] == [names[4:6], names[6:8]]
+    addresses = choose_addresses(has_token=True, n_engines=len(found))
+    assert [own.url for own in addresses.own_workers] == [
+        "http://" + local.find("rollout-server", 1, port) for port in ENGINE_PORTS[:2]
+    ]
+    assert addresses.first_workers[1] == addresses.own_workers[0] != addresses.first_workers[0]
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_flags_of_every_place(tmp_path: Path) -> None:
+    """SGLang's own parser reads them, and says what it read."""
+    place = EnginePlace(3, 2, ("6", "7"))
+    address = Endpoint("127.0.0.1", ENGINE_PORTS[3])
+    settings = RolloutSettings.load(model_name="a-model", engine_dtype="bfloat16", lora_rank=8)
+    command = engine_command(settings, EngineKind.SGLANG, address, place)
+    check = tmp_path / "check.py"
+    check.write_text(PARSE)
+    flags = [flag for flag in command.arguments if flag != API_KEY_FROM_TOKEN]
+    told = subprocess.run([SGLANG_PYTHON, str(check), *flags], capture_output=True, text=True, check=False)
+    assert told.stdout.splitlines()[-1:] == [f"2 {ENGINE_PORTS[3]} bfloat16 8"], told.stderr[-2000:]
+
+
+PARSE = """
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+read = parser.parse_args()
+print(read.tp_size, read.port, read.dtype, read.max_lora_rank)
+"""
