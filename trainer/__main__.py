@@ -25,6 +25,7 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
+    set_allocator()
     if "RANK" in os.environ or num_nodes() * ranks_per_node() == 1:
         from trainer.run import run_rank
 
@@ -34,6 +35,15 @@ def main() -> int:
         return code
     # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
     return exit_code_of(TrainerSettings.load) or launch_ranks()
+
+
+def set_allocator() -> None:
+    """Have torch grow blocks of GPU memory in place, unless the user chose; micro-batches of many sizes leave holes.
+
+    torch reads the variable when it initialises CUDA.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def ranks_per_node() -> int:
