@@ -33,7 +33,7 @@ class TreeMask:
     def of(cls, ends: Tensor) -> TreeMask:
         """Return the mask of trees in depth-first order; ``ends`` [T] int64 is on the CPU."""
         partial, whole = tiles(ends)
-        tables = [table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen)]
+        tables = [table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen.contiguous())]
         return cls(ends.int(), tuple(tables))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TreeMask:
