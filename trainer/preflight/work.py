@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer.config import CriticModel, PublishedType, TrainerSettings
+from trainer.model.logprobs import CPU_CHUNK, CUDA_MEMORY_SHARE, LEAST_CUDA_CHUNK
 from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import Work, needed
@@ -15,8 +16,6 @@ PROMPT_TOKENS = 512
 """Assumed tokens of a prompt, which the data-server alone knows."""
 USABLE = 0.94
 """Share of a GPU's memory that can be filled; the rest is lost between blocks."""
-LEAST_CUDA_CHUNK, CUDA_MEMORY_SHARE, CPU_CHUNK = 2048, 32, 256
-"""As in logprobs.py."""
 
 
 def work_of(
