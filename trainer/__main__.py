@@ -26,6 +26,7 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
+    set_allocator()
     n_ranks = 1
 
     def count_ranks() -> None:
@@ -44,6 +45,15 @@ def main() -> int:
     if code == EXIT_PEER_LOST:
         time.sleep(PEER_LOST_SECONDS)
     return code
+
+
+def set_allocator() -> None:
+    """Have torch grow blocks of GPU memory in place, unless the user chose; micro-batches of many sizes leave holes.
+
+    torch reads the variable when it initialises CUDA.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def ranks_per_node() -> int:

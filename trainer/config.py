@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -286,11 +286,12 @@ class MemorySection(SectionSettings):
     )
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Tokens in one forward and backward pass of a rank, which also bound the padding inside attention."""
-    activation_checkpointing: bool = False
-    """Recompute layers in the backward pass."""
-    shard_parameters: bool = True
-    """Free gathered parameters between forward and backward and reduce gradients every micro-batch (least memory); off:
-    gather and reduce once a step (least traffic)."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute layers in the backward pass: `true`, `false`, or `auto`, if a GPU's memory is too small otherwise."""
+    shard_parameters: bool | Literal["auto"] = "auto"
+    """`true`: free gathered parameters between forward and backward and reduce gradients every micro-batch (least
+    memory). `false`: gather and reduce once a step (least traffic). `auto`: what a GPU's memory allows; `true` on a
+    CPU. The state is sharded within a node and replicated between nodes if it fits, and otherwise sharded over all."""
     keep_memory: bool = False
     """Keep what a step freed for the next, instead of giving it back to the system for others on the machine: on a CPU
     steps are a sixth shorter. Engines have a setting of that name, too."""

@@ -30,6 +30,7 @@ from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import PeerLostError, Ranks, join_ranks
+from trainer.preflight.preflight import preflight
 from trainer.publishing import make_publisher
 from trainer.reporting.run_files import RunFiles
 from trainer.reporting.status import RunStatus, serve_status
@@ -105,6 +106,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     """
     if ranks.on_main(lambda: has_succeeded(settings), ConfigurationError):
         return
+    settings, ranks = preflight(settings, ranks)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         status = RunStatus()

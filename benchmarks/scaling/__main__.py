@@ -1,7 +1,7 @@
 """Predict how long a step takes and how many nodes a model needs.
 
     python -m benchmarks.scaling check [--fit METRICS ...] [--against METRICS ...]
-    python -m benchmarks.scaling plan [--models 0.5B,7B,70B] [--step-seconds 120]
+    python -m benchmarks.scaling plan [--models 0.5B,8B,70B] [--step-seconds 120]
     python -m benchmarks.scaling docs
 
 ``check`` fits the model of a step to measured runs and predicts other runs. ``plan`` prints nodes, seconds and the

@@ -8,13 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
-from benchmarks.scaling.step import Rates, Seconds, Work
+from benchmarks.scaling.models import CONFIGS
+from benchmarks.scaling.step import Rates, Seconds
+from benchmarks.scaling.step import Work as StepWork
+from trainer.config import TrainerSettings
+from trainer.preflight.limits import Limits
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import Work, needed
+from trainer.preflight.work import USABLE, choose, work_of
 
 WEIGHT_BYTES = 2
 """Size of a parameter in bfloat16, in an engine and when it is published."""
-STATE_BYTES = 16
-"""Size of a parameter's state in the trainer, over all GPUs: float32 weights, gradients and AdamW's two moments."""
 NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
 TRAINED_SHARE = 0.7
@@ -38,25 +44,20 @@ class Model:
 
     label: str
     name: str
-    parameters: float
-    layers: int
-    kv_heads: int
-    head_size: int
+    shape: ModelShape
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return self.shape.parameters
 
     @property
     def kv_bytes(self) -> float:
         """Size of the keys and values of a token."""
-        return 2 * WEIGHT_BYTES * self.layers * self.kv_heads * self.head_size
+        return 2 * WEIGHT_BYTES * self.shape.layers * self.shape.kv_heads * self.shape.head_size
 
 
-MODELS = {
-    model.label: model
-    for model in (
-        Model("0.5B", "Qwen/Qwen2.5-0.5B-Instruct", 0.494e9, 24, 2, 64),
-        Model("7B", "Qwen/Qwen2.5-7B-Instruct", 7.62e9, 28, 4, 128),
-        Model("70B", "meta-llama/Llama-3.1-70B-Instruct", 70.6e9, 80, 8, 128),
-    )
-}
+MODELS = {label: Model(label, CONFIGS[label][0], ModelShape.of(CONFIGS[label][1])) for label in ("0.5B", "8B", "70B")}
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,6 @@ class Assumptions:
     """Bytes a second of the shared volume, for all its readers together."""
     cache_share: float = 0.85
     """Share of an engine's memory for weights and caches."""
-    activation_bytes: float = 20e9
-    """Of a trainer's GPU: activations, logits, gathered layers."""
 
 
 ASSUMED = Assumptions()
@@ -95,12 +94,12 @@ class Batch:
     longest: int = 2048
 
     @property
-    def work(self) -> Work:
+    def work(self) -> StepWork:
         """The work of a step."""
         completions = self.prompts * self.group_size
         # The trainer does not read the last token of a completion.
         tokens_of_group = self.prompt_tokens + self.group_size * (self.completion_tokens - 1)
-        return Work(
+        return StepWork(
             completions=completions,
             tokens=self.prompts * self.prompt_tokens + completions * self.completion_tokens,
             longest=self.longest,
@@ -180,8 +179,14 @@ def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
         return compute
     # The update on replayed groups is a micro-batch of its own.
     micro_batches = 1 + math.ceil(trained / ranks / MICRO_BATCH_TOKENS)
-    # Every micro-batch gathers parameters before the forward and the backward pass, and reduces gradients after.
-    exchanged = micro_batches * (2 * WEIGHT_BYTES + 4) * model.parameters
+    chosen = work(model, batch, layout.trainer_nodes, layout.trainer_gpus)
+    if chosen.replicas > 1:
+        # Replicas of the shards add up their float32 gradients once a step.
+        exchanged = 2 * 4 * model.parameters
+    else:
+        # Every micro-batch gathers parameters before the forward and the backward pass, and reduces gradients after;
+        # without SHARD_PARAMETERS, every step.
+        exchanged = (micro_batches if chosen.frees_parameters else 1) * (2 * WEIGHT_BYTES + 4) * model.parameters
     share = (layout.trainer_nodes - 1) / layout.trainer_nodes
     return max(compute, exchanged * share / ASSUMED.node_bandwidth)
 
@@ -197,16 +202,30 @@ def publishing(model: Model, layout: Layout) -> tuple[str, float]:
 def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
     """Yield every layout with enough memory, on the smallest nodes with enough memory."""
     rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n) >= 16)
-    state = model.parameters * STATE_BYTES
-    room = MEMORY * 0.9 - ASSUMED.activation_bytes
     for trainer in NODE_GPUS:
-        fewest = math.ceil(state / (room * trainer))
+        fewest = next((n for n in range(1, MOST_NODES + 1) if fits(model, batch, n, trainer)), MOST_NODES + 1)
         # A model that needs several GPUs gets large nodes, because links between nodes are slower.
         if fewest > 1 and trainer < NODE_GPUS[-1]:
             continue
         for rollout_nodes in range(1, MOST_NODES + 1):
             for trainer_nodes in range(fewest, MOST_NODES + 1):
                 yield Layout(rollout_nodes, rollout, trainer_nodes, trainer)
+
+
+@cache
+def work(model: Model, batch: Batch, nodes: int, gpus: int) -> Work:
+    """Return the trainer's work on so many nodes, as the preflight chooses it."""
+    settings = TrainerSettings.load(batch_size=batch.prompts, group_size=batch.group_size, max_new_tokens=batch.longest)
+    limits = Limits(device=int(MEMORY), host=0, shm=0, volume=0)
+    flat = work_of(
+        settings, model.shape, memory=int(MEMORY), nodes=nodes, ranks_per_node=gpus, compute_bytes=WEIGHT_BYTES
+    )
+    return choose(settings, model.shape, flat, limits)
+
+
+def fits(model: Model, batch: Batch, nodes: int, gpus: int) -> bool:
+    """Return whether the trainer's state and its largest micro-batch fit in the memory of so many GPUs."""
+    return needed(model.shape, work(model, batch, nodes, gpus)).total("device") <= MEMORY * USABLE
 
 
 def cheapest(model: Model, batch: Batch, measured: Rates, step_seconds: float) -> Prediction:

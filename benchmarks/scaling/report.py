@@ -6,8 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from benchmarks.scaling.plan import ASSUMED, GPU, TRAINED_SHARE, Assumptions, Batch, Layout, Model, Prediction
+from benchmarks.scaling.plan import (
+    ASSUMED,
+    GPU,
+    TRAINED_SHARE,
+    WEIGHT_BYTES,
+    Assumptions,
+    Batch,
+    Layout,
+    Model,
+    Prediction,
+    work,
+)
 from benchmarks.scaling.step import PHASES, Measured, Rates, mean
+from trainer.preflight.sizes import GIB, Need, needed
 
 GIGA = 1e9
 
@@ -60,36 +72,29 @@ def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: 
     lines += ["", *table(["model", "rollout", "trainer", "GPUs", *PHASES, "step", "MODE=async"], rows)]
     for model, one in found:
         lines += ["", f"{model.label}, in jobgroup.yaml"]
-        lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout).items()]
-        lines += ["in volume.yaml", f"  size: {volume_gibibytes(model)}Gi", "and at launch"]
+        need = needed(model.shape, work(model, batch, one.layout.trainer_nodes, one.layout.trainer_gpus))
+        lines += [f"  {task}.{key}: {value}" for (task, key), value in changes(model, one.layout, need).items()]
+        lines += ["in volume.yaml", f"  size: {volume_gibibytes(need)}Gi", "and at launch"]
         lines.append("  " + " ".join(f"--env {name}={value}" for name, value in variables(model, one, batch).items()))
     return "\n".join(lines)
 
 
-def changes(model: Model, layout: Layout) -> dict[tuple[str, str], str]:
+def changes(model: Model, layout: Layout, need: Need) -> dict[tuple[str, str], str]:
     """Return the values to write into jobgroup.yaml, by task and key."""
-    weights = model.parameters * 4 / GIGA
-    # A trainer node's host holds the whole model in float32 while the first rank reads it; later the published version
-    # in bfloat16, and a copy of the node's share of weights and moments while a checkpoint is written.
-    state = model.parameters * max(4, 2 + 12 / layout.trainer_nodes) / GIGA
+    weights = model.parameters * WEIGHT_BYTES / GIB
     return {
         ("rollout-server", "num_nodes"): str(layout.rollout_nodes),
         ("rollout-server", "resources.accelerators"): f"{GPU}:{layout.rollout_gpus}",
-        ("rollout-server", "resources.memory"): f"{_rounded(32, weights / 2)}+",
+        ("rollout-server", "resources.memory"): f"{_rounded(32, weights)}+",
         ("ppo-trainer", "num_nodes"): str(layout.trainer_nodes),
         ("ppo-trainer", "resources.accelerators"): f"{GPU}:{layout.trainer_gpus}",
-        ("ppo-trainer", "resources.memory"): f"{_rounded(64, state)}+",
+        ("ppo-trainer", "resources.memory"): f"{_rounded(64, (need.total('host') + need.total('shm')) / GIB)}+",
     }
 
 
-def volume_gibibytes(model: Model) -> int:
-    """Return the size of the shared volume, in hundreds: checkpoints of weights and moments, and published versions.
-
-    The volume keeps the two newest checkpoints and the best one while the next is written, and two published versions
-    while the next is written.
-    """
-    size = model.parameters * (4 * 12 + 3 * 2)
-    return max(200, math.ceil(size / 2**30 / 100) * 100)
+def volume_gibibytes(need: Need) -> int:
+    """Return the size of the shared volume for one run, in hundreds, with a fifth for what else is on it."""
+    return max(200, math.ceil(need.total("volume") * 1.2 / GIB / 100) * 100)
 
 
 def _rounded(least: int, needed: float) -> int:

@@ -61,7 +61,7 @@ def load_critic(settings: TrainerSettings, ranks: Ranks) -> Critic:
     critic = Critic(decoder, ValueHead(decoder, ranks))
     critic.eval().requires_grad_()
     chosen = choose_compute(settings, ranks)
-    shard(critic, decoder, settings, ranks, chosen, has_checkpointing=settings.activation_checkpointing)
+    shard(critic, decoder, settings, ranks, chosen, has_checkpointing=settings.activation_checkpointing is True)
     return critic
 
 

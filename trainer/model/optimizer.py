@@ -78,8 +78,10 @@ def optimizer_step(
         # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
         # otherwise only the last micro-batch does.
         is_last = index == len(passes) - 1
-        sharded.set_requires_gradient_sync(is_last or settings.shard_parameters)
-        sharded.set_reshard_after_backward(is_last or settings.shard_parameters)
+        # Replicas of the shards add up their gradients once, after the last micro-batch.
+        sharded.set_requires_gradient_sync(is_last or settings.shard_parameters is not False)
+        sharded.set_reshard_after_backward(is_last or settings.shard_parameters is not False)
+        sharded.set_requires_all_reduce(is_last)
         sharded.set_is_last_backward(is_last)
         diagnostics.add(compute())
     norm = _clip(module, settings.max_grad_norm)

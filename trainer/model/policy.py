@@ -245,7 +245,7 @@ def load_policy(settings: TrainerSettings, ranks: Ranks, *, trainable: bool = Tr
     decoder = cast("PreTrainedModel", policy._causal_lm().base_model)
     if trainable and settings.has_critic and settings.critic is CriticModel.SHARED:
         policy.value_head = ValueHead(decoder, ranks)
-    has_checkpointing = trainable and settings.activation_checkpointing
+    has_checkpointing = trainable and settings.activation_checkpointing is True
     shard(policy, decoder, settings, ranks, chosen, has_checkpointing=has_checkpointing)
     register_fsdp_forward_method(policy, "values")
     return policy
@@ -310,6 +310,18 @@ def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> No
     policy.description.tokenizer.save_pretrained(directory)
 
 
+def load_config(settings: TrainerSettings) -> PretrainedConfig:
+    """Load MODEL_NAME's configuration.
+
+    Raises:
+        ConfigurationError: it cannot be loaded, or its architecture is not supported.
+    """
+    with _as_configuration_error(settings.model_name):
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+        check_config(config)
+    return config
+
+
 def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     """Load MODEL_NAME with the trainer's attention, in float32; without ``materialise``, its parameters have no data.
 
@@ -318,9 +330,8 @@ def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
     """
     trust = settings.trust_remote_code
     options = {"dtype": torch.float32, "attn_implementation": TREE_ATTENTION, "trust_remote_code": trust}
+    config = load_config(settings)
     with _as_configuration_error(settings.model_name):
-        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=trust)
-        check_config(config)
         if materialise:
             model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
         else:
@@ -395,8 +406,9 @@ def shard(
     # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
     state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32)
+    frees = settings.shard_parameters is not False
     for layer in layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=settings.shard_parameters)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=frees)
     heads = [part for part in module.modules() if isinstance(part, ValueHead)]
     for head in heads:
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -405,6 +417,8 @@ def shard(
     if ranks.device.type == "cpu":
         for part in (*layers, *heads, module):
             cast("FSDPModule", part).set_custom_reduce_scatter(PairwiseReduceScatter())
+            # gloo has no mean.
+            cast("FSDPModule", part).set_force_sum_reduction_for_comms(ranks.mesh.ndim > 1)
     if ranks.world_size == 1:
         return
     if not ranks.is_main:

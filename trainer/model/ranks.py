@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -51,6 +51,13 @@ class Ranks:
     def is_main(self) -> bool:
         """True on rank 0, the only rank that talks to services and writes logs."""
         return self.rank == 0
+
+    def replicated(self, replicas: int) -> Ranks:
+        """Return these ranks on a mesh that shards among neighbours and replicates the shards so many times."""
+        if replicas == 1:
+            return self
+        shape, names = (replicas, self.world_size // replicas), ("replicate", "shard")
+        return replace(self, mesh=init_device_mesh(self.device.type, shape, mesh_dim_names=names))
 
     def broadcast_json(self, value: Any = None) -> Any:
         """Return rank 0's ``value`` on every rank. JSON and not pickle, so that no received data is ever executed."""

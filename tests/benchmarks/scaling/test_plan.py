@@ -8,8 +8,9 @@ import yaml
 
 from benchmarks.scaling import report
 from benchmarks.scaling.__main__ import DOCS, fitted, run, with_output
-from benchmarks.scaling.plan import MEMORY, MODELS, STATE_BYTES, Batch, Layout, cheapest, layouts, predict
+from benchmarks.scaling.plan import MEMORY, MODELS, Batch, Layout, cheapest, layouts, predict, work
 from trainer.config import TrainerSettings
+from trainer.preflight.sizes import needed
 
 ROOT = Path(__file__).parents[3]
 BATCH = Batch()
@@ -23,7 +24,8 @@ def rates():
 @pytest.mark.parametrize("model", MODELS.values(), ids=lambda model: model.label)
 def test_every_layout_has_the_memory(model):
     for layout in layouts(model, BATCH):
-        assert model.parameters * STATE_BYTES <= layout.trainer_nodes * layout.trainer_gpus * MEMORY
+        needs = needed(model.shape, work(model, BATCH, layout.trainer_nodes, layout.trainer_gpus))
+        assert needs.total("device") <= MEMORY
         assert model.parameters * 2 < layout.rollout_gpus * MEMORY
 
 
@@ -58,7 +60,7 @@ def test_more_nodes_are_never_slower_at_what_they_do(rates, label):
 
 
 def test_async_hides_the_shorter_half(rates):
-    one = predict(MODELS["7B"], BATCH, Layout(2, 1, 1, 4), rates)
+    one = predict(MODELS["8B"], BATCH, Layout(2, 1, 1, 4), rates)
     seconds = one.seconds
     assert one.asynchronous_seconds == seconds.generate + seconds.score > seconds.learning
     assert seconds.total == pytest.approx(one.asynchronous_seconds + seconds.train + seconds.publish + seconds.rest)
@@ -68,7 +70,8 @@ def test_async_hides_the_shorter_half(rates):
 def test_what_is_to_be_changed_is_in_jobgroup_yaml_and_the_settings_exist(rates, label):
     tasks = {document["name"]: document for document in yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())}
     chosen = cheapest(MODELS[label], BATCH, rates, 120)
-    for task, key in report.changes(MODELS[label], chosen.layout):
+    need = needed(MODELS[label].shape, work(MODELS[label], BATCH, 1, 8))
+    for task, key in report.changes(MODELS[label], chosen.layout, need):
         found = tasks[task]
         for part in key.split("."):
             assert part in found, f"{task}.{key}"

@@ -1,0 +1,132 @@
+"""The preflight takes the fastest way that fits, and refuses what cannot fit with the setting that would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks.scaling.models import CONFIGS
+from services.core.errors import ConfigurationError
+from tests.trainer.tiny import FAMILIES, plain_model, save_model
+from trainer.config import TrainerSettings
+from trainer.model.ranks import Ranks
+from trainer.preflight.check import Machine, check
+from trainer.preflight.limits import Limits, find_limits, host_memory
+from trainer.preflight.preflight import preflight
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import GIB, Work, needed
+
+ROOT = Path(__file__).parents[3]
+SHAPES = {label: ModelShape.of(CONFIGS[label][1]) for label in ("0.5B", "8B")}
+ROOM = Limits(device=80 * 10**9, host=512 * GIB, shm=64 * GIB, volume=1000 * GIB)
+
+
+def settings(**given: Any) -> TrainerSettings:
+    return TrainerSettings.load(**({"batch_size": 128, "group_size": 16, "max_new_tokens": 2048} | given))
+
+
+def chosen(label: str, nodes: int, gpus: int, limits: Limits = ROOM, **given: Any) -> Work:
+    return check(settings(**given), SHAPES[label], Machine(nodes, gpus, 2, limits))
+
+
+def test_a_small_model_gathers_once_a_step_and_replicates_between_nodes() -> None:
+    work = chosen("0.5B", 2, 8)
+    assert (work.replicas, work.has_checkpointing, work.frees_parameters) == (2, False, False)
+
+
+def test_a_large_model_recomputes_layers_and_stays_within_a_node() -> None:
+    work = chosen("8B", 2, 8)
+    assert (work.replicas, work.has_checkpointing, work.frees_parameters) == (2, True, True)
+
+
+def test_a_state_that_one_node_cannot_hold_is_sharded_over_all() -> None:
+    assert chosen("8B", 4, 2).replicas == 1
+
+
+def test_what_the_user_said_is_done() -> None:
+    work = chosen("0.5B", 1, 8, activation_checkpointing=True, shard_parameters=True)
+    assert (work.has_checkpointing, work.frees_parameters) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("label", "nodes", "gpus", "limits", "given", "message"),
+    [
+        ("8B", 1, 1, ROOM, {}, r"GPU memory .*It fits with 1 nodes of \d GPUs"),
+        ("0.5B", 1, 1, replace(ROOM, device=15 * 10**9), {}, r"GPU memory .*It fits with MICRO_BATCH_TOKENS="),
+        ("8B", 1, 8, ROOM, {"activation_checkpointing": False}, "It fits with ACTIVATION_CHECKPOINTING=auto"),
+        ("8B", 2, 8, replace(ROOM, host=64 * GIB), {}, r"host memory .*`memory: \d+\+`"),
+        ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),
+        ("8B", 2, 8, replace(ROOM, volume=200 * GIB), {}, r"volume.yaml `size: \d+Gi`"),
+        ("8B", 2, 8, replace(ROOM, volume=400 * GIB), {}, "Set CHECKPOINTS_KEPT=1"),
+    ],
+    ids=["GPUs", "micro-batch", "user's choice", "host", "shm", "volume", "checkpoints"],
+)
+def test_what_cannot_fit_is_refused_with_what_would(
+    label: str, nodes: int, gpus: int, limits: Limits, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        chosen(label, nodes, gpus, limits, **given)
+
+
+@pytest.mark.parametrize(
+    "file", ["jobgroup.yaml", "jobgroup-async.yaml", "jobgroup-agent.yaml", "jobgroup-environment.yaml"]
+)
+def test_the_job_groups_have_what_their_model_needs(file: str) -> None:
+    trainer = next(d for d in yaml.safe_load_all((ROOT / file).read_text()) if d["name"] == "ppo-trainer")
+    host = int(str(trainer["resources"]["memory"]).rstrip("+")) * GIB
+    volume = int(yaml.safe_load((ROOT / "volume.yaml").read_text())["size"].removesuffix("Gi")) * GIB
+    # The smallest GPU that they name is an L40S.
+    limits = Limits(device=45 * GIB, host=host, shm=64 * GIB, volume=volume)
+    check(TrainerSettings.load(), SHAPES["0.5B"], Machine(trainer.get("num_nodes", 1), 1, 2, limits))
+
+
+def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:
+    whole, adapters = (needed(SHAPES["8B"], chosen("8B", 1, 8, lora_rank=rank)) for rank in (0, 32))
+    assert adapters.device["moments"] < whole.device["moments"] / 20
+    assert adapters.volume["versions"] < whole.volume["versions"] / 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_those_of_the_model(tmp_path: Path, family: str) -> None:
+    shape = ModelShape.of(FAMILIES[family])
+    model = plain_model(save_model(tmp_path, FAMILIES[family]))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.root_parameters == shape.parameters - sum(p.numel() for p in model.base_model.layers.parameters())
+
+
+def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1000000\n")
+    assert host_memory([limit]) == 1000000
+    limit.write_text("max\n")
+    assert host_memory([limit]) == host_memory([]) > 1000000
+
+
+def test_a_resumed_run_counts_the_files_that_it_has(alone: Ranks, tmp_path: Path) -> None:
+    before = find_limits(alone.device, tmp_path).volume
+    file = tmp_path / "checkpoints" / "step-000001" / "weights"
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as stream:
+        stream.truncate(10 * before)
+    assert find_limits(alone.device, tmp_path).volume > 10 * before
+
+
+def test_on_a_cpu_nothing_is_recomputed_and_the_ranks_stay_as_they_are(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    given = TrainerSettings.load(model_name=str(model), shared_dir=tmp_path)
+    found, ranks = preflight(given, alone)
+    assert (found.activation_checkpointing, found.shard_parameters) == (False, True)
+    assert ranks is alone
+
+
+def test_a_model_beyond_this_machine_is_refused(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.preflight.limits.host_memory", lambda: 10**6)
+    with pytest.raises(ConfigurationError, match="of host memory of a node"):
+        preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)

@@ -1,0 +1,138 @@
+"""The comparison of a run's needs with what its nodes have: a short table in the log, and a refusal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from services.core.errors import ConfigurationError
+from services.core.logs import get_logger
+from trainer.config import TrainerSettings
+from trainer.preflight.limits import Limits
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import GIB, Need, Work, needed
+from trainer.preflight.work import USABLE, choose, work_of
+
+log = get_logger(__name__)
+
+PLACES = {
+    "device": "GPU memory",
+    "host": "host memory of a node",
+    "shm": "/dev/shm",
+    "volume": "the volume of the run directory",
+}
+LENGTHS = ("activations", "logits and backward pass")
+"""Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they are shown and refuse nothing."""
+NODE_GPUS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks that a run has, and what each may use."""
+
+    nodes: int
+    ranks_per_node: int
+    compute_bytes: int
+    limits: Limits
+
+
+def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    """Return the work with what the settings leave open chosen; log the needs and what is there, place by place.
+
+    Raises:
+        ConfigurationError: a place has too little; the message has the sizes and the setting that would fit.
+    """
+    work = _chosen(settings, shape, machine)
+    need, limits = needed(shape, work), machine.limits
+    for place, name in PLACES.items():
+        if parts := _parts(need, work, place):
+            sizes = {part.replace(" ", "_"): gigabytes(size) for part, size in parts.items()}
+            total, there = gigabytes(sum(parts.values())), gigabytes(getattr(limits, place))
+            log.info(f"preflight: {name}", needs=total, has=there, **sizes)
+    for place in PLACES:
+        if not _fits(need, work, limits, place):
+            raise ConfigurationError(_refusal(settings, shape, machine, work, place))
+    return work
+
+
+def gigabytes(size: int) -> str:
+    """Return a number of bytes as text, in GiB."""
+    return f"{size / GIB:.1f} GiB"
+
+
+def _chosen(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+    work = work_of(
+        settings,
+        shape,
+        memory=machine.limits.device,
+        nodes=machine.nodes,
+        ranks_per_node=machine.ranks_per_node,
+        compute_bytes=machine.compute_bytes,
+    )
+    return choose(settings, shape, work, machine.limits)
+
+
+def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
+    parts: dict[str, int] = {} if place == "device" and work.device == "cpu" else getattr(need, place)
+    return parts
+
+
+def _fits(need: Need, work: Work, limits: Limits, place: str) -> bool:
+    there = getattr(limits, place) * (USABLE if place == "device" else 1)
+    return _size(need, work, place) <= there
+
+
+def _size(need: Need, work: Work, place: str) -> int:
+    """Return the bytes without which a run cannot work."""
+    parts = _parts(need, work, place)
+    return sum(size for part, size in parts.items() if not (place == "host" and part in LENGTHS))
+
+
+def _refusal(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str) -> str:
+    need = needed(shape, work)
+    wanted, there = _size(need, work, place), getattr(machine.limits, place)
+    largest = sorted(_parts(need, work, place).items(), key=lambda item: -item[1])[:4]
+    parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in largest)
+    return (
+        f"MODEL_NAME={settings.model_name} with {machine.nodes} x {machine.ranks_per_node} ranks needs "
+        f"{gigabytes(wanted)} of {PLACES[place]} ({parts}); there is {gigabytes(there)}. "
+        + _remedy(settings, shape, machine, work, place)
+    )
+
+
+def _remedy(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str) -> str:
+    """Return what to change so that the place has enough."""
+    wanted = _size(needed(shape, work), work, place)
+    if place == "shm":
+        return f"Mount a memory volume of {math.ceil(wanted / GIB)}Gi at /dev/shm on the nodes of ppo-trainer."
+    if place == "volume":
+        fewer = settings.model_copy(update={"checkpoints_kept": 1})
+        fits = needed(shape, _chosen(fewer, shape, machine)).total(place) <= machine.limits.volume
+        keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
+        return f"{keep} volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more, or remove old runs (scripts.clean)."
+    if place == "host":
+        more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
+        return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK=32."
+    for text, changed, ranks in _ways_to_fit(settings, machine):
+        if _fits(needed(shape, _chosen(changed, shape, ranks)), work, machine.limits, place):
+            return f"It fits with {text}."
+    return "No number of GPUs of this size holds it; choose a smaller model."
+
+
+def _ways_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[tuple[str, TrainerSettings, Machine]]:
+    """Yield changes that take less memory of a GPU, the one with the least effect first."""
+    open_ = settings.model_copy(update={"activation_checkpointing": "auto", "shard_parameters": "auto"})
+    if open_ != settings:
+        yield "ACTIVATION_CHECKPOINTING=auto and SHARD_PARAMETERS=auto", open_, machine
+    tokens = settings.micro_batch_tokens // 2
+    while tokens >= 1024:
+        yield f"MICRO_BATCH_TOKENS={tokens}", open_.model_copy(update={"micro_batch_tokens": tokens}), machine
+        tokens //= 2
+    for nodes in range(machine.nodes, 33):
+        for gpus in NODE_GPUS:
+            if gpus >= machine.ranks_per_node:
+                where = f"{nodes} nodes of {gpus} GPUs (num_nodes and accelerators of ppo-trainer in jobgroup.yaml)"
+                yield where, open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
+    if not settings.lora_rank:
+        yield "LORA_RANK=32", open_.model_copy(update={"lora_rank": 32}), machine

@@ -1,0 +1,182 @@
+"""The bytes that a run needs, as one pure function of the model and of what is done with it.
+
+The terms follow what FSDP2, autograd and AdamW allocate: float32 shards of weights, gradients and two moments; the
+layers that are gathered at the time; the tensors that the backward pass reads again; the logits of one chunk. Tests
+compare the sum with the allocations counted under FakeTensorMode, and with the resident memory of the trainer on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.preflight.shape import ModelShape
+
+GIB = 2**30
+
+CUDA_CONTEXT = 2 * GIB
+"""Memory of a GPU for CUDA's context, kernels, cuBLAS's workspace and NCCL's buffers."""
+PROCESS_BYTES = 3 * GIB
+"""Host memory of a rank with torch and CUDA loaded; a rank without a GPU takes PROCESSOR_PROCESS_BYTES."""
+PROCESSOR_PROCESS_BYTES = GIB
+SHM_BYTES = GIB
+"""/dev/shm of a node with several GPUs, which NCCL's manual asks for."""
+VERSIONS = 3
+"""Published versions on the volume: two are kept, and one more while a worker loads it."""
+MOMENTS = 2
+KEYS_PER_TOKEN = 4
+"""Copies of a token's key and value in the attention of a CPU; see share_out.py."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run does with a model, and on how many ranks."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    nodes: int
+    ranks_per_node: int
+    replicas: int
+    """Copies of the sharded state: 1 on a flat mesh, ``nodes`` on a mesh that shards within a node."""
+    tokens: int
+    """Tokens of the largest micro-batch."""
+    chunk_states: int
+    """States whose logits exist at the same time."""
+    compute_bytes: int
+    """Bytes of a number in forward and backward passes."""
+    published_bytes: int
+    """Bytes of a published number."""
+    has_checkpointing: bool
+    frees_parameters: bool
+    """SHARD_PARAMETERS."""
+    lora_rank: int = 0
+    has_reference: bool = False
+    """True with a second, frozen model."""
+    has_critic: bool = False
+    """True with a critic on a model of its own."""
+    checkpoints: int = 4
+    """Checkpoints on the volume at the same time."""
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which the state is spread."""
+        return self.nodes * self.ranks_per_node // self.replicas
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes by name, for each place. On a CPU the parts of a rank's ``device`` memory are in ``host`` memory."""
+
+    device: dict[str, int]
+    """Of one rank: of its GPU, or of the process without one."""
+    host: dict[str, int]
+    """Of the node of rank 0, which needs the most."""
+    shm: dict[str, int]
+    volume: dict[str, int]
+
+    def total(self, place: str) -> int:
+        """Return the sum of a place's parts."""
+        return sum(getattr(self, place).values())
+
+
+def needed(shape: ModelShape, work: Work) -> Need:
+    """Return the bytes that the work needs."""
+    device = _device(shape, work)
+    trained, whole = _trained(shape, work), shape.parameters
+    models = 1 + work.has_critic
+    # A node writes its part of a checkpoint from a copy; on a mesh that shards within a node, every node copies all.
+    copies = 4 * whole * models + 4 * MOMENTS * (trained + work.has_critic * whole)
+    published = work.published_bytes * (trained if work.lora_rank else whole)
+    host = {
+        "processes": work.ranks_per_node * (PROCESS_BYTES if work.device == "cuda" else PROCESSOR_PROCESS_BYTES),
+        # Loading ends before the first version and the first checkpoint.
+        "loading, or publication and checkpoint": max(4 * whole, published + copies * work.replicas // work.nodes),
+    }
+    if work.device == "cpu":
+        host |= {name: work.ranks_per_node * size for name, size in device.items()}
+    merged = 4 if work.lora_rank else work.published_bytes
+    return Need(
+        device=device,
+        host=host,
+        shm={"NCCL": SHM_BYTES} if work.device == "cuda" and work.ranks_per_node > 1 else {},
+        volume={
+            "checkpoints": work.checkpoints * copies,
+            "versions": VERSIONS * published,
+            "model": merged * whole,
+        },
+    )
+
+
+def _trained(shape: ModelShape, work: Work) -> int:
+    return work.lora_rank * shape.adapter_rank_parameters if work.lora_rank else shape.parameters
+
+
+def _device(shape: ModelShape, work: Work) -> dict[str, int]:
+    """Return the bytes of one rank at the fullest moment of a step."""
+    trained, whole = _trained(shape, work), shape.parameters
+    if work.lora_rank:
+        whole += trained
+    head = max(_head(shape, work), _layer(shape, work), _root(shape, work))
+    stored = work.tokens * shape.layers * stored_bytes(shape, work)
+    frozen = 4 * shape.parameters * work.has_reference
+    critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
+    gathered = shape.root_parameters if work.frees_parameters else shape.parameters
+    parts = {
+        "weights": 4 * whole // work.shards,
+        "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,
+        "moments": 4 * MOMENTS * trained // work.shards,
+        "reference": frozen // work.shards,
+        "critic": critic // work.shards,
+        "gathered parameters": work.compute_bytes * gathered,
+        "activations": stored,
+        "logits and backward pass": head,
+        "CUDA": CUDA_CONTEXT if work.device == "cuda" else 0,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def stored_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes that the backward pass needs of a token in a layer."""
+    return work.compute_bytes * shape.hidden if work.has_checkpointing else layer_bytes(shape, work)
+
+
+def layer_bytes(shape: ModelShape, work: Work) -> int:
+    """Return the bytes that autograd keeps of a token in a layer that is not recomputed, without fusion by a compiler.
+
+    A norm keeps its input in float32, and in the compute type the normalised states and its output. The MLP keeps its
+    gate, the activation of the gate, the other factor and their product.
+    """
+    size, queries, keys = work.compute_bytes, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    norms = 2 * (4 + 2 * size) * shape.hidden
+    head_norms = (4 + size) * (queries + keys) if shape.has_head_norms else 0
+    attention = size * (2 * queries + 2 * keys)
+    if work.device == "cpu":
+        attention += size * (queries + 2 * KEYS_PER_TOKEN * keys)
+    return norms + head_norms + attention + 4 * size * shape.intermediate
+
+
+def _head(shape: ModelShape, work: Work) -> int:
+    """Return the bytes when the head's backward pass begins: logits, and the gradients of states and head."""
+    size = work.compute_bytes
+    states = work.tokens * shape.hidden * (4 + 2 * size + size + 4 + size)
+    # Logits and their exponentials in float32, and the gradient of the logits in the compute type.
+    logits = min(work.chunk_states, work.tokens) * shape.vocabulary * (8 + (size if size < 4 else 0))
+    gradient = 0 if work.lora_rank else (4 + size) * shape.head_parameters
+    in_float32 = 4 * shape.head_parameters if work.device == "cpu" and size < 4 else 0
+    return states + logits + gradient + in_float32
+
+
+def _layer(shape: ModelShape, work: Work) -> int:
+    """Return the bytes of a layer's backward pass: two gathered layers, their gradients, the layer's own states."""
+    size = work.compute_bytes
+    gathered = 2 * size * shape.layer_parameters if work.frees_parameters else 0
+    gradients = 0 if work.lora_rank else (size + 4) * shape.layer_parameters + size * shape.head_parameters
+    recomputed = layer_bytes(shape, work) if work.has_checkpointing else 0
+    return gathered + gradients + work.tokens * (recomputed + size * (3 * shape.intermediate + shape.hidden))
+
+
+def _root(shape: ModelShape, work: Work) -> int:
+    """Return the bytes when the gradients of embedding and head are reduced, less the activations freed before."""
+    if work.lora_rank:
+        return 0
+    reduced = (work.compute_bytes + 4) * shape.root_parameters
+    return max(0, reduced - work.tokens * shape.layers * stored_bytes(shape, work))
