@@ -1,4 +1,4 @@
-"""docs/metrics.md, docs/grafana.json and docs/alerts.yaml say what the components export, by Prometheus' conventions."""
+"""docs/metrics.md, grafana.json and alerts.yaml say what the components export, by Prometheus' conventions."""
 
 import json
 import re
