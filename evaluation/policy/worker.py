@@ -14,7 +14,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Protocol, TextIO
 
@@ -39,6 +40,16 @@ class Actor(Protocol):
         """Take the report of an episode that has ended."""
 
 
+@contextmanager
+def _limit(seconds: float) -> Iterator[None]:
+    """End the process by SIGALRM if the context takes longer, even where the environment's code never returns."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 async def play(arena: Arena, actor: Actor, seed: int, step_seconds: float) -> Episode:
     """Play an episode; a step that takes longer than ``step_seconds`` ends the process by SIGALRM.
 
@@ -46,15 +57,23 @@ async def play(arena: Arena, actor: Actor, seed: int, step_seconds: float) -> Ep
         ConfigurationError: the head refuses this worker.
         DependencyLostError: the head does not answer.
     """
+    try:
+        return await _play(arena, actor, seed, step_seconds)
+    except (ConfigurationError, DependencyLostError):
+        raise
+    # Environments are other people's code and may raise anything; it is the end of their episode.
+    except Exception as error:  # noqa: BLE001
+        return Episode(seed, failed=f"{type(error).__name__}: {error}")
+
+
+async def _play(arena: Arena, actor: Actor, seed: int, step_seconds: float) -> Episode:
     began = time.monotonic()
     episode, actions, versions = Episode(seed), hashlib.sha256(), set()
-    name = f"seed-{seed}"
-    handle = None
-    try:
-        signal.setitimer(signal.ITIMER_REAL, step_seconds)
+    name, is_over = f"seed-{seed}", False
+    with _limit(step_seconds):
         [(handle, state)] = await arena.begin([seed])
-        while True:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        while not is_over:
             asked = time.perf_counter()
             position = EpisodePosition.model_construct(
                 episode=name, step=episode.steps, episode_return=episode.episode_return
@@ -63,29 +82,18 @@ async def play(arena: Arena, actor: Actor, seed: int, step_seconds: float) -> Ep
             episode.decision_seconds.append(time.perf_counter() - asked)
             actions.update(orjson.dumps(action))
             versions.add(version)
-            signal.setitimer(signal.ITIMER_REAL, step_seconds)
-            [outcome] = await arena.step([Step(handle, episode.steps, action)])
+            with _limit(step_seconds):
+                [outcome] = await arena.step([Step(handle, episode.steps, action)])
             if isinstance(outcome, Exception):
                 raise outcome
             episode.episode_return += outcome.reward
             episode.steps += 1
             state = outcome.state
-            if outcome.terminated or outcome.truncated or episode.steps >= arena.info.max_steps:
-                break
-    except (ConfigurationError, DependencyLostError):
-        raise
-    # Environments are other people's code and may raise anything; it is the end of their episode.
-    except Exception as error:  # noqa: BLE001
-        return Episode(seed, failed=f"{type(error).__name__}: {error}")
+            is_over = outcome.terminated or outcome.truncated or episode.steps >= arena.info.max_steps
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if handle is not None:
-            await arena.end([handle])
-    actor.finish(
-        FinishedEpisode.model_construct(
-            episode=name, steps=episode.steps, episode_return=episode.episode_return, seed=seed
-        )
-    )
+        await arena.end([handle])
+    total, steps = episode.episode_return, episode.steps
+    actor.finish(FinishedEpisode.model_construct(episode=name, steps=steps, episode_return=total, seed=seed))
     episode.seconds = time.monotonic() - began
     episode.versions = sorted(versions, key=lambda version: -1 if version is None else version)
     episode.actions = actions.hexdigest()[:16]

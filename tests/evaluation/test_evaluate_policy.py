@@ -35,6 +35,7 @@ from tests.waiting import LIMIT_SECONDS, wait_until
 ROOT = Path(__file__).parents[2]
 MINE = "tests.evaluation.trajectory_policies"
 DEADLY = "tests.evaluation.deadly_environment:Deadly-v0"
+ODD = "tests.services.environment_server.odd_environments:Odd/"
 POLICIES = f"lean={MINE}:lean left={MINE}:left wrong={MINE}:wrong fails={MINE}:optimal"
 
 
@@ -180,6 +181,7 @@ def test_a_refusal_is_one_line_and_78(tmp_path: Path) -> None:
         ({"policy": "fails"}, "the policy gives no action for CartPole-v1: .*raised"),
         ({"environment": "NoSuchGame-v0"}, "NoSuchGame"),
         ({"environment": "nim"}, "nim has 2 seats"),
+        ({"environment": f"{ODD}Unborn-v0"}, "cannot be reset: .*no world today"),
         ({"url": "localhost:8080"}, "--eval-head-url is 'localhost:8080'; needed is a URL"),
         ({"url": None}, "give either --eval-head-url"),
         ({"policies": "a=b:c"}, "give either --eval-head-url"),
