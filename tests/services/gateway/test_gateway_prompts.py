@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from services.chat.tokenizers import load_tokenizer
+from services.gateway.prompts import PromptMaker
+from services.protocol.groups import Completion, VersionSpan
 from tests.services.gateway.conftest import ADD, StartGateway
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
@@ -176,3 +179,29 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
     from services.chat.messages import for_template
 
     return for_template(message)
+
+
+async def test_a_shape_is_rendered_with_two_answers_once_and_a_suffix_of_the_answer_never_counts(models: Any) -> None:
+    tokenizer = load_tokenizer(str(models("smollm2")))
+    span = VersionSpan(version=0, start=0, end=1)
+    completion = Completion(completion_ids=[5], logprobs=[0.0], policy_versions=[span], finish_reason="length")
+    renders = []
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *a, **k: renders.append(1) or render(*a, **k)
+    prompts = PromptMaker(tokenizer)
+
+    async def suffix(said: str) -> list[int] | None:
+        turn, new = {"role": "assistant", "content": "4"}, [{"role": "user", "content": said}]
+        return await prompts.suffix(turn, completion, new, None, {})
+
+    found, times = [], []
+    for said in ("And 3?", "And 4?"):
+        found.append(tokenizer.decode(await suffix(said)))
+        times.append(len(renders))
+    assert found == [
+        f"<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n" for said in ("And 3?", "And 4?")
+    ]
+    assert times == [6, 8]  # A turn's close is rendered once for each dummy.
+    tokenizer.chat_template += "{{ messages[1].content | length }}"
+    prompts = PromptMaker(tokenizer)
+    assert [await suffix("And 3?"), await suffix("And 3?")] == [None, None]

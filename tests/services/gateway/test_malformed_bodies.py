@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from tests.services.gateway.conftest import ADD, StartGateway
 
@@ -101,3 +102,45 @@ async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, a
         assert seen.keys() == {200, 400}
         refused = await running.client.post(url, json=BODIES[api], headers={"Content-Length": str(10**12)})
         assert (refused.status_code, "send" in refused.json()["error"]["message"]) == (413, True), refused.text
+
+
+@pytest.mark.parametrize(
+    ("content", "media_type", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[1]", "application/json", 422),
+        (b"", "application/json", 422),
+        (b"[" * 65 + b"]" * 65, "application/json", 400),
+        (b"{}", "text/plain", 415),
+        (b'{"messages": []}', "application/json; charset=utf-8", 400),
+    ],
+)
+async def test_a_session_in_the_path_and_one_as_key_refuse_a_body_alike(
+    gateway: StartGateway, content: bytes, media_type: str, status: int
+) -> None:
+    headers = {"Authorization": "Bearer s", "Content-Type": media_type}
+    async with gateway(answers=["Hi."]) as running:
+        in_path = await running.open()
+        paths = (in_path, "/v1/chat/completions")
+        refusals = [await running.client.post(path, content=content, headers=headers) for path in paths]
+        by_path, by_key = [{**refusal.json(), "instance": None} for refusal in refusals]
+        assert [refusal.status_code for refusal in refusals] == [status, status]
+        assert by_path == by_key
+        unknown = await running.client.post("/sessions/none/v1/chat/completions", json={"messages": []})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "unknown_session")
+
+
+async def test_calls_of_sessions_go_past_fastapi_and_are_counted_by_their_route(
+    gateway: StartGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = {"service": "gateway", "method": "POST", "route": "/sessions/{session_id}/v1/chat/completions"}
+
+    def counted() -> float:
+        return REGISTRY.get_sample_value("http_requests_total", labels | {"status": "200"}) or 0.0
+
+    before = counted()
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        monkeypatch.setattr("services.http.json_body.JsonRoute.handle", None)
+        await running.chat(path, [{"role": "user", "content": "Hello"}])
+    assert counted() == before + 1
