@@ -2,10 +2,13 @@
 
     python -m benchmarks.scaling check [--fit METRICS ...] [--against METRICS ...]
     python -m benchmarks.scaling plan [--models 0.5B,8B,70B] [--step-seconds 120]
+    python -m benchmarks.scaling roofline
+    python -m benchmarks.scaling traffic [--models 0.5B,8B,32B] [--micro-batches 4]
     python -m benchmarks.scaling docs
 
 ``check`` fits the model of a step to measured runs and predicts other runs. ``plan`` prints nodes, seconds and the
-changes to jobgroup.yaml. ``docs`` writes the output of these two into docs/scaling.md.
+changes to jobgroup.yaml. ``roofline`` prints what to expect of a GPU, ``traffic`` the counted bytes of a step between
+and within nodes. ``docs`` writes the outputs into docs/scaling.md and docs/gpus.md.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.common.harness import ROOT, made_of
-from benchmarks.scaling import report
+from benchmarks.scaling import report, roofline, traffic
+from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.plan import MODELS, Batch, cheapest
 from benchmarks.scaling.step import Rates, fit, read
 
@@ -26,6 +30,7 @@ MEASURED = Path(__file__).with_name("measured")
 FITTED = (MEASURED / "short.jsonl", MEASURED / "long.jsonl")
 UNSEEN = (MEASURED / "unseen.jsonl", MEASURED / "more-nodes.jsonl")
 DOCS = ROOT / "docs/scaling.md"
+GPU_DOCS = ROOT / "docs/gpus.md"
 
 _BLOCK = re.compile(r"(```console\n\$ python -m benchmarks\.scaling ([^\n]*)\n)(.*?)(```)", re.DOTALL)
 
@@ -48,10 +53,26 @@ def plan(given: argparse.Namespace) -> str:
     return report.plan(found, batch, given.step_seconds)
 
 
+def expect(given: argparse.Namespace) -> str:
+    """Return what to expect of GPUs by their data sheets."""
+    return roofline.table()
+
+
+def count_traffic(given: argparse.Namespace) -> str:
+    """Count the bytes of a step on each axis of the mesh."""
+    rows = []
+    for label in given.models.split(","):
+        for mesh in traffic.MESHES:
+            found = traffic.count(CONFIGS[label][1], mesh, given.micro_batches)
+            rows.append([f"{label} {mesh.name}", f"{found.within / 1e9:.1f}", f"{found.between / 1e9:.1f}"])
+    return "\n".join(report.table(["GB a step", "within, a GPU", "between, a node"], rows))
+
+
 def docs(given: argparse.Namespace) -> str:
-    """Write the output of the commands in docs/scaling.md below them."""
-    DOCS.write_text(with_output(DOCS.read_text()))
-    return f"{DOCS.name} written"
+    """Write the output of the commands in docs/scaling.md and docs/gpus.md below them."""
+    for path in (DOCS, GPU_DOCS):
+        path.write_text(with_output(path.read_text()))
+    return f"{DOCS.name} and {GPU_DOCS.name} written"
 
 
 def with_output(text: str) -> str:
@@ -73,7 +94,13 @@ def run(arguments: Sequence[str] | None = None) -> str:
     for field in fields(Batch):
         one.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     one.set_defaults(command=plan)
-    one = commands.add_parser("docs", help="write docs/scaling.md")
+    one = commands.add_parser("roofline", help="what to expect of GPUs")
+    one.set_defaults(command=expect)
+    one = commands.add_parser("traffic", help="bytes of a step, counted; minutes")
+    one.add_argument("--models", default="0.5B,8B,32B", help="of " + ", ".join(CONFIGS))
+    one.add_argument("--micro-batches", type=int, default=4)
+    one.set_defaults(command=count_traffic)
+    one = commands.add_parser("docs", help="write docs/scaling.md and docs/gpus.md")
     one.set_defaults(command=docs)
     given = parser.parse_args(arguments)
     try:

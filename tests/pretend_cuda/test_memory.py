@@ -85,7 +85,8 @@ def step(config: PretrainedConfig, tokens: int, mesh: DeviceMesh, *, has_checkpo
         tracker.track_external(trained, optimizer)
         with tracker:
             trained(batch).logprobs.sum().backward()
-        (peak,) = (found["Total"] for device, found in tracker.get_tracker_snapshot("peak").items() if device == DEVICE or device.type == "cuda")  # fmt: skip
+        snapshot = tracker.get_tracker_snapshot("peak")
+        peak = next(found["Total"] for device, found in snapshot.items() if device.type == "cuda")
     shape = ModelShape.of(config)
     memory = torch.cuda.get_device_properties(0).total_memory
     work = work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=RANKS, compute_bytes=2)

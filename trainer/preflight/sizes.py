@@ -157,7 +157,8 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
 def _head(shape: ModelShape, work: Work) -> int:
     """Return the bytes when the head's backward pass begins: logits, and the gradients of states and head."""
     size = work.compute_bytes
-    states = work.tokens * shape.hidden * (4 + 2 * size + size + 4 + size)
+    # The last norm's states; the predicting states and their gradients; the float32 terms of the norm's gradient.
+    states = work.tokens * shape.hidden * (4 + 2 * size + (4 + 2 * size) + (12 + 4 * size))
     # Logits and their exponentials in float32, and the gradient of the logits in the compute type.
     logits = min(work.chunk_states, work.tokens) * shape.vocabulary * (8 + (size if size < 4 else 0))
     gradient = 0 if work.lora_rank else (4 + size) * shape.head_parameters
