@@ -25,8 +25,8 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
-from trainer.model.learner import Learner
 from trainer.model.gathering import gather_state
+from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
 from trainer.publishing.disk import published_dtype
