@@ -56,7 +56,7 @@ RETIRED: dict[str, str] = {
     "TRAINER_LISTEN_PORT": _ENDPOINTS,
     "ICEPOP_LOW": "it is always 0.5, the paper's",
     "ICEPOP_HIGH": "it is always 5, the paper's",
-    "LOGIT_CHUNK_TOKENS": "it is always 256",
+    "LOGIT_CHUNK_TOKENS": "it follows from the device's memory",
     "MAX_SKIPPED_STEPS": "it is always 3",
     "LOGGED_GROUPS": "samples.jsonl always has the first 8 groups of a step",
     "GENERATION_CONCURRENCY": "it is always the larger of BATCH_SIZE and 64",

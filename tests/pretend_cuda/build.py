@@ -35,26 +35,32 @@ def build(directory: Path) -> Path:
     if driver.exists() and driver.stat().st_mtime > newest:
         return made
     made.mkdir(parents=True, exist_ok=True)
-    libraries = packages / "torch" / "lib"
-    # torch's headers lack crt/host_defines.h, which triton has.
-    includes = [f"-I{headers}", f"-I{packages / 'triton/backends/nvidia/include'}"]
-    _compile(made / "runtime.so", _successes(libraries, USERS_OF_THE_RUNTIME, "cuda"), source, *includes)
+    runtime = _imported(packages, USERS_OF_THE_RUNTIME, "cuda")
+    # Triton compiles and loads its own launchers, so their calls stand in a source file.
+    triton = packages / "triton" / "backends" / "nvidia"
+    calls = set(re.findall(r"\bcu[A-Z]\w+(?=\()", (triton / "driver.c").read_text()))
+    # torch's headers lack crt/host_defines.h, which Triton has.
+    includes = [f"-I{headers}", f"-I{triton / 'include'}"]
+    _compile(made / "runtime.so", _successes(runtime), source, *includes)
     # The driver last: its presence says that both are complete.
-    _compile(
-        driver, _successes(libraries, USERS_OF_THE_DRIVER, "cu[A-Z]"), HERE / "driver.c", "-Wl,-soname,libcuda.so.1"
-    )
+    functions = _imported(packages, USERS_OF_THE_DRIVER, "cu[A-Z]") | calls
+    _compile(driver, _successes(functions), HERE / "driver.c", *includes, "-Wl,-soname,libcuda.so.1")
     return made
 
 
-def _successes(libraries: Path, users: Iterable[str], prefix: str) -> str:
-    """Return C code of the functions with a prefix that torch's libraries import: each returns 0, success.
+def _imported(packages: Path, users: Iterable[str], prefix: str) -> set[str]:
+    """Return the functions with a prefix that torch's libraries import."""
+    paths = [str(packages / "torch" / "lib" / f"lib{name}.so") for name in users]
+    listed = subprocess.run(["nm", "-D", "--undefined-only", *paths], capture_output=True, text=True, check=True).stdout
+    return set(re.findall(rf" U ({prefix}\w+)", listed))
+
+
+def _successes(functions: Iterable[str]) -> str:
+    """Return C code of functions that return 0, success.
 
     They are weak symbols, so a function in a source file takes the place of its namesake here.
     """
-    paths = [str(libraries / f"lib{name}.so") for name in users]
-    listed = subprocess.run(["nm", "-D", "--undefined-only", *paths], capture_output=True, text=True, check=True).stdout
-    names = sorted(set(re.findall(rf" U ({prefix}\w+)", listed)))
-    return "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in names)
+    return "".join(f"__attribute__((weak)) int {name}() {{ return 0; }}\n" for name in sorted(functions))
 
 
 def _compile(output: Path, code: str, *options: object) -> None:

@@ -12,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain, compress, pairwise
+from itertools import compress, pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.algorithm.attention_layout import AttentionLayout
 from trainer.algorithm.tree_mask import TreeMask
 
 T = TypeVar("T")
+Rows = NDArray[np.int64]
+"""Packed indices."""
 
 
 @dataclass(frozen=True)
@@ -220,19 +224,19 @@ def pack(
     is_filler = not pieces
     if is_filler:
         pieces = [TrainingGroup([0], [TrainingSequence([0], [0.0], [0.0])], weight=0.0)]
-    trees = _Trees()
-    predicting = [row for piece in pieces for row in trees.add(piece)]
-    predict_rows, state_ids = torch.tensor(predicting, dtype=torch.int64).unique(return_inverse=True)
+    trees = _Trees(sum(piece.tokens for piece in pieces))
+    predicting = np.concatenate([rows for piece in pieces for rows in trees.add(piece)])
+    predict_rows, state_ids = torch.from_numpy(predicting).unique(return_inverse=True)
     sequences = [sequence for piece in pieces for sequence in piece.sequences]
     groups = [piece for piece in pieces for _ in piece.sequences]
     lengths = torch.tensor([s.trained_tokens for s in sequences])
     return MicroBatch(
-        input_ids=torch.tensor(trees.ids),
-        position_ids=torch.tensor(trees.depths),
-        layout=order.of(torch.tensor(trees.ends)),
+        input_ids=torch.from_numpy(trees.ids),
+        position_ids=torch.from_numpy(trees.depths),
+        layout=order.of(torch.from_numpy(trees.ends)),
         predict_rows=predict_rows,
         state_ids=state_ids,
-        targets=torch.tensor([x for s in sequences for x in s.trained(s.completion_ids)], dtype=torch.int64),
+        targets=_per_token(sequences, [s.completion_ids for s in sequences], np.int64),
         sequence_ids=torch.arange(len(sequences)).repeat_interleave(lengths),
         behaviour_logprobs=_per_token(sequences, [s.behaviour_logprobs for s in sequences]),
         advantages=_per_token(sequences, [s.advantages for s in sequences]),
@@ -246,40 +250,41 @@ def pack(
     )
 
 
-def _per_token(sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None]) -> Tensor:
-    """Return the numbers [N], float32, of the trained tokens of completions; 0 for a completion without numbers."""
-    full = [[0.0] * len(s.completion_ids) if own is None else own for s, own in zip(sequences, numbers, strict=True)]
-    return torch.tensor([x for s, own in zip(sequences, full, strict=True) for x in s.trained(own)]).float()
+def _per_token(
+    sequences: Sequence[TrainingSequence], numbers: Sequence[Sequence[float] | None], dtype: Any = np.float32
+) -> Tensor:
+    """Return the numbers [N] of the trained tokens of completions; 0 for a completion without numbers."""
+    parts = [
+        np.zeros(s.trained_tokens, dtype) if own is None else np.array(s.trained(own), dtype)
+        for s, own in zip(sequences, numbers, strict=True)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 class _Trees:
     """Tokens in depth-first order, with their depths, and the packed index at which the subtree of each ends."""
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.depths: list[int] = []
-        self.ends: list[int] = []
+    def __init__(self, tokens: int) -> None:
+        self.ids, self.depths, self.ends = (np.empty(tokens, np.int64) for _ in range(3))
+        self._used = 0
 
-    def add(self, group: TrainingGroup) -> Iterator[int]:
-        """Append a group's tokens; return the packed index that predicts each trained token, by completion."""
+    def add(self, group: TrainingGroup) -> list[Rows]:
+        """Append a group's tokens; return the packed indices that predict the trained tokens, by completion."""
         n_prompt = len(group.prompt_ids)
-        predicting: list[list[int]] = [[] for _ in group.sequences]
-        path: list[int] = []
+        predicting = [np.empty(0, np.int64)] * len(group.sequences)
+        path = predicting[0]
         for branch in group.branches:
-            self._end(path[branch.shared :])
-            start = len(self.ids)
-            path[branch.shared :] = range(start, start + branch.new)
-            self.ids += [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
-            self.depths += range(branch.shared, branch.length)
-            self.ends += [0] * branch.new
+            self.ends[path[branch.shared :]] = self._used
+            new = slice(self._used, self._used + branch.new)
+            self._used = new.stop
+            path = np.concatenate([path[: branch.shared], np.arange(new.start, new.stop)])
+            self.ids[new] = [*group.prompt_ids, *branch.sequence.read_ids][branch.shared :]
+            self.depths[new] = np.arange(branch.shared, branch.length)
             rows = path[n_prompt - 1 : n_prompt - 1 + len(branch.sequence.completion_ids)]
-            predicting[branch.index] = branch.sequence.trained(rows)
-        self._end(path)
-        return chain.from_iterable(predicting)
-
-    def _end(self, rows: Sequence[int]) -> None:
-        for row in rows:
-            self.ends[row] = len(self.ids)
+            mask = branch.sequence.loss_mask
+            predicting[branch.index] = rows if mask is None else rows[np.array(mask, bool)]
+        self.ends[path] = self._used
+        return predicting
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class TreeMask:
     def of(cls, ends: Tensor) -> TreeMask:
         """Return the mask of trees in depth-first order; ``ends`` [T] int64 is on the CPU."""
         partial, whole = tiles(ends)
-        tables = [table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen)]
+        tables = [table for seen in (partial, whole, partial.T, whole.T) for table in _table(seen.contiguous())]
         return cls(ends.int(), tuple(tables))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> TreeMask:
@@ -47,7 +48,8 @@ class TreeMask:
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        return BlockMask((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        make = cast("Callable[..., BlockMask]", BlockMask)
+        return make((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def tiles(ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-LOGIT_CHUNK_TOKENS = 256
-"""States whose logits exist at the same time: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep matrix
-products fast."""
+CPU_CHUNK = 256
+"""States whose logits exist at the same time on a CPU: 156 MB for 152,000 tokens of vocabulary, and enough rows to keep
+matrix products fast."""
+
+LEAST_CUDA_CHUNK, CUDA_MEMORY_SHARE = 2048, 32
+"""On CUDA a chunk's float32 logits take a 32nd of the device's memory, and a chunk has 2,048 states or more. Each chunk
+reads and writes the float32 gradient of the output embedding, which with few states takes longer than its products."""
 
 
 def token_logprobs(
@@ -28,7 +32,7 @@ def token_logprobs(
     targets: Tensor,
     state_ids: Tensor,
     temperature: float = 1.0,
-    chunk_tokens: int = LOGIT_CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(hidden weight^T / temperature) at ``targets``, and the entropy of that distribution.
 
@@ -43,12 +47,21 @@ def token_logprobs(
         targets: [N] int64.
         state_ids: [N] int64 in [0, U), the state that predicts each target.
         temperature: temperature of the sampling distribution.
-        chunk_tokens: states whose logits exist at the same time.
+        chunk_tokens: states whose logits exist at the same time; by default ``chunk_states``.
 
     Returns:
         logprobs [N] float32 and entropies [N] float32 (in nats).
     """
+    chunk_tokens = chunk_tokens or chunk_states(len(weight), weight.device)
     return _apply(hidden, weight, targets, state_ids, temperature, chunk_tokens)
+
+
+def chunk_states(vocabulary: int, device: torch.device) -> int:
+    """Return how many states' logits [n, vocabulary] exist at the same time on a device."""
+    if device.type == "cpu":
+        return CPU_CHUNK
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return max(LEAST_CUDA_CHUNK, memory // CUDA_MEMORY_SHARE // (vocabulary * 4))
 
 
 class _TokenLogprobs(torch.autograd.Function):

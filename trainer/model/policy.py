@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -386,6 +386,8 @@ def shard(
         ConfigurationError: the decoder has no list of layers.
     """
     layers = _decoder_layers(decoder)
+    if ranks.device.type == "cuda":
+        compile_layers(layers)
     if has_checkpointing:
         apply_activation_checkpointing(module, check_fn=lambda part: part in layers)
         layers = _decoder_layers(decoder)
@@ -411,6 +413,16 @@ def shard(
     for buffer in module.buffers():
         dist.broadcast(buffer, src=0)
     cast("FSDPModule", module).set_requires_gradient_sync(True)
+
+
+def compile_layers(layers: Sequence[nn.Module]) -> None:
+    """Compile the forward pass of decoder layers for CUDA at their first call, with attention as one kernel.
+
+    All layers share one graph, in which the lengths of micro-batches are variables. The hooks of FSDP, which run before
+    and after ``forward``, stay outside of it.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _decoder_layers(decoder: PreTrainedModel) -> list[nn.Module]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
+from types import FrameType
+from typing import Any
 
 import orjson
 import pytest
@@ -10,6 +14,7 @@ import torch
 from hypothesis import given
 
 from tests.trainer.algorithm.shapes import fast, groups_of_many_shapes, prefixes
+from tests.trainer.tiny import random_groups
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
 
 
@@ -97,3 +102,26 @@ def test_a_group_goes_to_other_ranks_as_its_fields_whatever_was_computed_of_it()
     group = TrainingGroup([1, 2], [TrainingSequence([3, 4], [0.0, 0.0], [1.0, 1.0])])
     assert group.tokens == 3
     assert orjson.loads(orjson.dumps(group)).keys() == {field.name for field in fields(TrainingGroup)}
+
+
+def lines_to_pack(longest: int) -> int:
+    """Return how many lines of the trainer run to pack random groups."""
+    groups = random_groups(0, longest=longest, vocabulary=10**6)
+    lines = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal lines
+        lines += event == "line"
+        return count if "/trainer/" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        pack(groups)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_packing_runs_nothing_in_python_for_each_token() -> None:
+    assert lines_to_pack(longest=4000) < 1.1 * lines_to_pack(longest=40)

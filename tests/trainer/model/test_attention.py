@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from services.core.errors import ConfigurationError
 from tests.trainer.tiny import FAMILIES, SHAPE, plain_logprobs, plain_model, random_groups, random_trees, save_model
+from trainer.algorithm.attention_layout import AttentionLayout
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.tree_mask import TreeMask
 from trainer.model import policy as policies
 from trainer.model.attention import TREE_ATTENTION, tree_attention
 from trainer.model.logprobs import token_logprobs
-from trainer.model.policy import Policy
+from trainer.model.policy import Policy, compile_layers
 from trainer.model.supported import check_config, check_model
 
 CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-5}
@@ -90,15 +92,33 @@ def test_a_tree_gives_what_its_sequences_give_one_by_one(directory: Path, seed: 
     assert_same_gradients(policy, model)
 
 
+def test_the_attention_of_cuda_computes_what_that_of_a_cpu_does(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the formula that a kernel is compiled from; torch refuses its backward pass on a CPU, though it is exact."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    groups = [*random_groups(1, longest=40), *random_trees(2, n_groups=4)]
+    gradients, results = [], []
+    for order in (AttentionLayout, TreeMask):
+        policy, batch = packed_policy(directory), pack(groups, order)
+        weights = torch.randn(batch.targets.shape, generator=torch.Generator().manual_seed(0))
+        logprobs = policy(batch).logprobs
+        (logprobs * weights).mean().backward()
+        results.append(logprobs)
+        gradients.append({name: parameter.grad for name, parameter in policy.named_parameters()})
+    torch.testing.assert_close(*results, **CLOSE)
+    torch.testing.assert_close(*gradients, **CLOSE)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_attention_needs_no_kernel_that_keeps_every_score(directory: Path) -> None:
-    batch = pack(random_groups(1, longest=20))
-    expected, _ = packed_policy(directory)(batch)
+def test_on_a_gpu_the_compiled_kernel_computes_what_a_cpu_does(directory: Path) -> None:
+    groups = random_groups(1, longest=20)
+    expected = packed_policy(directory)(pack(groups)).logprobs
     policy = packed_policy(directory).to("cuda")
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        logprobs = policy(batch.to(torch.device("cuda"))).logprobs
-        logprobs.sum().backward()
+    compile_layers(policy.model.base_model.layers)
+    logprobs = policy(pack(groups, TreeMask).to(torch.device("cuda"))).logprobs
+    logprobs.sum().backward()
     torch.testing.assert_close(logprobs.cpu(), expected, rtol=0, atol=1e-3)
 
 

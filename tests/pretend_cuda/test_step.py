@@ -1,0 +1,110 @@
+"""An optimizer step on the pretended device, from packing to the optimizer: nothing waits or adds up in series."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from tests.pretend_cuda.learner import pretended_learner, pretended_ranks
+from tests.pretend_cuda.seen import Call, Seen
+from tests.trainer.tiny import FAMILIES, random_groups
+from tests.waiting import LIMIT_SECONDS
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
+from trainer.algorithm.tree_mask import TreeMask
+from trainer.model import sharing
+
+pytestmark = pytest.mark.cuda
+
+GROUPS = [replace(g, is_replayed=i % 3 == 0) for i, g in enumerate(random_groups(1, n_groups=20, longest=12))]
+MICRO_BATCHES = 3
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"activation_checkpointing": True, "loss": "clip_cov", "off_policy_max_kl": 0.1}),
+    "shared critic": ("llama", {"advantage": "gae", "critic": "shared", "importance_correction": "sequence"}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """The operations of an optimizer step up to the first wait for a value, which must be that of its metrics."""
+    family, settings = CASES[request.param]
+    counters.clear()
+    directory = tmp_path_factory.mktemp("model")
+    with (
+        pretended_learner(directory, FAMILIES[family], **settings) as learner,
+        Seen() as seen,
+        pytest.raises(DataDependentOutputException) as wait,
+    ):
+        learner.update(GROUPS, 0)
+    assert "metrics" in [entry.name for entry in wait.traceback], wait.getrepr()
+    return seen
+
+
+def test_the_host_waits_for_nothing_before_the_optimizer_has_stepped(step: Seen) -> None:
+    names = [call.name for call in step.calls]
+    assert names.count("aten.embedding.default") == MICRO_BATCHES
+    assert "aten._fused_adamw_.default" in names
+
+
+def test_attention_is_one_kernel_a_layer_over_the_trees(step: Seen) -> None:
+    names = step.names()
+    assert names["flex_attention_backward"] == 2 * MICRO_BATCHES
+    assert not any("scaled_dot_product" in name for name in names)
+
+
+def test_no_gradient_is_added_up_row_by_row(step: Seen) -> None:
+    names = step.names()
+    assert not any("index_put" in name for name in names)
+    assert names["aten.embedding_dense_backward.default"] == MICRO_BATCHES, "that of the tokens' embedding only"
+
+
+def test_copies_to_the_device_do_not_wait(step: Seen) -> None:
+    copies = [call for call in step.calls if is_copy_to_the_device(call)]
+    assert len(copies) > 10 * MICRO_BATCHES
+    assert all(call.options.get("non_blocking") for call in copies)
+
+
+def is_copy_to_the_device(call: Call) -> bool:
+    return (
+        call.name == "aten._to_copy.default"
+        and call.args[0].device.type == "cpu"
+        and torch.device(call.options.get("device") or "cpu").type == "cuda"
+    )
+
+
+def test_layers_are_traced_whole_and_share_one_graph(step: Seen) -> None:
+    assert not counters["graph_break"]
+    # A second one for micro-batches of a single tile.
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    second, threads = threading.Event(), set()
+
+    def watched(pieces: Sequence[TrainingGroup], order: Any) -> MicroBatch:
+        assert order is TreeMask
+        threads.add(threading.current_thread())
+        if pieces == [GROUPS[1]]:
+            second.set()
+        return pack(pieces, order)
+
+    pinned = []
+    monkeypatch.setattr(sharing, "pack", watched)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    with pretended_ranks() as ranks:
+        batches = sharing.packed([[GROUPS[0]], [GROUPS[1]]], ranks)
+        batch = next(batches)
+        assert second.wait(LIMIT_SECONDS), "the second is packed though nobody has asked for it"
+        assert batch.input_ids.is_cuda
+        assert len(list(batches)) == 1
+    assert threading.current_thread() not in threads
+    assert len(pinned) > 2 * 10
