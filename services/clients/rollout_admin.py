@@ -225,10 +225,13 @@ class WorkerAdmin(HttpClient):
         shapes: Sequence[Sequence[int]],
         group_name: str,
         version: int | None,
+        *,
+        is_flattened: bool = False,
     ) -> None:
-        """Receive tensors by one broadcast of a flattened bucket in the order of ``names``; return when all have come.
+        """Receive tensors by broadcast in the order of ``names``; return when all have come.
 
-        An update of several calls passes its ``version`` with the last call and None with the others.
+        An update of several calls passes its ``version`` with the last call and None with the others. The tensors come
+        one by one, or with ``is_flattened`` in one broadcast of all their bytes.
         """
         payload = {
             "names": list(names),
@@ -237,7 +240,7 @@ class WorkerAdmin(HttpClient):
             "group_name": group_name,
             "flush_cache": True,
             "weight_version": None if version is None else str(version),
-            "load_format": "flattened_bucket",
+            "load_format": "flattened_bucket" if is_flattened else None,
         }
         await self._ask("POST", "/update_weights_from_distributed", payload)
 

@@ -4,8 +4,8 @@ The group is separate from every process's default group. Its rank 0 is the trai
 every worker joins there under the group's name, as SGLang's workers do. Trainer and embedded engine both join with
 ``join_weights_group``.
 
-Weights travel in flattened buckets: the bytes of several tensors one after the other, as SGLang's
-``load_format="flattened_bucket"`` has them.
+Between GPUs weights travel in flattened buckets: the bytes of several tensors one after the other, as SGLang's
+``load_format="flattened_bucket"`` has them. Over gloo they travel one by one, which takes half the time there.
 
 NCCL forms a communicator within the first collective, which has no deadline of its own. So whoever starts a broadcast
 does it in a thread that may be left behind.
@@ -130,7 +130,7 @@ def unflattened(flat: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[
 def send_buckets(
     buckets: Sequence[Sequence[Tensor]], device: torch.device, group: dist.ProcessGroup, timeout: float
 ) -> None:
-    """Broadcast buckets from rank 0; each is copied to ``device`` while the one before is on its way.
+    """Broadcast flattened buckets from rank 0; each is copied to ``device`` while the one before is on its way.
 
     Raises:
         RuntimeError: a member left or did not answer in time; the group can no longer be used.

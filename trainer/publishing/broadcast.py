@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefus
 from services.core.endpoints import WEIGHTS_BROADCAST_PORT, Task, bind_address, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.weights.broadcast_group import SOURCE, join_weights_group, send_buckets
+from services.weights.broadcast_group import SOURCE, broadcast_weights, join_weights_group, send_buckets
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.gathering import gather_state
@@ -59,6 +61,8 @@ class BroadcastPublisher(Publisher):
     def __init__(self, settings: TrainerSettings, policy: Policy, ranks: Ranks, services: ServiceThread | None) -> None:
         super().__init__(settings, policy, ranks, services)
         self.backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+        self.flattens = self.backend == "nccl"
+        """Send the tensors of a bucket in one broadcast; over gloo that takes longer than one by one."""
         self._group: WorkerGroup | None = None
         # Writing goes on while the next step generates.
         self._writer = ThreadPoolExecutor(1, "policy-writer")
@@ -106,7 +110,7 @@ class BroadcastPublisher(Publisher):
         async def update(worker: WorkerAdmin) -> None:
             # A worker outside the group does not change. It is found to serve another version and leaves the routing.
             if group is not None and sending is not None and worker.url in group.registrations:
-                await _receive(worker, group.name, version, buckets, sending)
+                await _receive(worker, group.name, version, buckets, sending, is_flattened=self.flattens)
                 await worker.resume()
                 pauses.append(time.perf_counter() - began)
 
@@ -141,15 +145,21 @@ class BroadcastPublisher(Publisher):
             GroupBrokenError: it failed.
         """
         tensors = [list(bucket.values()) for bucket in buckets]
-        send = partial(send_buckets, device=self.ranks.device, timeout=PUBLISH_SECONDS)
         try:
             if not group.is_formed:
-                await group.send(lambda members: send(tensors[:1], group=members), FORM_SECONDS)
+                await group.send(partial(self._broadcast, tensors[:1]), FORM_SECONDS)
                 tensors = tensors[1:]
-            await group.send(lambda members: send(tensors, group=members), PUBLISH_SECONDS)
+            await group.send(partial(self._broadcast, tensors), PUBLISH_SECONDS)
         except (GroupBrokenError, asyncio.CancelledError):
             await asyncio.gather(group.leave(), *(self._dismiss(url, group.name) for url in group.registrations))
             raise
+
+    def _broadcast(self, buckets: Sequence[Sequence[Tensor]], group: dist.ProcessGroup) -> None:
+        if self.flattens:
+            send_buckets(buckets, self.ranks.device, group, PUBLISH_SECONDS)
+            return
+        for tensor in chain.from_iterable(buckets):
+            broadcast_weights(tensor.to(self.ranks.device), group, PUBLISH_SECONDS)
 
     async def _dismiss(self, url: str, group_name: str) -> None:
         """Tell a worker to leave a group, if it answers; a worker that restarted since does not know the group."""
@@ -232,7 +242,13 @@ def make_buckets(state: dict[str, Tensor], *, has_first_alone: bool) -> list[Buc
 
 
 async def _receive(
-    worker: WorkerAdmin, group_name: str, version: int, buckets: Sequence[Bucket], sending: asyncio.Task[None]
+    worker: WorkerAdmin,
+    group_name: str,
+    version: int,
+    buckets: Sequence[Bucket],
+    sending: asyncio.Task[None],
+    *,
+    is_flattened: bool,
 ) -> None:
     """Have a worker receive all buckets while they are sent; the last one carries the version.
 
@@ -250,6 +266,7 @@ async def _receive(
                 [list(value.shape) for value in bucket.values()],
                 group_name,
                 version if number == len(buckets) else None,
+                is_flattened=is_flattened,
             )
         await worker.end_update()
 

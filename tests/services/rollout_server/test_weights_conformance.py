@@ -282,7 +282,7 @@ async def test_weights_come_by_broadcast(server: Nodes, worker: WorkerAdmin, oth
             shapes = [list(weights[n].shape) for n in names]
             await asyncio.gather(
                 asyncio.to_thread(send, names),
-                worker.receive_weights(names, ["float32"] * len(names), shapes, name, version),
+                worker.receive_weights(names, ["float32"] * len(names), shapes, name, version, is_flattened=True),
             )
         await worker.end_update()
         assert await worker.version() == 13

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT, WEIGHTS_BROADCAST_PORT
-from services.weights import broadcast_group
 from services.weights.broadcast_group import CUMEM, match_engines_nccl
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.tiny import FAMILIES, save_model
@@ -30,8 +29,9 @@ FORM_SECONDS = 0.5
 class Worker:
     """A worker that receives at once; its launcher loads what it missed from disk as soon as it is unregistered."""
 
-    def __init__(self, service: FakeService) -> None:
+    def __init__(self, service: FakeService, members: Members) -> None:
         self.service = service
+        self.members = members
         self.served = 0
         self.newest = 0
         self.drops = 0
@@ -52,13 +52,14 @@ class Worker:
         return {"success": True}
 
     def leave(self, request: dict[str, Any]) -> Any:
-        return {"success": True} if self.groups.discard(request["group_name"]) is None else 400
+        self.groups.discard(request["group_name"])
+        return {"success": True}
 
     def receive(self, request: dict[str, Any]) -> Any:
         assert request["load_format"] == "flattened_bucket"
         if self.refuses:
             return 400
-        if not MEMBERS.connected.wait(IDLE_SECONDS):
+        if not self.members.connected.wait(IDLE_SECONDS):
             return 400
         self.served = int(request["weight_version"] or self.served)
         return {"success": True}
@@ -95,18 +96,15 @@ class Members:
         self.connected.set()
 
 
-MEMBERS = Members()
-
-
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
-    MEMBERS.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(broadcast, "join_weights_group", MEMBERS.join)
-    monkeypatch.setattr(broadcast_group.dist, "broadcast", MEMBERS.broadcast)
-    monkeypatch.setattr(worker_group, "leave_weights_group", MEMBERS.left.append)
+    made = Members()
+    monkeypatch.setattr(broadcast, "join_weights_group", made.join)
+    monkeypatch.setattr("services.weights.broadcast_group.dist.broadcast", made.broadcast)
+    monkeypatch.setattr(worker_group, "leave_weights_group", made.left.append)
     monkeypatch.setattr(broadcast, "FORM_SECONDS", FORM_SECONDS)
-    yield MEMBERS
-    MEMBERS.over.set()
+    yield made
+    made.over.set()
 
 
 @pytest.fixture
@@ -116,7 +114,7 @@ def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         model_name=str(model), shared_dir=tmp_path, run_id="r", publish_transport=Transport.BROADCAST
     )
     with fake_service({}) as service, fake_service({}) as router, join_ranks() as ranks, ServiceThread() as thread:
-        worker = Worker(service)
+        worker = Worker(service, members)
         router.routes["GET /workers"] = worker.workers
         for number in range(5):
             router.routes[f"DELETE /workers/w{number}"] = worker.remove
@@ -127,6 +125,8 @@ def publisher(members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         }
         monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
         made = make_publisher(settings, load_policy(settings, ranks), ranks, thread)
+        assert isinstance(made, broadcast.BroadcastPublisher)
+        made.flattens = True  # as over NCCL
         yield made, worker
         members.connected.set()
         made.close()
