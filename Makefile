@@ -83,6 +83,7 @@ bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same wi
 	$(RUN) -m benchmarks --quick
 
 bench-gpu: $(VENV)-cuda/.cuda  ## measure updates on this node's GPUs and write docs/benchmarks/gpu.json; docs/gpus.md says what to send back
+	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[trainer,local]'
 	$(VENV)-cuda/bin/python -m benchmarks.gpu --json docs/benchmarks/gpu.json
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
