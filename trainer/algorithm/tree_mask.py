@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -47,7 +48,8 @@ class TreeMask:
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        return BlockMask((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
+        make = cast("Callable[..., BlockMask]", BlockMask)
+        return make((len(ends), len(ends)), *self.tables, BLOCK_SIZE=(TILE, TILE), mask_mod=sees)
 
 
 def tiles(ends: Tensor) -> tuple[Tensor, Tensor]:

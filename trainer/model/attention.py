@@ -7,7 +7,7 @@ row. Any model can use it whose attention goes through transformers' attention i
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def tree_attention(
         output = flex_attention(
             query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=KERNEL_OPTIONS
         )
-        return cast("Tensor", output).transpose(1, 2), None
+        return output.transpose(1, 2), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
     for block in layout.blocks:
