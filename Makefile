@@ -14,7 +14,7 @@ WORKERS ?= 3
 MODEL = .cache/models/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services docs constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everythin
 
 bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same with few rounds
 	$(RUN) -m benchmarks --quick
+
+bench-gpu: $(VENV)-cuda/.cuda  ## measure updates on this node's GPUs and write docs/benchmarks/gpu.json; docs/gpus.md says what to send back
+	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[trainer,local]'
+	$(VENV)-cuda/bin/python -m benchmarks.gpu --json docs/benchmarks/gpu.json
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m benchmarks.services

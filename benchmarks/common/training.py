@@ -22,6 +22,7 @@ from trainer.config import TrainerSettings
 from trainer.model.learner import Learner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.preflight.preflight import preflight
 
 DEADLINE_SECONDS = 500.0
 
@@ -97,16 +98,18 @@ class Rank:
     peak_bytes: int
 
 
-def run(work: Work, ranks: int, threads: int) -> list[Rank]:
+def run(work: Work, ranks: int, threads: int, compute_type: str = "float32") -> list[Rank]:
     """Measure in new processes, which join as under torchrun.
+
+    The bare pass computes in float32, whatever the processor, and by default so does the trainer.
 
     Raises:
         SystemExit: a process failed, or took longer than DEADLINE_SECONDS.
     """
     port = str(harness.free_port())
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    # The bare pass computes in float32, whatever the processor.
-    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": "float32"}
+    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": compute_type}
+    environment |= {"LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "benchmarks.common.training", json.dumps(asdict(work))]
     environments = [{**os.environ, **environment, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
     with harness.programs([command] * ranks, environments, DEADLINE_SECONDS) as processes:
@@ -136,6 +139,8 @@ def measure_here(work: Work) -> Rank:
 
 def _update(work: Work, ranks: Ranks) -> Callable[[int], Any]:
     settings = TrainerSettings.load()
+    if ranks.device.type == "cuda":
+        settings, ranks = preflight(settings, ranks)
     policy = load_policy(settings, ranks)
     learner = Learner(settings, policy, ranks, reference=None, total_steps=work.rounds + 1)
     return lambda number: learner.update(work.groups(policy.config.vocab_size, number), number)

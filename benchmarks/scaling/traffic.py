@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class Collectives(TorchDispatchMode):
     """A record of collectives: the bytes that each moves to or from a rank, by the size of its group."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.bytes: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -115,7 +115,8 @@ def _collectives(config: PretrainedConfig, mesh: Mesh, micro_batches: int) -> Co
                 model.set_requires_all_reduce(is_last)
                 model.set_is_last_backward(is_last)
                 model(input_ids=ids, position_ids=places, attention_mask=mask, use_cache=False).logits.sum().backward()
-    return seen.bytes
+    found: Counter[str] = seen.bytes
+    return found
 
 
 def _shard(model: Any, mesh: DeviceMesh, frees_parameters: bool) -> None:
@@ -126,7 +127,7 @@ def _shard(model: Any, mesh: DeviceMesh, frees_parameters: bool) -> None:
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for part in model.modules():
         if isinstance(part, FSDPModule):
-            cast("FSDPModule", part).set_force_sum_reduction_for_comms(True)
+            part.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager

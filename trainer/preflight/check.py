@@ -79,7 +79,7 @@ def _parts(need: Need, work: Work, place: str) -> dict[str, int]:
 
 
 def _fits(need: Need, work: Work, limits: Limits, place: str) -> bool:
-    there = getattr(limits, place) * (USABLE if place == "device" else 1)
+    there: float = getattr(limits, place) * (USABLE if place == "device" else 1)
     return _size(need, work, place) <= there
 
 

@@ -86,7 +86,7 @@ def test_a_checkpoint_with_one_parameter_group_loads_and_this_runs_hyperparamete
     """Earlier releases had all parameters in one group, with weight decay on all."""
     store = CheckpointStore(tmp_path, 2, alone)
     saved = make_learner(alone, model)
-    saved.optimizer = torch.optim.AdamW(saved.policy.parameters(), weight_decay=0.3)
+    saved.optimizer = torch.optim.AdamW(saved.policy.parameters(), weight_decay=0.3, fused=True)
     saved.update(GROUPS, 0)
     store.save(saved.policy, saved.optimizer, run_state(saved, 1), wait=True)
     resumed = make_learner(alone, model, weight_decay=0.1, adam_eps=1e-6, adam_beta2=0.95)

@@ -56,7 +56,7 @@ def test_what_the_user_said_is_done() -> None:
     ("label", "nodes", "gpus", "limits", "given", "message"),
     [
         ("8B", 1, 1, ROOM, {}, r"GPU memory .*It fits with 1 nodes of \d GPUs"),
-        ("0.5B", 1, 1, replace(ROOM, device=15 * 10**9), {}, r"GPU memory .*It fits with MICRO_BATCH_TOKENS="),
+        ("0.5B", 1, 1, replace(ROOM, device=16 * 10**9), {}, r"GPU memory .*It fits with MICRO_BATCH_TOKENS="),
         ("8B", 1, 8, ROOM, {"activation_checkpointing": False}, "It fits with ACTIVATION_CHECKPOINTING=auto"),
         ("8B", 2, 8, replace(ROOM, host=64 * GIB), {}, r"host memory .*`memory: \d+\+`"),
         ("8B", 2, 8, replace(ROOM, shm=64 << 20), {}, "Mount a memory volume of 1Gi at /dev/shm"),

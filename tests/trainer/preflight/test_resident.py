@@ -1,0 +1,28 @@
+"""The preflight's bytes of a process without a GPU are its resident memory, within a fifth."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.common import models
+from benchmarks.common.training import Work, run
+from trainer.config import TrainerSettings
+from trainer.model.policy import load_config
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed
+from trainer.preflight.work import work_of
+
+
+@pytest.mark.slow
+def test_a_trainer_of_135_million_parameters_takes_the_memory_that_the_preflight_says() -> None:
+    if not models.PRETRAINED.is_dir():
+        pytest.skip(f"needs {models.PRETRAINED}, which `make demo` makes")
+    tokens = 32
+    (measured,) = run(Work(str(models.PRETRAINED), 1, 8, 100, tokens, rounds=1), 1, 1)
+    settings = TrainerSettings.load(model_name=str(models.PRETRAINED), micro_batch_tokens=100 + 8 * (tokens - 1))
+    shape = ModelShape.of(load_config(settings))
+    work = work_of(settings, shape, memory=0, nodes=1, ranks_per_node=1, compute_bytes=4)
+    exact = {**vars(work), "tokens": 100 + 8 * (tokens - 1)}
+    expected = needed(shape, type(work)(**exact)).total("device") + PROCESSOR_PROCESS_BYTES
+    assert measured.peak_bytes == pytest.approx(expected, rel=0.2)
+    assert measured.peak_bytes < expected * 1.02
