@@ -38,7 +38,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a worker process took for its episodes."""
+    """Time and memory that a worker process took for its episodes."""
 
     cpu_seconds: float
     memory_mb: float

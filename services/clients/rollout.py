@@ -158,15 +158,12 @@ class RolloutClient(HttpClient):
             # The deadline starts here, so that waiting for a place uses up none of it.
             end = time.monotonic() + self.deadline
             while len(done) < n and rounds < MAX_ROUNDS and (left := end - time.monotonic()) > 0:
-                requests = self._next_requests(begun, n - len(done))
-                seeds = [None if seed is None else seed + sent + i for i in range(len(requests))]
+                requests = [
+                    self._send(prompt_ids, params, each, size, None if seed is None else seed + sent + i, left)
+                    for i, (each, size) in enumerate(self._next_requests(begun, n - len(done)))
+                ]
                 sent += len(requests)
-                replies = await asyncio.gather(
-                    *(
-                        self._send(prompt_ids, params, each, size, request_seed, left)
-                        for (each, size), request_seed in zip(requests, seeds, strict=True)
-                    )
-                )
+                replies = await asyncio.gather(*requests)
                 before = sum(each.tokens for each in begun)
                 begun = [each for reply in replies for each in reply.begun]
                 done += [completion for reply in replies for completion in reply.done]

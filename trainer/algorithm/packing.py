@@ -191,7 +191,7 @@ class MicroBatch:
     is_replayed: Tensor
     """[N] bool: the group came from the replay buffer."""
     n_replayed: int
-    """How many of the N tokens came from the replay buffer."""
+    """Number of the N tokens that came from the replay buffer."""
     n_sequences: int
     is_filler: bool = False
     """True for a micro-batch without loss: its rank has none left, but must take part in the collectives."""

@@ -70,6 +70,11 @@ def tree_attention(
             query, key, value, block_mask=layout, scale=scaling, enable_gqa=True, kernel_options=KERNEL_OPTIONS
         )
         return output.transpose(1, 2), None
+    return _in_blocks(query, key, value, scaling, layout), None
+
+
+def _in_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, layout: AttentionLayout) -> Tensor:
+    """Return the attention [1, T, H, D], computed block by block; see ``tree_attention``."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     outputs = []
     for block in layout.blocks:
@@ -84,7 +89,7 @@ def tree_attention(
             enable_gqa=query.shape[1] > key.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return _rows(torch.cat(outputs), layout.unpack)[None], None
+    return _rows(torch.cat(outputs), layout.unpack)[None]
 
 
 def _heads(states: Tensor, rows: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -405,6 +405,15 @@ def shard(
         layers = _decoder_layers(decoder)
     # Rank 0's weights stay on the host. fully_shard moves one layer at a time to the device; loading moves one tensor.
     state = module.state_dict() if ranks.is_main and ranks.world_size > 1 else {}
+    _fully_shard(module, layers, settings, ranks, chosen)
+    if ranks.world_size > 1:
+        _receive(module, state, ranks)
+
+
+def _fully_shard(
+    module: nn.Module, layers: Sequence[nn.Module], settings: TrainerSettings, ranks: Ranks, chosen: Compute
+) -> None:
+    """Apply FSDP2 to each layer, to value heads and to the rest of a module."""
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32)
     frees = settings.shard_parameters is not False
     for layer in layers:
@@ -419,8 +428,10 @@ def shard(
             cast("FSDPModule", part).set_custom_reduce_scatter(PairwiseReduceScatter())
             # gloo has no mean.
             cast("FSDPModule", part).set_force_sum_reduction_for_comms(ranks.mesh.ndim > 1)
-    if ranks.world_size == 1:
-        return
+
+
+def _receive(module: nn.Module, state: Mapping[str, Any], ranks: Ranks) -> None:
+    """Receive a rank's shards of ``state``, which is empty on all ranks but rank 0, and the buffers."""
     if not ranks.is_main:
         module.to_empty(device=ranks.device)
     set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

@@ -16,7 +16,7 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    """Of the MLP; in a mixture, of all experts that compute a token."""
+    """Width of the MLP; in a mixture, the sum over the experts that compute a token."""
     heads: int
     kv_heads: int
     head_size: int

@@ -29,7 +29,7 @@ KEYS_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Work:
-    """What a run does with a model, and on how many ranks."""
+    """A run's use of a model, and the number of its ranks."""
 
     device: str
     """``cuda`` or ``cpu``."""
@@ -67,9 +67,9 @@ class Need:
     """Bytes by name, for each place. On a CPU the parts of a rank's ``device`` memory are in ``host`` memory."""
 
     device: dict[str, int]
-    """Of one rank: of its GPU, or of the process without one."""
+    """Memory of one rank: of its GPU, or of the process without one."""
     host: dict[str, int]
-    """Of the node of rank 0, which needs the most."""
+    """Memory of the node of rank 0, which needs the most."""
     shm: dict[str, int]
     volume: dict[str, int]
 
