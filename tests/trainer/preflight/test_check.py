@@ -11,6 +11,7 @@ import yaml
 
 from benchmarks.scaling.models import CONFIGS
 from services.core.errors import ConfigurationError
+from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import FAMILIES, plain_model, save_model
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
@@ -130,3 +131,12 @@ def test_a_model_beyond_this_machine_is_refused(
     monkeypatch.setattr("trainer.preflight.limits.host_memory", lambda: 10**6)
     with pytest.raises(ConfigurationError, match="of host memory of a node"):
         preflight(TrainerSettings.load(model_name=str(model), shared_dir=tmp_path), alone)
+
+
+def replicas_and_settings(ranks: Ranks, model: Path, directory: Path) -> tuple[int, str]:
+    found, chosen = preflight(TrainerSettings.load(model_name=str(model), shared_dir=directory), ranks)
+    return chosen.mesh.ndim, f"{found.activation_checkpointing} {found.shard_parameters}"
+
+
+def test_all_ranks_choose_alike(model: Path, tmp_path: Path) -> None:
+    assert run_on_ranks(2, replicas_and_settings, model, tmp_path) == [(1, "False True")] * 2
