@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from benchmarks.common import harness
 from benchmarks.common.training import Work, run
+from benchmarks.scaling.roofline import peak
 from trainer.preflight.shape import ModelShape
 
 MODELS = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-8B")
@@ -50,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    header = ("model", "completion", "GPUs", "seconds", "tokens/s", "TFLOP/s a GPU")
-    names = ("model", "length", "ranks", "seconds", "tokens_per_second", "teraflops_per_gpu")
+    header = ("model", "completion", "GPUs", "seconds", "tokens/s", "TFLOP/s a GPU", "MFU %")
+    names = ("model", "length", "ranks", "seconds", "tokens_per_second", "teraflops_per_gpu", "mfu_percent")
     rows = [[f"{case[name]:.1f}" if isinstance(case[name], float) else case[name] for name in names] for case in cases]
     harness.finish(given, [harness.table("updates", header, rows)], {"machine": machine, "cases": cases})
 
@@ -63,13 +64,16 @@ def measure(work: Work, ranks: int) -> dict[str, Any]:
     # Prompts are computed once a group.
     tokens = work.prompts * (work.prompt_tokens + work.group_size * work.completion_tokens)
     parameters = ModelShape.of(AutoConfig.from_pretrained(work.model)).parameters
+    operations = 6 * parameters * tokens / seconds / ranks
+    most = peak(torch.cuda.get_device_name(0))
     return {
         "model": work.model,
         "length": work.completion_tokens,
         "ranks": ranks,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "teraflops_per_gpu": 6 * parameters * tokens / seconds / ranks / 1e12,
+        "teraflops_per_gpu": operations / 1e12,
+        "mfu_percent": None if most is None else 100 * operations / most,
         "work": asdict(work),
     }
 

@@ -39,6 +39,11 @@ GPUS = (
 )
 
 
+def peak(device: str) -> float | None:
+    """Return the bfloat16 operations a second of a device named like ``NVIDIA H100 80GB HBM3``; None if it is unknown."""
+    return next((gpu.flops for gpu in GPUS if gpu.name.split("-")[0] in device), None)
+
+
 @dataclass(frozen=True)
 class Expected:
     """The expected micro-batch of a model on one rank of a node of NODE_GPUS."""
