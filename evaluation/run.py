@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,19 +17,19 @@ from evaluation.checkpoints import Checkpoint
 from evaluation.endpoint import OpenAIServer
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
-from evaluation.relay import reachable
 from evaluation.samples import open_store
 from evaluation.server import RolloutServer, Server, prompt_seconds
 from evaluation.servers import ServerPool
 from evaluation.settings import Api, SchedulerName
 from evaluation.view import View
 from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
-from services.agents import Score
+from services.agents import EPISODES_AT_ONCE, Agent, Score
 from services.clients.reward import RewardClient
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 from services.core.vocabulary import vocabulary_size
-from services.programs import episodes_at_once
+from services.programs import Program, programs_at_once
+from services.relay import Relay
 
 AT_ONCE = 1024
 """The most samples of a prompt that a rollout server is asked for at once, so that it computes the prompt once."""
@@ -97,6 +98,16 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
     return report.Results.model_validate(content | own)
 
 
+@asynccontextmanager
+async def _reaching_servers(agent: Agent | None) -> AsyncIterator[Agent | None]:
+    """Yield an agent that reaches the servers: a program by a relay, which runs meanwhile; any other as it is."""
+    if not isinstance(agent, Program):
+        yield agent
+        return
+    async with Relay(agent) as relay:
+        yield relay
+
+
 async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
     settings = plan.settings
     directory = plan.directory(checkpoint)
@@ -117,13 +128,14 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 discover=started.discover,
             ) as pool,
             RewardClient(started.reward, settings.token, deadline=servers.LOST_SECONDS) as rewards,
-            reachable(plan.agent) as agent,
+            _reaching_servers(plan.agent) as agent,
         ):
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
             scorer: Score = partial(score, rewards)
             workflow: Workflow = SingleTurn(settings, at_once=1 if origin.is_foreign else AT_ONCE)
             if plan.agent is not None and agent is not None:
-                places = asyncio.Semaphore(episodes_at_once(plan.agent))
+                is_program = isinstance(plan.agent, Program)
+                places = asyncio.Semaphore(programs_at_once() if is_program else EPISODES_AT_ONCE)
                 workflow = AgentWorkflow(agent, settings, scorer, checkpoint.model, places)
             questions = settings.eval_session_questions
             evaluation = Evaluation(found.prompts, settings.eval_samples, workflow, pool, scorer, store, questions)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Example
+from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
 from services.protocol.groups import RewardResult, RewardStatus
 
 WITHHELD = ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_AUTH_TOKEN")
@@ -113,10 +113,8 @@ class Program:
         return process.returncode, answer.text
 
 
-def episodes_at_once(agent: Agent) -> int:
-    """Return the number of episodes of an agent that this machine should play at once."""
-    if not isinstance(agent, Program):
-        return EPISODES_AT_ONCE
+def programs_at_once() -> int:
+    """Return the number of programs that this machine should run at once."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * (os.cpu_count() or 1), memory // BYTES_A_PROGRAM))
 

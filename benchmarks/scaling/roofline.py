@@ -40,7 +40,7 @@ GPUS = (
 
 
 def peak(device: str) -> float | None:
-    """Return the bfloat16 operations a second of a device named like ``NVIDIA H100 80GB HBM3``; None if it is unknown."""
+    """Return a device's bfloat16 operations a second by its name, as ``NVIDIA H100 80GB HBM3``; None if unknown."""
     return next((gpu.flops for gpu in GPUS if gpu.name.split("-")[0] in device), None)
 
 

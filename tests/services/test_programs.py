@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from services import programs
-from services.agents import AgentFailedError, Example, play
-from services.programs import Program, ProgramFailedError, episodes_at_once
+from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
+from services.programs import Program, ProgramFailedError, programs_at_once
 from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.rewards import RewardItem
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -163,6 +163,5 @@ def test_no_program_outlives_a_killed_owner(tmp_path: Path) -> None:
 
 
 def test_fewer_programs_than_functions_run_at_once() -> None:
-    program = episodes_at_once(Program("true"))
-    assert 1 <= program <= programs.PROGRAMS_A_CORE * (os.cpu_count() or 1)
-    assert program <= episodes_at_once(answer) == 256
+    assert 1 <= programs_at_once() <= programs.PROGRAMS_A_CORE * (os.cpu_count() or 1)
+    assert programs_at_once() <= EPISODES_AT_ONCE == 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from services.clients.base import ServiceClient
 from services.clients.data import DataClient
@@ -14,9 +14,13 @@ from services.clients.gateway import GatewayClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
+from services.programs import Program
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import SELF, Rollout, TrainerSettings
 from trainer.rollouts.opponent import Opponent
+
+if TYPE_CHECKING:
+    from services.relay import Relay
 
 
 @dataclass
@@ -33,6 +37,8 @@ class Clients:
     """None where no environment-server is played on."""
     opponent: Opponent | None = None
     """None where the model in training plays every seat."""
+    relay: Relay | None = None
+    """The agent of ROLLOUT=program; None for other rollouts."""
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -54,6 +60,7 @@ class Clients:
             None if settings.rollout is Rollout.COMPLETION else GatewayClient(token=token, deadline=deadline),
             EnvironmentClient(token=token, deadline=deadline) if settings.rollout is Rollout.ENVIRONMENT else None,
             None if settings.opponent == SELF else Opponent(settings),
+            _relay(settings),
         )
 
     @property
@@ -68,6 +75,8 @@ class Clients:
             await self._stack.enter_async_context(client)
         if self.opponent is not None:
             await self._stack.enter_async_context(self.opponent)
+        if self.relay is not None:
+            await self._stack.enter_async_context(self.relay)
 
     async def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until all services but the rollout workers are healthy, and the opponent answers.
@@ -82,3 +91,12 @@ class Clients:
     async def close(self) -> None:
         """Close the clients."""
         await self._stack.aclose()
+
+
+def _relay(settings: TrainerSettings) -> Relay | None:
+    if settings.rollout is not Rollout.PROGRAM:
+        return None
+    # A collector that needs no web server is smaller by its modules.
+    from services.relay import Relay
+
+    return Relay(Program(settings.agent_command))

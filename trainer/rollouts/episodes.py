@@ -23,7 +23,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
-from services.programs import Program, episodes_at_once
+from services.programs import programs_at_once
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
@@ -71,21 +71,17 @@ class EpisodeMaker(GroupMaker):
         gateway: GatewayClient,
         rollouts: RolloutClient,
         rewards: RewardClient,
-        player: EnvironmentPlayer | None = None,
+        answers: Agent | EnvironmentPlayer,
     ) -> None:
-        """Make or import the agent, where no ``player`` plays games of an environment.
-
-        Raises:
-            ConfigurationError: it cannot be imported, or is no ``async def``.
-        """
+        """Make the maker; an agent ``answers`` prompts, or a player plays games of an environment."""
         super().__init__(settings, rollouts, rewards)
         self.gateway = gateway
-        self.player = player
-        self.agent = None if player else _agent(settings)
+        self.player = answers if isinstance(answers, EnvironmentPlayer) else None
+        self.agent = None if isinstance(answers, EnvironmentPlayer) else answers
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
-        at_once = EPISODES_AT_ONCE if self.agent is None else episodes_at_once(self.agent)
+        at_once = programs_at_once() if settings.rollout is Rollout.PROGRAM else EPISODES_AT_ONCE
         self._places = asyncio.Semaphore(settings.agent_concurrency or at_once)
         # Each episode has an HTTP client of its own; loading the certificates takes longer than all the rest of it.
         self._certificates = httpx.create_ssl_context()
@@ -265,14 +261,12 @@ def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:
     """
     if clients.gateway is None:
         return GroupMaker(settings, clients.rollouts, clients.rewards)
-    player = None if clients.environments is None else EnvironmentPlayer(clients.environments, clients.opponent)
-    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards, player)
-
-
-def _agent(settings: TrainerSettings) -> Agent:
-    if settings.rollout is Rollout.PROGRAM:
-        return Program(settings.agent_command)
-    return load_agent("AGENT", settings.agent)
+    answers: Agent | EnvironmentPlayer
+    if clients.environments is not None:
+        answers = EnvironmentPlayer(clients.environments, clients.opponent)
+    else:
+        answers = clients.relay or load_agent("AGENT", settings.agent)
+    return EpisodeMaker(settings, clients.gateway, clients.rollouts, clients.rewards, answers)
 
 
 def _judged(episode: Episode) -> Episode:

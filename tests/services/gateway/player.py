@@ -80,7 +80,7 @@ async def play(work: Work) -> None:
     made = TrainerSettings.load(**settings, group_size=GROUP_SIZE, max_new_tokens=24, run_id="faults")
     places = asyncio.Semaphore(AT_ONCE)
     async with GatewayClient(Endpoint("127.0.0.1", work.port), work.token) as client:
-        maker = EpisodeMaker(made, client, MagicMock(), NoScores())  # type: ignore[arg-type]
+        maker = EpisodeMaker(made, client, MagicMock(), NoScores(), insist)  # type: ignore[arg-type]
 
         async def one(number: int) -> None:
             prompt = Prompt(id=f"p/{number}", prompt=f"{number}+4=", ground_truth="7", position=number)

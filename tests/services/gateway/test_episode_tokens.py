@@ -62,7 +62,7 @@ def play(agent: Callable[..., Any], gateway: RunningService, model: Path, **fiel
 
     async def groups() -> list[Group]:
         async with GatewayClient(Endpoint("127.0.0.1", gateway.port)) as client:
-            maker = EpisodeMaker(settings, client, MagicMock(), OneDigit())  # type: ignore[arg-type]
+            maker = EpisodeMaker(settings, client, MagicMock(), OneDigit(), agent)  # type: ignore[arg-type]
             return await maker.make_groups(PROMPTS)
 
     return asyncio.run(groups())

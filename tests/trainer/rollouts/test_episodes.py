@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.programs import Program
 from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
+from services.relay import Relay
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
-from trainer.config import TrainerSettings
+from trainer.config import Rollout, TrainerSettings
 from trainer.main_rank import MainRank
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
@@ -136,13 +138,20 @@ class Stage:
     data: FakeService
     clients: Clients
     thread: ServiceThread
+    stack: ExitStack
 
     def settings(self, agent: Any, /, **fields: Any) -> TrainerSettings:
         wanted = {"rollout": "agent", "agent": f"{__name__}:{agent.__name__}", "group_size": 2, "max_new_tokens": 9}
         return TrainerSettings.load(**(wanted | fields))
 
     def maker(self, agent: Any, /, **fields: Any) -> EpisodeMaker:
-        maker = group_maker(self.settings(agent, **fields), self.clients)
+        settings, clients = self.settings(agent, **fields), self.clients
+        if settings.rollout is Rollout.PROGRAM:
+            relay = Relay(Program(settings.agent_command))
+            self.thread.call(relay.__aenter__())
+            self.stack.callback(lambda: self.thread.call(relay.__aexit__()))
+            clients = replace(clients, relay=relay)
+        maker = group_maker(settings, clients)
         assert isinstance(maker, EpisodeMaker)
         return maker
 
@@ -170,8 +179,8 @@ def stage() -> Iterator[Stage]:
         )
         thread = stack.enter_context(ServiceThread())
         thread.call(clients.open())
-        yield Stage(gateway, rewards, data, clients, thread)
-        thread.call(clients.close())
+        stack.callback(lambda: thread.call(clients.close()))
+        yield Stage(gateway, rewards, data, clients, thread, stack)
 
 
 def test_an_episode_is_one_sequence_of_which_the_models_tokens_are_trained(stage: Stage) -> None:
@@ -419,6 +428,15 @@ def test_a_program_plays_the_same_episodes_as_a_function(stage: Stage, two_turns
     group = stage.group(one_turn, PROMPT.model_copy(update={"ground_truth": "unknown"}), **two_turns_program)
     assert group is not None
     assert group.rewards == [0.5, 0.5]
+
+
+def test_a_program_does_not_see_that_the_gateway_is_away(stage: Stage, two_turns_program: dict[str, Any]) -> None:
+    away = [503, 502, 503]
+    stage.gateway.says = lambda messages: away.pop() if away else "42" if len(messages) > 1 else "call"
+    group = stage.group(one_turn, **two_turns_program)
+    assert group is not None
+    assert group.rewards == [1.0, 1.0]
+    assert away == []
 
 
 def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(

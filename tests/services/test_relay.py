@@ -11,7 +11,6 @@ import httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from evaluation.relay import reachable
 from evaluation.samples import Kind, Sample
 from evaluation.server import RolloutServer
 from evaluation.workflows import AgentWorkflow, seed_of
@@ -19,6 +18,7 @@ from services.agents import AgentFailedError
 from services.core.errors import DependencyLostError
 from services.programs import Program
 from services.protocol.groups import FinishReason
+from services.relay import Relay
 from tests.evaluation.test_workflows import PROMPT, SETTINGS, Model, score
 
 ASK = """
@@ -40,8 +40,7 @@ async def play(model: Model, code: str, kind: Kind = Kind.GREEDY) -> Sample:
     command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
     server = RolloutServer("http://server", SETTINGS, 17)
     server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
-    async with server.http, reachable(Program(command)) as agent:
-        assert agent is not None
+    async with server.http, Relay(Program(command)) as agent:
         workflow = AgentWorkflow(agent, SETTINGS, score, "m", asyncio.Semaphore(1))
         [sample] = await workflow.sample(server, PROMPT, kind, [4])
         return sample

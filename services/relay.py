@@ -1,0 +1,103 @@
+"""A relay for programs: their requests to a URL of this machine go on through the HTTP client of their episode.
+
+In an evaluation that client records the conversation; in training it waits for a gateway that restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import Self
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.background import BackgroundTask
+
+from services.agents import Example
+from services.programs import Program
+
+_OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
+"""Headers that are not passed on; the client decodes and frames the content itself."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    base_url: str
+    api_key: str
+    client: httpx.AsyncClient
+    sent: set[asyncio.Task[httpx.Response]] = field(default_factory=set)
+    """Requests without an answer yet."""
+
+
+class Relay:
+    """A server whose paths begin with an episode's own key, so that a program sees no token of the servers'.
+
+    An agent, and an async context manager: the server runs within the context.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._targets: dict[str, _Target] = {}
+        self._port = 0
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=512))
+        self._port = listener.getsockname()[1]
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/{key}/{path:path}", self._pass_on, methods=["GET", "POST"], response_model=None)
+        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+
+        async def stop() -> None:
+            server.should_exit = True
+            await serving
+
+        self._stack.push_async_callback(stop)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def __call__(
+        self, example: Example, *, base_url: str, api_key: str, http_client: httpx.AsyncClient
+    ) -> float | None:
+        """Let the program answer ``example``, as an agent; raises as the program does."""
+        key = secrets.token_hex(16)
+        target = self._targets[key] = _Target(base_url.removesuffix("/v1"), api_key, http_client)
+        try:
+            own_url = f"http://127.0.0.1:{self._port}/{key}/v1"
+            return await self.program(example, base_url=own_url, api_key=key, http_client=http_client)
+        finally:
+            del self._targets[key]
+            for request in target.sent:
+                request.cancel()
+
+    async def _pass_on(self, key: str, path: str, request: Request) -> Response:
+        """Send a request on, and return the reply as it comes; 404 for a key of no episode, 502 if no reply comes."""
+        target = self._targets.get(key)
+        if target is None:
+            return Response(status_code=404)
+        own = ("authorization", "x-api-key")
+        headers = {k: v for k, v in request.headers.items() if k not in _OF_ONE_CONNECTION and k not in own}
+        headers["authorization"] = f"Bearer {target.api_key}"
+        passed = httpx.Request(
+            request.method, f"{target.base_url}/{path}", headers=headers, content=await request.body()
+        )
+        sent = asyncio.create_task(target.client.send(passed, stream=True))
+        target.sent.add(sent)
+        sent.add_done_callback(target.sent.discard)
+        try:
+            reply = await sent
+        except asyncio.CancelledError:
+            return Response("the episode has ended", 502)
+        except httpx.TransportError as error:
+            return Response(f"{type(error).__name__}: {error}", 502)
+        kept = {k: v for k, v in reply.headers.items() if k not in _OF_ONE_CONNECTION}
+        return StreamingResponse(reply.aiter_bytes(), reply.status_code, kept, background=BackgroundTask(reply.aclose))
