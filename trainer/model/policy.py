@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -430,7 +430,7 @@ def _fully_shard(
             cast("FSDPModule", part).set_force_sum_reduction_for_comms(ranks.mesh.ndim > 1)
 
 
-def _receive(module: nn.Module, state: Mapping[str, Any], ranks: Ranks) -> None:
+def _receive(module: nn.Module, state: dict[str, Any], ranks: Ranks) -> None:
     """Receive a rank's shards of ``state``, which is empty on all ranks but rank 0, and the buffers."""
     if not ranks.is_main:
         module.to_empty(device=ranks.device)
