@@ -259,5 +259,5 @@ def test_skypilot_takes_the_options_of_the_guides() -> None:
 
 def test_settings_of_the_larger_model_are_the_trainers() -> None:
     rows = re.findall(r"^\| [^|]+ \| [^|]*?`([A-Z_]+)=(\w+)`", PAGES["larger-model"].read_text(), re.MULTILINE)
-    assert len(rows) > 5
+    assert len(rows) >= 4
     TrainerSettings.model_validate({name.lower(): value for name, value in rows})

@@ -26,6 +26,9 @@ class ModelShape:
     parameters: int
     """All parameters; tied ones count once."""
     layer_parameters: int
+    """Parameters of the largest layer; in most models all are equal."""
+    root_parameters: int
+    """Parameters outside the layers, which FSDP gathers once: embedding, last norm, head."""
     adapter_rank_parameters: int
     """Parameters of LoRA adapters of rank 1 on every linear layer but the output head."""
 
@@ -33,11 +36,6 @@ class ModelShape:
     def head_parameters(self) -> int:
         """Parameters of the output head, which may be tied to the embedding."""
         return self.vocabulary * self.hidden
-
-    @property
-    def root_parameters(self) -> int:
-        """Parameters outside the layers, which FSDP gathers once: embedding, last norm, head."""
-        return self.parameters - self.layers * self.layer_parameters
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, trust_remote_code: bool = False) -> ModelShape:
@@ -61,7 +59,8 @@ class ModelShape:
             vocabulary=config.vocab_size,
             has_head_norms=hasattr(getattr(layer, "self_attn", None), "q_norm"),
             parameters=count(model),
-            layer_parameters=count(layer),
+            layer_parameters=max(map(count, decoder.layers)),
+            root_parameters=count(model) - sum(map(count, decoder.layers)),
             adapter_rank_parameters=sum(part.in_features + part.out_features for part in linear),
         )
 

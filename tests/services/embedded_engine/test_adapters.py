@@ -55,7 +55,7 @@ def expected(model: Path, adapter: Path | None, request: Request) -> list[float]
 
 
 @both_types
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [name for name in CONFIGS if not name.endswith("_moe")])
 def test_an_adapter_computes_what_peft_computes(
     tmp_path: Path, tiny_model: Path, family: str, compute_type: str
 ) -> None:

@@ -14,7 +14,7 @@ from trainer.algorithm.critic_targets import with_critic_targets
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence, Turn
 from trainer.algorithm.training_groups import has_signal, with_advantages
 from trainer.config import TrainerSettings
-from trainer.team import _decoded
+from trainer.group_arrays import from_arrays, to_arrays
 
 
 def settings_of(**options: Any) -> TrainerSettings:
@@ -109,7 +109,8 @@ def test_gae_has_the_rewards_at_the_ends_of_turns() -> None:
 
 def test_groups_with_turns_reach_the_other_ranks_as_they_are() -> None:
     groups = [TrainingGroup([1], [episode(1, 2), replace(episode(3), turns=None)])]
-    assert _decoded({"groups": orjson.loads(orjson.dumps(groups))})["groups"] == groups
+    header, arrays = to_arrays(groups)
+    assert from_arrays(orjson.loads(orjson.dumps(header)), arrays) == groups
 
 
 @pytest.mark.parametrize(
