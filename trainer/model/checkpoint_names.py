@@ -61,7 +61,7 @@ def check_names(model: PreTrainedModel, model_name: str, *, has_adapters: bool) 
     Raises:
         ConfigurationError: names are missing or surplus, or engines could not load the adapters.
     """
-    if not model._weight_conversions:
+    if not getattr(model, "_weight_conversions", None):
         # Nothing was converted; but engines load the family's usual names, even if transformers also loads its own.
         usual = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [change for change in usual if not isinstance(change, PrefixChange)]
