@@ -61,9 +61,9 @@ class Calls:
         self._account = account
         self._engine = EngineClient(settings.token)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the connections to the engines."""
-        self._engine.close()
+        await self._engine.close()
 
     async def complete(self, session: Session, request: ChatRequest, api: Api) -> dict[str, Any]:
         """Return the reply to a request, as ``api`` has it.

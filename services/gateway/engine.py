@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import aiohttp
 import httpx
 import orjson
 from prometheus_client import Counter, Gauge
@@ -15,8 +17,14 @@ from services.clients.rollout import ROUTING_KEY, read_completions
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.gateway.connections import Connections
-from services.http.client import RequestRefusedError, describe, problem_detail
+from services.http.client import (
+    CONNECT_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    RequestRefusedError,
+    describe,
+    problem_detail,
+    watched_socket,
+)
 from services.protocol.groups import Completion, FinishReason
 
 log = get_logger(__name__)
@@ -26,7 +34,6 @@ IN_FLIGHT = Gauge("gateway_turns_in_flight", "Turns that the engines are samplin
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
-_PATH = "/generate"
 _TRY_LATER = frozenset({408, 429})
 
 
@@ -35,19 +42,26 @@ class EngineClient:
 
     Every attempt has a request id of its own, because an engine may still be busy with an attempt whose connection was
     lost, and refuses an id that it knows. All attempts have the same seed, so that they sample the same tokens.
+    aiohttp sends them, because httpx takes more time for a request than all the rest of a call.
     """
 
     def __init__(self, token: str | None) -> None:
-        address = endpoint(Task.ROLLOUT_SERVER)
-        self._url = f"{address.url}{_PATH}"
-        headers = {"Content-Type": "application/json"}
+        self._url = f"{endpoint(Task.ROLLOUT_SERVER).url}/generate"
+        self._headers = {"Content-Type": "application/json"}
         if token:
-            headers["Authorization"] = f"Bearer {token}"
-        self._connections = Connections(address, headers)
+            self._headers["Authorization"] = f"Bearer {token}"
 
-    def close(self) -> None:
+    @functools.cached_property
+    def _http(self) -> aiohttp.ClientSession:
+        """The connections, which are made within the event loop. Each new one resolves the router's name anew."""
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, use_dns_cache=False, socket_factory=watched_socket
+        )
+        return aiohttp.ClientSession(connector=connector, headers=self._headers)
+
+    async def close(self) -> None:
         """Close all connections."""
-        self._connections.close()
+        await self._http.close()
 
     async def sample(
         self,
@@ -101,11 +115,12 @@ class EngineClient:
         raise DependencyLostError(f"no engine answered within {seconds:.1f} s and {attempt} attempts: {failure}")
 
     async def _ask(self, session_id: str, payload: dict[str, Any], seconds: float) -> Completion:
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(CONNECT_SECONDS, seconds))
+        headers, data = {ROUTING_KEY: session_id}, orjson.dumps(payload)
         try:
-            status, body = await self._connections.post(
-                _PATH, {ROUTING_KEY: session_id}, orjson.dumps(payload), seconds
-            )
-        except OSError as error:  # TimeoutError is an OSError.
+            async with self._http.post(self._url, data=data, headers=headers, timeout=timeout) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError.
             raise DependencyLostError(f"{self._url} did not answer within {seconds:g} s: {describe(error)}") from error
         if status != 200:
             detail = problem_detail(httpx.Response(status, content=body))

@@ -88,7 +88,7 @@ class Gateway:
         for task in (self._expiring, *tasks):
             task.cancel()
         await asyncio.gather(self._expiring, *tasks, return_exceptions=True)
-        self.calls.close()
+        await self.calls.close()
         await self._store.close()
 
     def _load_model(self) -> Calls:
