@@ -81,4 +81,4 @@ async def test_turns_reach_the_worker_that_has_the_session_and_both_workers_are_
     two.nodes[1].engine.kill()
     completions = await asyncio.gather(*(turn(client, f"session-{n}", [3, 4, 5], 0) for n in range(SESSIONS)))
     assert all(len(completion.completion_ids) == 10 for completion in completions)
-    client.close()
+    await client.close()
