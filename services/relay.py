@@ -19,6 +19,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
 from services.agents import Example
+from services.http.connections import server_config
 from services.programs import Program
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
@@ -51,7 +52,7 @@ class Relay:
         self._port = listener.getsockname()[1]
         app = FastAPI(openapi_url=None)
         app.add_api_route("/{key}/{path:path}", self._pass_on, methods=["GET", "POST"], response_model=None)
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+        server = uvicorn.Server(server_config(app, lifespan="off"))
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]  # Ctrl-C is ours
         serving = asyncio.create_task(server.serve(sockets=[listener]))
 
