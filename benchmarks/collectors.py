@@ -85,7 +85,7 @@ class Round:
 
 
 class Watch:
-    """What can be seen of a run while it lasts."""
+    """Observations of a run while it lasts."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

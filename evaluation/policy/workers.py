@@ -60,7 +60,7 @@ class Worker:
     restarts: int = 0
     deaths: list[str] = field(default_factory=list)
     costs: Costs | None = None
-    """Of the last process."""
+    """The costs of the last process."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Crew:
     """A directory for a log of each worker; None: this process's standard error."""
     restarts: int = RESTARTS
     is_together: bool = False
-    """Whether no worker plays before all are ready."""
+    """True if no worker plays before all are ready."""
 
 
 class Coordinator:

@@ -1,4 +1,4 @@
-"""How many engines a node runs, on which GPUs, and in how many parts: chosen from heads, weights and memory."""
+"""The number of engines of a node, their GPUs and parallel sizes, chosen from heads, weights and memory."""
 
 from __future__ import annotations
 
