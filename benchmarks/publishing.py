@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.common import harness, models
 from benchmarks.common.harness import spread
 from benchmarks.common.job import running, write_job_group
-from local_runner.environment import cores
 from services.core.files import atomic_write
+from services.core.processors import cores
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings, Transport
 from trainer.model.policy import load_policy

@@ -20,18 +20,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.table import Table
 
 from benchmarks.common import harness, models
-from benchmarks.common.harness import END_SECONDS, spread
-from benchmarks.common.job import JOB_GROUP, Job, Steps, running
-from local_runner.processes import MARK
+from benchmarks.common.harness import spread
+from benchmarks.common.job import JOB_GROUP, Job, Steps, kill, running
 from services.core import endpoints
 from services.core.endpoints import Task
 
@@ -87,20 +84,6 @@ def kinds() -> list[Death]:
     ]
 
 
-def kill(job: Job, death: Death) -> None:
-    """Kill the processes of a node and wait until they are gone."""
-    killed = []
-    for process in psutil.Process(job.process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            is_of_node = process.environ().get(MARK, "").endswith(f"/{death.node}")
-            if is_of_node and death.only in " ".join(process.cmdline()):
-                process.kill()
-                killed.append(process)
-    if not killed:
-        raise SystemExit(f"error: there is no process of {death.name} to kill")
-    psutil.wait_procs(killed, END_SECONDS)
-
-
 def replay_size(job: Job) -> int:
     """Return the number of groups in the replay buffer."""
     reply = job.get(f"{Task.REPLAY_BUFFER}-0", endpoints.REPLAY_PORT, "/stats")
@@ -133,7 +116,7 @@ def kill_and_wait(job: Job, death: Death, steps: int, checkpoint_every: int) -> 
     usual = step_seconds([step for step in before if step["step"] >= healthy - steps])
     size = replay_size(job)
     killed, began = time.time(), time.monotonic()
-    kill(job, death)
+    kill(job, death.node, death.only)
     done = before[-1]["step"]
     job.wait(lambda: job.get(death.node, death.port, "/health"), RECOVERY_SECONDS)
     death.back_seconds.append(time.monotonic() - began)

@@ -29,9 +29,9 @@ from rich.table import Table
 from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import running, write_job_group
-from local_runner.environment import cores
 from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import ROUTER_PORT, Task
+from services.core.processors import cores
 
 START_SECONDS = 600.0
 REQUEST_SECONDS = 120.0

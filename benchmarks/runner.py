@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
-from local_runner.environment import cores
+from services.core.processors import cores
 
 PAGE = ROOT / "docs/benchmarks.md"
 KEPT = ROOT / "docs/benchmarks"
@@ -43,6 +43,7 @@ class Benchmark:
     """Defaults of environment variables that it needs."""
     needs: str = ""
     """An environment variable without which it is left out."""
+    needs_gpu: bool = False
 
 
 TRL = ("--trl-python", ".venv-trl/bin/python")
@@ -54,28 +55,9 @@ SGLANG_ON_CPU = {
 }
 SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 
-LEARNING = (
-    *("--plots", "docs/benchmarks/learning", "--task", "tiny", "--variants", "grpo", "replay"),
-    *("replay:REPLAY_MAX_KL=0.02", "replay:REPLAY_MAX_KL=0.5"),
-    *("replay:REPLAY_CORRECTION=0", "replay:REPLAY_CORRECTION=1"),
-)
-DEMO = ("--plots", "docs/benchmarks/learning", "--task", "demo")
-METHODS = (
-    *("--plots", "docs/benchmarks/methods", "--task", "tiny"),
-    *("--variants", "grpo", "rloo", "dr_grpo", "gae", "lora"),
-)
-DEMO_METHODS = (
-    *("--plots", "docs/benchmarks/methods", "--task", "demo"),
-    *("--variants", "grpo", "rloo", "gae", "lora"),
-)
-
 BENCHMARKS = (
     Benchmark("step", "One GRPO step against TRL", "step", TRL),
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
-    Benchmark("learning", "Learning by the settings of replay", "learning", LEARNING),
-    Benchmark("learning-methods", "PPO, GRPO, RLOO and LoRA on the tiny task", "learning", METHODS),
-    Benchmark("learning-demo-methods", "PPO, GRPO, RLOO and LoRA on the demo's task", "learning", DEMO_METHODS),
-    Benchmark("learning-demo", "Learning the demo's task with and without replay", "learning", DEMO),
     Benchmark("agent", "Learning to use a tool", "agent"),
     Benchmark("environment", "Learning a game of an environment-server", "environment"),
     Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
@@ -90,11 +72,13 @@ BENCHMARKS = (
     Benchmark("collectors", "Two collectors and two dozen", "collectors"),
     Benchmark("services", "Data, reward and replay services", "services", ("--no-fail",)),
     Benchmark("gateway", "The gateway with an engine that costs nothing", "gateway", ("--no-fail",)),
+    Benchmark("start", "Imports at the start", "start"),
     Benchmark("recovery", "What a death costs", "recovery"),
     Benchmark("environment-server", "One environment-server with 256 episodes at once", "environment_server"),
     Benchmark("trajectories", "A million steps as trajectories, against gymnasium alone", "trajectories"),
     Benchmark("evaluate-bodies", "States as JSON and as bytes at the evaluation head", "evaluate_bodies"),
     Benchmark("policy", "The evaluation head against a model in every worker", "policy"),
+    Benchmark("gpu", "Updates, publications and GSM8K on GPUs", "gpu", needs="SGLANG_PYTHON", needs_gpu=True),
 )
 
 
@@ -139,7 +123,8 @@ def page() -> str:
     parts = [
         "# Benchmarks",
         "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in\n"
-        "few rounds. Each section is what its command printed; ours and theirs were measured in turn.",
+        "few rounds. Each section is what its command printed; ours and theirs were measured in turn. Learning curves\n"
+        "are in [results.md](results.md).",
     ]
     for benchmark in BENCHMARKS:
         kept = KEPT / f"{benchmark.name}.json"
@@ -147,6 +132,7 @@ def page() -> str:
         if not kept.exists():
             how = f"`python -m benchmarks --only {benchmark.name}` does"
             with_what = f", with {benchmark.needs} set" if benchmark.needs else ""
+            with_what += " on a node with GPUs" if benchmark.needs_gpu else ""
             parts.append(f"Not measured here; {how}{with_what}.")
             continue
         measured = Measured(**json.loads(kept.read_text()))
@@ -174,6 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         benchmark = BENCHMARKS[names.index(name)]
         if benchmark.needs and not os.environ.get(benchmark.needs):
             harness.say(f"{name} is left out: {benchmark.needs} is not set; see docs/rollouts.md")
+            continue
+        if benchmark.needs_gpu and not torch.cuda.is_available():
+            harness.say(f"{name} is left out: torch sees no GPU")
             continue
         measured = measure(benchmark, ["--quick", *more] if given.quick else more)
         (KEPT / f"{name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")

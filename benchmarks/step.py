@@ -19,7 +19,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import spread
 from benchmarks.common.job import QUESTIONS
 from benchmarks.common.trl_side import Side, Work, train_job_group, train_trl
-from local_runner.environment import cores
+from services.core.processors import cores
 
 TARGET = 0.2
 """The aim, as a share of TRL's seconds."""

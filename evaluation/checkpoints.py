@@ -89,7 +89,7 @@ def _checkpoint(model: str) -> Checkpoint:
         if not (path / CONFIG).is_file():
             raise ConfigurationError(
                 f"--model {model!r} has no {CONFIG}; give the directory of a Hugging Face model, such as a run's "
-                f"policy/v000010 or model; --run takes the directory of a run"
+                f"policy/v000010 or model; a run is given without --model"
             )
         return Checkpoint(_name(str(path)), str(path), _step(path))
     if not _HUB_NAME.fullmatch(model):
@@ -109,7 +109,7 @@ def _adapter_refusal(option: str, path: Path) -> ConfigurationError:
 
 def _of_run(run_dir: Path) -> list[Checkpoint]:
     if not run_dir.is_dir():
-        raise ConfigurationError(f"--run {str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
+        raise ConfigurationError(f"{str(run_dir)!r} is not a directory; give one such as runs/grpo-1")
     run_dir = run_dir.resolve()
     published = PolicyStore(run_dir / "policy").published()
     found = [
@@ -124,9 +124,9 @@ def _of_run(run_dir: Path) -> list[Checkpoint]:
         if final.step is None or final.step not in {checkpoint.step for checkpoint in found}:
             found.append(final)
     if not found and published:
-        raise _adapter_refusal("--run", published[-1].path)
+        raise _adapter_refusal("run", published[-1].path)
     if not found:
-        raise ConfigurationError(f"--run {str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
+        raise ConfigurationError(f"{str(run_dir)!r} has neither policy/v* nor model/; give a run's directory")
     return found
 
 

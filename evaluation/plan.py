@@ -177,7 +177,7 @@ def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]
 def _named(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:
     """Return models by the names that foreign servers have for them."""
     if run_dir is not None:
-        raise ConfigurationError("--endpoint and --run are both given; --model names the model of an endpoint")
+        raise ConfigurationError("--endpoint and a run are both given; --model names the model of an endpoint")
     return [Checkpoint(checkpoints.file_name(model), model) for model in models]
 
 

@@ -167,6 +167,7 @@ class RolloutServer(Server):
             parse_url(url),
             settings.token,
             vocab_size=vocab_size,
+            model_name=settings.model_name,
             max_concurrency=settings.eval_concurrency,
             deadline_seconds=seconds,
             seed_each_completion=settings.engine_deterministic,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from local_runner.environment import Run
+from scripts.grpo import COMMANDS
 from services.core.endpoints import Task
 
 
@@ -23,6 +25,7 @@ class Launch:
     secrets: Sequence[str] = ()
     """The names alone, because the values must not appear on a terminal."""
     num_nodes: Sequence[str] = ()
+    small: bool = False
     shared_dir: Path = Path()
 
     def settings(self) -> list[str]:
@@ -33,6 +36,7 @@ class Launch:
         """Return the command that continues the run, with the further variables ``env``."""
         options = [*self.settings(), *_repeated("--env", env), *_repeated("--secret", self.secrets)]
         options += _repeated("--num-nodes", self.num_nodes)
+        options += ["--small"] if self.small else []
         if self.shared_dir != Path():
             options += ["--shared-dir", str(self.shared_dir)]
         return [*module("scripts.run_local"), str(self.job_group), *options, "--run-id", run_id]
@@ -51,9 +55,10 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         model = f"{directory}/model"
         evaluate = [*module("scripts.evaluate"), "--model", model, *launch.settings()]
-        serve = shlex.join([*module("services.embedded_engine"), "--host", "127.0.0.1"])
         commands.append(("evaluate", shlex.join(evaluate)))
-        commands.append(("chat (OpenAI's API)", f"MODEL_NAME={shlex.quote(model)} {serve}"))
+        commands.append(
+            ("chat with it, beside the model it began as", shlex.join([*module("scripts.chat"), directory]))
+        )
         commands.append(("train on", shlex.join(launch.again(run.run_id, f"MAX_STEPS={2 * int(summary['steps'])}"))))
     elif any((run.run_dir / "checkpoints").glob("*")):
         commands.append(("resume", shlex.join(launch.again(run.run_id))))
@@ -70,7 +75,11 @@ def shown_path(path: Path) -> str:
 
 
 def module(name: str) -> list[str]:
-    """Return the beginning of a command that runs the module ``name`` with this interpreter."""
+    """Return the beginning of a command that runs the program ``name``: ``grpo`` if that was called, else Python."""
+    grpo = Path(sys.argv[0])
+    if grpo.name == "grpo":
+        shown = "grpo" if shutil.which("grpo") == str(grpo) else shown_path(grpo)
+        return [shown, next(command for command, program in COMMANDS.items() if program == name)]
     return [shown_path(Path(sys.prefix) / "bin" / "python"), "-m", name]
 
 

@@ -171,10 +171,24 @@ def find_run(given: str | None, runs: Path = RUNS) -> Path:
         return found
     if given is None:
         raise ConfigurationError(f"there is no run below {runs}/ here; name the run's directory")
-    there = ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
     raise ConfigurationError(
-        f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: {there}"
+        f"{given} is neither a run below {runs}/ here nor the directory of one; the newest below {runs}/: "
+        f"{newest(runs)}"
     )
+
+
+def find_directory(given: str) -> Path:
+    """Return the directory of a run, as find_run does, or another directory that there is, such as one of runs.
+
+    Raises:
+        ConfigurationError: there is no such run or directory.
+    """
+    return Path(given) if named_run(given) is None and Path(given).is_dir() else find_run(given)
+
+
+def newest(runs: Path = RUNS) -> str:
+    """Return the names of the newest runs, for an error message."""
+    return ", ".join(path.name for path in all_runs(runs)[:5]) or "none"
 
 
 def named_run(given: str, runs: Path = RUNS) -> Path | None:

@@ -15,6 +15,7 @@ from local_runner.spec import JobGroup, TaskSpec
 from services.core.endpoints import ENDPOINTS_VARIABLE, Task
 from services.core.errors import ConfigurationError
 from services.core.gpus import PROMISED, VISIBLE, listed
+from services.core.processors import CORES_VARIABLE, RAY_THREADS, THREADS_VARIABLE, cores
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,18 @@ class Run:
 def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
     """Return all variables of node ``rank`` of ``task``; the task's own win over this machine's."""
     hosts = run.addresses.hosts[task.name]
-    gpus = _gpus_of(run, task, rank)
+    gpus = gpus_of(run, task, rank)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SKYPILOT_")}
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        # Nodes of one task compute at the same time; different tasks mostly take turns.
-        "OMP_NUM_THREADS": str(max(1, cores() // task.num_nodes)),
+        # As Ray does on SkyPilot's nodes.
+        THREADS_VARIABLE: RAY_THREADS,
     }
     if run.gpus:
         defaults[VISIBLE] = ",".join(gpus)
     own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
+    threads = (inherited | own).get(THREADS_VARIABLE)
     fixed = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "RUN_ID": run.run_id,
@@ -67,7 +69,9 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         "SKYPILOT_NODE_IPS": "\n".join(hosts),
         "SKYPILOT_NUM_NODES": str(task.num_nodes),
         PROMISED: str(len(gpus)),
-        "SKYPILOT_TASK_ID": f"local-{run.run_id}_{run.group.name}_{task.name}",
+        # Nodes of one task compute at the same time; different tasks mostly take turns.
+        CORES_VARIABLE: threads or str(max(1, cores() // task.num_nodes)),
+        "SKYPILOT_TASK_ID": f"local-{run.run_id}-{run.mark}_{run.group.name}_{task.name}",
         ENDPOINTS_VARIABLE: run.addresses.variable,
         MARK: run.node_mark(task, rank),
     }
@@ -94,7 +98,7 @@ def check_gpus(run: Run) -> None:
         ConfigurationError: this machine has too few.
     """
     for task in run.group.tasks:
-        given = [gpu for rank in range(task.num_nodes) for gpu in _gpus_of(run, task, rank)]
+        given = [gpu for rank in range(task.num_nodes) for gpu in gpus_of(run, task, rank)]
         if task.name == Task.TRAINER and len(set(given)) < len(given):
             raise ConfigurationError(
                 f"the {task.num_nodes} nodes of {task.name} cannot share GPUs and ask for {task.gpus_per_node} each; "
@@ -108,11 +112,6 @@ def new_run_id(group: JobGroup) -> str:
     return f"{group.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], directory: Path) -> dict[str, str]:
     """Return ``variables`` with every path below a mount path replaced by a path below ``directory``."""
     result = dict(variables)
@@ -120,10 +119,13 @@ def _with_local_mounts(variables: Mapping[str, str], mounts: Mapping[str, str], 
         for mount in mounts:
             if value == mount or value.startswith(mount.rstrip("/") + "/"):
                 result[name] = str(directory) + value[len(mount.rstrip("/")) :]
+                if name == "HF_HUB_CACHE":
+                    # All nodes have this machine's cache, which may have the model already.
+                    del result[name]
     return result
 
 
-def _gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
+def gpus_of(run: Run, task: TaskSpec, rank: int) -> list[str]:
     """Return the GPUs of a node: those that its task's variables name, else the next ones in the order of the file.
 
     Nodes share GPUs in turn when the machine has too few.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
 
-from services.core.endpoints import ENGINE_PORT, PORTS, Task
 from services.run_page.components import health_of
 
 REQUEST_SECONDS = 3.0
@@ -28,27 +26,6 @@ def client(token: str | None = None) -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {token}"} if token else None
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=REQUEST_SECONDS, limits=limits, trust_env=False, headers=headers)
-
-
-def health_address(addresses: Mapping[str, str], node: str) -> str | None:
-    """Return the ``host:port`` at which a node, such as ``reward-server-0``, answers /health; None if at none.
-
-    Args:
-        addresses: ``host:port`` by ``node:port``, as JOBGROUP_ENDPOINTS has it.
-        node: task and rank.
-    """
-    task, _, rank = node.rpartition("-")
-    # Of the trainer only the first rank listens.
-    if task not in set(Task) or not PORTS[Task(task)] or (task == Task.TRAINER and rank != "0"):
-        return None
-    # The first rollout node is up once its router is.
-    port = ENGINE_PORT if task == Task.ROLLOUT_SERVER and rank != "0" else PORTS[Task(task)][0]
-    return addresses.get(f"{node}:{port}")
-
-
-def trainer_address(addresses: Mapping[str, str]) -> str | None:
-    """Return the ``host:port`` of the trainer's status page; None in a run without a trainer."""
-    return health_address(addresses, f"{Task.TRAINER.value}-0")
 
 
 async def state(http: httpx.AsyncClient, address: str) -> str:

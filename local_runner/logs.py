@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from local_runner.directory import find_run, named_run, read_nodes
+from local_runner.directory import find_run, named_run, newest, read_nodes
 from local_runner.progress import GrowingFile
 from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
@@ -93,6 +93,9 @@ def _find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
         own = [path for path in paths if task in (path.stem, path.stem.rpartition("-")[0])]
         if not own:
             names = ", ".join(path.stem for path in paths) or "none"
-            raise ConfigurationError(f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {names}")
+            raise ConfigurationError(
+                f"{task} is no run, and there is no log of it in {run_dir / 'logs'}: {names}; "
+                f"the newest runs: {newest()}"
+            )
         found.update(own)
     return [Log(path) for path in paths if path in found or not tasks]

@@ -11,11 +11,11 @@ import contextlib
 import json
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from local_runner.spec import JobGroup
-from services.core.endpoints import PORTS, Task
+from services.core.endpoints import ENGINE_PORT, PORTS, Task
 from services.core.errors import ConfigurationError
 
 BLOCK_TRIES = 64
@@ -71,6 +71,27 @@ def allocate(group: JobGroup, *, own_hosts: bool | None = None) -> Iterator[Addr
             f"no free block of loopback addresses in {BLOCK_TRIES} tries; another program has port {GUARD_PORT} on all "
             "of them: end it, or give --shared-host"
         )
+
+
+def health_address(addresses: Mapping[str, str], node: str) -> str | None:
+    """Return the ``host:port`` at which a node, such as ``reward-server-0``, answers /health; None if at none.
+
+    Args:
+        addresses: ``host:port`` by ``node:port``, as JOBGROUP_ENDPOINTS has it.
+        node: task and rank.
+    """
+    task, _, rank = node.rpartition("-")
+    # Of the trainer only the first rank listens.
+    if task not in set(Task) or not PORTS[Task(task)] or (task == Task.TRAINER and rank != "0"):
+        return None
+    # The first rollout node is up once its router is.
+    port = ENGINE_PORT if task == Task.ROLLOUT_SERVER and rank != "0" else PORTS[Task(task)][0]
+    return addresses.get(f"{node}:{port}")
+
+
+def trainer_address(addresses: Mapping[str, str]) -> str | None:
+    """Return the ``host:port`` of the trainer's status page; None in a run without a trainer."""
+    return health_address(addresses, f"{Task.TRAINER.value}-0")
 
 
 def _addresses(group: JobGroup, node_hosts: Sequence[str], *, keep_ports: bool) -> Addresses:

@@ -1,4 +1,4 @@
-"""Standard output that does not end a run when the disk under it is full."""
+"""Standard output that does not end a run when the disk under it is full or its reader is gone."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import io
 import sys
 from typing import Any, TextIO
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 
 
 class _DroppingFile(io.FileIO):
-    """A file that drops data for which the disk has no room."""
+    """A file that drops data for which the disk has no room, or which nobody reads."""
 
     def write(self, data: Any) -> int:
-        """Write ``data``, or drop it on a full disk; return the number of bytes as if they were written."""
+        """Write ``data``, or drop it; return the number of bytes as if they were written."""
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in _LOST:
                 raise
             return memoryview(data).nbytes
 
 
 def standard_output() -> TextIO:
-    """Return this process's standard output, with data dropped while the disk is full."""
+    """Return this process's standard output, with data dropped while the disk is full or once its reader is gone."""
     file = _DroppingFile(sys.stdout.fileno(), "wb", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(file), encoding=sys.stdout.encoding, errors=sys.stdout.errors)

@@ -1,6 +1,6 @@
 """The processes of a run: found by a mark in their environment, and ended together.
 
-A node's command may start further processes, in sessions of their own (torchrun does), and may die before them. All
+A node's command may start further processes, in sessions of their own (the trainer does), and may die before them. All
 inherit the mark, so they are found even when their parents are gone.
 """
 

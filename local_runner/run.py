@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import time
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
-from local_runner import directory, health, summary, watchdog
+from local_runner import directory, nodes, summary, watchdog
 from local_runner.commands import Launch
-from local_runner.environment import Run
+from local_runner.environment import Run, gpus_of
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.supervisor import Supervisor
 from local_runner.view import View
@@ -22,20 +23,23 @@ POLL_SECONDS = 0.5
 
 
 def show_plan(console: Console, run: Run) -> None:
-    """Print the nodes of a run, with their addresses and commands."""
-    table = Table("node", "address", "command", title=f"run {run.run_id} in {run.run_dir}", title_justify="left")
+    """Print the nodes of a run, with their addresses, GPUs and commands."""
+    title = f"run {run.run_id} in {run.run_dir}"
+    table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")
     for task in run.group.tasks:
         for rank, host in enumerate(run.addresses.hosts[task.name]):
-            table.add_row(f"{task.name}-{rank}", host, task.run.strip().splitlines()[-1])
+            gpus = ", ".join(gpus_of(run, task, rank)) or "none"
+            table.add_row(f"{task.name}-{rank}", host, gpus, task.run.strip().splitlines()[-1].partition(" || ")[0])
     console.print(table)
 
 
-def execute(run: Run, launch: Launch, console: Console, *, live: bool) -> int:
+def execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
     """Run the group to its end, show what happens, and return the exit code.
 
     Args:
         run: the run.
-        launch: the command line, for the commands that are printed at the end.
+        launch: the command line, for the commands that are printed at the end. None: a program started the run, which
+            ends it by closing this process's standard input.
         console: where all output goes.
         live: whether a live view stands below the lines.
 
@@ -48,12 +52,14 @@ def execute(run: Run, launch: Launch, console: Console, *, live: bool) -> int:
         return asyncio.run(_execute(run, launch, console, live=live))
 
 
-async def _execute(run: Run, launch: Launch, console: Console, *, live: bool) -> int:
+async def _execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:
     since = time.time()
     with View(run, console, live=live) as view:
         supervisor = Supervisor(run, view.state)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.stop, number)
+        if launch is None:
+            _stop_at_end_of_input(supervisor)
         watcher = asyncio.create_task(_watch(run, view))
         watcher.add_done_callback(view.lost_watcher)
         try:
@@ -70,15 +76,29 @@ async def _execute(run: Run, launch: Launch, console: Console, *, live: bool) ->
     return outcome.exit_code
 
 
+def _stop_at_end_of_input(supervisor: Supervisor) -> None:
+    """Stop the run as Ctrl-C does when standard input, to which nothing is written, ends."""
+    loop, standard_input = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def stop() -> None:
+        loop.remove_reader(standard_input)
+        supervisor.stop(signal.SIGINT)
+
+    loop.add_reader(standard_input, stop)
+
+
 async def _watch(run: Run, view: View) -> None:
     """Show new steps, the nodes that are up and the trainer's status every POLL_SECONDS, until cancelled."""
+    # Only now, when the nodes have been started: the HTTP client takes half of this process's imports.
+    from local_runner import health
+
     metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
-    trainer = health.trainer_address(run.addresses.endpoints)
+    trainer = nodes.trainer_address(run.addresses.endpoints)
     async with health.client(next(tokens, None)) as http:
 
         async def ask(task: str, rank: int) -> None:
-            address = health.health_address(run.addresses.endpoints, f"{task}-{rank}")
+            address = nodes.health_address(run.addresses.endpoints, f"{task}-{rank}")
             if address is not None and await health.state(http, address) == health.UP:
                 view.up(task, rank)
 

@@ -19,6 +19,7 @@ HEADER_KEYS = {"name", "execution", "primary_tasks", "termination_delay", "inter
 RECOVERY_KEYS = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 DURATION = re.compile(r"(\d+)\s*([smhdw]?)", re.IGNORECASE)
+ROOT = Path(__file__).parents[1]
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
@@ -52,11 +53,25 @@ class JobGroup:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Additions of the command line: variables for every task, and node counts by task."""
+    """Additions of the command line: variables for every task, and node counts by task, or of all other tasks."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     num_nodes: Mapping[str, int] = field(default_factory=dict)
+    other_nodes: int | None = None
+
+
+def find(path: Path) -> Path:
+    """Return ``path``, or this project's own file of that name where there is none here.
+
+    Raises:
+        ConfigurationError: there is neither.
+    """
+    found = next((file for file in (path, ROOT / path) if file.exists()), None)
+    if found is None:
+        names = ", ".join(file.name for file in sorted(ROOT.glob("jobgroup*.yaml")))
+        raise ConfigurationError(f"cannot read the job group: there is no file {path}; this project has {names}")
+    return found
 
 
 def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
@@ -194,7 +209,7 @@ def _task(path: Path, document: dict[str, Any], overrides: Overrides) -> TaskSpe
     if not isinstance(recovery, dict) or set(recovery) - RECOVERY_KEYS:
         raise ConfigurationError(f"{path}: job_recovery of task {name} takes {sorted(RECOVERY_KEYS)}, got {recovery}")
     codes = recovery.get("recover_on_exit_codes", [])
-    num_nodes = overrides.num_nodes.get(name, int(document.get("num_nodes", 1)))
+    num_nodes = overrides.num_nodes.get(name, overrides.other_nodes or int(document.get("num_nodes", 1)))
     if num_nodes < 1:
         raise ConfigurationError(f"task {name} has {num_nodes} nodes; allowed are 1 and more")
     variables = _given(path, name, document.get("envs") or {}, overrides.environment, "--env")

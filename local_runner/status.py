@@ -17,6 +17,7 @@ from local_runner import health
 from local_runner.commands import module
 from local_runner.directory import read_nodes, state_of
 from local_runner.health import TrainerStatus
+from local_runner.nodes import health_address, trainer_address
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.view import STYLES, duration, last_error
@@ -32,7 +33,7 @@ async def show(console: Console, run_dir: Path, token: str | None) -> None:
     # Only the nodes of a running run are asked.
     addresses = nodes.endpoints if nodes is not None and nodes.is_running() else {}
     logs = sorted((run_dir / "logs").glob("*.log"))
-    page = health.trainer_address(addresses)
+    page = trainer_address(addresses)
     async with health.client(token) as http:
         trainer = None if page is None else await health.trainer_status(http, page)
         rows = await asyncio.gather(*(_node(http, addresses, log) for log in logs))
@@ -55,7 +56,7 @@ async def show(console: Console, run_dir: Path, token: str | None) -> None:
 
 async def _node(http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path) -> tuple[str, Text, str, Text]:
     """Return the name of the log's node, its state if it is asked, its address, and its last error."""
-    address = health.health_address(addresses, log.stem)
+    address = health_address(addresses, log.stem)
     state = "" if address is None else await health.state(http, address)
     return log.stem, Text(state, STYLES.get(state, "yellow")), address or "", Text(last_error(log) or "", "red")
 

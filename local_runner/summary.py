@@ -22,13 +22,13 @@ def trainer_summary(run: Run, since: float) -> dict[str, Any]:
     return read_object(path) if path.exists() and path.stat().st_mtime >= since else {}
 
 
-def show(console: Console, run: Run, launch: Launch, outcome: dict[str, Any], summary: dict[str, Any]) -> None:
+def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, Any], summary: dict[str, Any]) -> None:
     """Print the end of a run.
 
     Args:
         console: for the output.
         run: the run.
-        launch: the command line that started it.
+        launch: the command line that started it; None: a program did, and no commands are printed.
         outcome: the content of runner.json.
         summary: the trainer's summary.json; empty if the trainer has written none.
     """
@@ -43,6 +43,8 @@ def show(console: Console, run: Run, launch: Launch, outcome: dict[str, Any], su
         table.add_row(name, value)
     table.add_row("directory", shown_path(run.run_dir))
     console.print(table)
+    if launch is None:
+        return
     runs = all_runs(run.run_dir.parent)
     size = decimal(sum(usage(path)[0] for path in runs))
     place = shown_path(run.run_dir.parent)

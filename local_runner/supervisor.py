@@ -1,7 +1,8 @@
 """A supervisor that runs the tasks of a job group as SkyPilot's controller would, and leaves no process behind.
 
 - A task's nodes start together. When one ends with an error the others are killed (137), and the whole task restarts if
-  its ``job_recovery`` says so: always on a listed exit code, else while ``max_restarts_on_errors`` lasts.
+  its ``job_recovery`` says so: always on a listed exit code, else while ``max_restarts_on_errors`` lasts. A node whose
+  first process is killed stands for a lost node, which SkyPilot replaces; so its task restarts, too, LOST_NODES times.
 - The run ends with its primary tasks. Auxiliaries outlive them by their ``termination_delay``, or not at all when a
   primary failed.
 
@@ -36,6 +37,7 @@ AUXILIARY_END_SECONDS = 5.0
 """The time that auxiliaries have to end after a run, when nobody waits for their work."""
 KILLED = 128 + signal.SIGKILL
 LONGEST_BACKOFF_SECONDS = 30.0
+LOST_NODES = 10
 
 
 START_MARK = "=== "
@@ -61,6 +63,8 @@ class Outcome:
     reason: str
     seconds: float
     restarts: dict[str, int]
+    failed: str | None = None
+    """The node that failed and ended the run, such as ``ppo-trainer-0``."""
 
 
 @dataclass
@@ -69,7 +73,12 @@ class _Record:
 
     restarts: int = 0
     errors: int = 0
+    lost_nodes: int = 0
+    is_node_lost: bool = False
+    """True when the first process of a node was killed at the end of the last start."""
     exit_code: int | None = None
+    failed_rank: int = 0
+    """The node that ended with ``exit_code``."""
 
 
 Report = Callable[[TaskSpec, int | None, State, str], None]
@@ -110,7 +119,7 @@ class Supervisor:
             self._stop.set_result(self._stopped_early)
         jobs = {task.name: asyncio.create_task(self._run_task(task), name=task.name) for task in self._run.group.tasks}
         try:
-            exit_code, reason = await self._until_over(jobs)
+            exit_code, reason, failed = await self._until_over(jobs)
             await self._end(jobs, exit_code)
         finally:
             self._ending = True
@@ -119,7 +128,8 @@ class Supervisor:
             await asyncio.gather(*jobs.values(), return_exceptions=True)
             await asyncio.to_thread(processes.end, [self._run.mark], 0)
         restarts = {name: record.restarts for name, record in self._records.items() if record.restarts}
-        return Outcome(exit_code, reason, time.monotonic() - started, restarts)
+        node = f"{failed}-{self._records[failed].failed_rank}" if failed else None
+        return Outcome(exit_code, reason, time.monotonic() - started, restarts, node)
 
     def stop(self, signal_number: int) -> None:
         """End the run early, the primary tasks first, so that they can write a checkpoint; a second call kills all."""
@@ -130,8 +140,8 @@ class Supervisor:
         else:
             self._impatient.set()
 
-    async def _until_over(self, jobs: dict[str, asyncio.Task[int]]) -> tuple[int, str]:
-        """Wait until the outcome of the run is known, and return exit code and reason."""
+    async def _until_over(self, jobs: dict[str, asyncio.Task[int]]) -> tuple[int, str, str | None]:
+        """Wait until the outcome of the run is known, and return exit code, reason and the task that failed."""
         assert self._stop is not None
         primaries = {task.name for task in self._run.group.tasks if task.is_primary}
         names: dict[asyncio.Future[int], str] = {job: name for name, job in jobs.items()}
@@ -139,15 +149,15 @@ class Supervisor:
             done, _ = await asyncio.wait({*names, self._stop}, return_when=asyncio.FIRST_COMPLETED)
             if self._stop.done():
                 number = self._stop.result()
-                return 128 + number, f"stopped by {signal.Signals(number).name}"
+                return 128 + number, f"stopped by {signal.Signals(number).name}", None
             for job in done:
                 name, code = names.pop(job), job.result()
                 if code and name in primaries:
-                    return code, f"{name} failed with exit code {code}"
+                    return code, f"{name} failed with exit code {code}", name
                 if code == EXIT_CONFIGURATION:
-                    return code, f"{name} cannot run as it is configured (exit code {code})"
+                    return code, f"{name} cannot run as it is configured (exit code {code})", name
             if all(self._records[name].exit_code == 0 for name in primaries):
-                return 0, "done"
+                return 0, "done", None
 
     async def _end(self, jobs: dict[str, asyncio.Task[int]], exit_code: int) -> None:
         """End the running tasks: in order after a success or a request to stop, all at once after a failure."""
@@ -184,7 +194,7 @@ class Supervisor:
             code = next((code for code in codes if code not in (0, KILLED)), max(codes))
             refusal = self._refuses_restart(task, codes) if code else None
             if not code or refusal:
-                record.exit_code = code
+                record.exit_code, record.failed_rank = code, codes.index(code)
                 if code:
                     self._report(task, None, State.FAILED, f"exit code {code}{refusal}")
                 return code
@@ -209,6 +219,9 @@ class Supervisor:
             return f": not restarted, since {', '.join(gone)} failed for good"
         if task.recover_on_exit_codes.intersection(codes):
             return None
+        if record.is_node_lost and task.recover_on_exit_codes and record.lost_nodes < LOST_NODES:
+            record.lost_nodes += 1
+            return None
         record.errors += 1
         if record.errors > task.max_restarts_on_errors:
             return f" after {record.errors - 1} of {task.max_restarts_on_errors} restarts on errors"
@@ -225,6 +238,8 @@ class Supervisor:
                 if any(wait.result() for wait in done):
                     break
             killed = {waits.index(wait) for wait in pending}
+            ended = {wait.result() for wait in waits if wait.done()}
+            self._records[task.name].is_node_lost = -signal.SIGKILL in ended
         finally:
             # No process of this start, of any node, may still run at the next.
             if not self._ending:

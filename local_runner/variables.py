@@ -10,12 +10,16 @@ import contextlib
 import difflib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
 from local_runner.environment import Run, node_environment
 from local_runner.settings_classes import READERS
-from local_runner.spec import JobGroup
+from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
 from services.core.retired import RETIRED
+from services.core.settings import Settings
+
+S = TypeVar("S", bound=Settings)
 
 LIBRARIES = (
     *("AWS_", "AZURE_", "CUBLAS_", "CUDA_", "DNNL_", "DYLD_", "FI_", "FLASHINFER_", "GIT_", "GLIBC_", "GLOO_"),
@@ -77,13 +81,22 @@ def check_values(run: Run) -> None:
         for reader in READERS:
             if task.name not in reader.tasks:
                 continue
-            with _environment(node_environment(run, task, 0)):
-                try:
-                    reader.settings_class().load()
-                except ConfigurationError as error:
-                    problems.setdefault(str(error), []).append(task.name)
+            try:
+                load_settings(run, task, reader.settings_class())
+            except ConfigurationError as error:
+                problems.setdefault(str(error), []).append(task.name)
     if problems:
         raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
+
+
+def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
+    """Return the settings that the first node of ``task`` will load.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    with _environment(node_environment(run, task, 0)):
+        return settings_class.load()
 
 
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:

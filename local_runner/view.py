@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -13,10 +14,13 @@ from rich.text import Text
 
 from local_runner.commands import shown_path
 from local_runner.environment import Run
-from local_runner.health import TrainerStatus, trainer_address
+from local_runner.nodes import trainer_address
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import START_MARK, State
+
+if TYPE_CHECKING:
+    from local_runner.health import TrainerStatus
 
 TAIL_LINES = 15
 PACE_SECONDS = 86_400
@@ -87,9 +91,11 @@ class View:
         """Show a step that ended."""
         self._progress.update(self._steps, completed=step.step, description=f"reward {step.reward:.3f}")
         left = self._progress.tasks[self._steps].time_remaining
-        is_terminal = self._console.is_terminal
         line = Text(describe(step, self._total_steps, left))
-        self._console.print(line, soft_wrap=not is_terminal, no_wrap=is_terminal, overflow="ellipsis")
+        if self._console.is_terminal:
+            self._console.print(line, no_wrap=True, overflow="ellipsis")
+        else:
+            self._console.print(line, soft_wrap=True)
 
     def trainer(self, status: TrainerStatus) -> None:
         """Show the trainer's status."""

@@ -1,4 +1,4 @@
-"""Evaluate checkpoints: ``python -m scripts.evaluate --model PATH_OR_NAME --dataset gsm8k --split test``.
+"""Evaluate checkpoints: ``python -m scripts.evaluate [RUN] --dataset gsm8k``, or ``--model PATH_OR_NAME``.
 
 Prompts, rollout client and reward code are those of training. The inference servers are started here, run already, or
 are started by SkyPilot. A killed evaluation continues when the same command is given again; see docs/evaluation.md.
@@ -24,14 +24,22 @@ from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, Sc
 from evaluation.signals import run_until_signal
 from evaluation.workflows import ScoringLostError
 from local_runner import spec
+from local_runner.directory import find_directory, find_run
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 
 Models = Annotated[
     list[str] | None,
-    Option("--model", help="Hugging Face name or directory; several make a curve. Default MODEL_NAME."),
+    Option("--model", help="Hugging Face name or directory; several make a curve."),
 ]
-RunDir = Annotated[Path | None, Option("--run", help="A run's directory: evaluates each model that it keeps.")]
+RunName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="Id or directory of a run: its kept models are evaluated. Default, where neither a model nor a server is "
+        "named: the newest run below runs/.",
+    ),
+]
 Dataset = Annotated[
     str | None, Option(help="gsm8k, arithmetic, reasoning_gym:NAME, a Hugging Face dataset, a .jsonl or .parquet file.")
 ]
@@ -81,8 +89,8 @@ EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines, s
 
 
 def main(
+    run: RunName = None,
     model: Models = None,
-    run_dir: RunDir = None,
     dataset: Dataset = None,
     split: Split = None,
     limit: Limit = None,
@@ -124,7 +132,7 @@ def main(
         plan = Plan(
             _settings(variables, overrides),
             models=model or [],
-            run_dir=run_dir,
+            run_dir=run_directory(run, is_named=bool(model or url or endpoint or discover)),
             origin=Origin(
                 scheduler=scheduler,
                 backend=backend,
@@ -155,6 +163,13 @@ def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> Eva
     settings = EvaluationSettings.load(**overrides)
     logs.configure("evaluate", "warning")
     return settings
+
+
+def run_directory(run: str | None, *, is_named: bool) -> Path | None:
+    """Return the directory of the run; None where options or MODEL_NAME name a model or a server instead."""
+    if run is not None:
+        return find_directory(run)
+    return None if is_named or os.environ.get("MODEL_NAME") else find_run(None)
 
 
 def _allocation(num_servers: int | None, text: str | None) -> Allocation:

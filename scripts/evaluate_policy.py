@@ -2,7 +2,7 @@
 
 Worker processes play one episode for each seed with the head's actions. The head runs already (``--eval-head-url``) or
 is started and ended by this command (``--policies``). A worker that dies is started again and loses only its open
-episode, which is played again. A killed command continues when it is given again; see docs/evaluation_head.md.
+episodes, which are played again. A killed command continues when it is given again; see docs/evaluation_head.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Policies = Annotated[
 Policy = Annotated[str | None, Option(help="The head's policy that plays; default its first.")]
 Environment = Annotated[str, Option(help="As ENVIRONMENT of an environment server; workers play it themselves.")]
 Episodes = Annotated[int, Option(min=1, help="Episodes to play.")]
-Workers = Annotated[int, Option(min=1, max=1024, help="Processes that play, each one episode at a time.")]
+Workers = Annotated[int, Option(min=1, max=1024, help="Processes that play.")]
+AtOnce = Annotated[
+    int, Option(min=1, max=4096, help="Episodes that a worker plays at a time, with one request a step.")
+]
 Seed = Annotated[int, Option(min=0, max=2**31 - 1, help="Seed of the first episode; the next has the next seed.")]
 Port = Annotated[int, Option(min=0, max=65_535, help="Port of the head to start; 0: any free port.")]
 
@@ -43,12 +46,15 @@ def main(
     environment: Environment = "CartPole-v1",
     episodes: Episodes = 100,
     workers: Workers = 4,
+    episodes_at_once: AtOnce = 1,
     seed: Seed = 0,
     port: Port = 0,
 ) -> None:
     """Play episodes of a policy by worker processes and write returns, their mean and its interval to results.json."""
     logs.configure("evaluate_policy", "warning")
-    options = Options(environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, port)
+    options = Options(
+        environment, episodes, workers, seed, save_to, eval_head_url, policies, policy, port, episodes_at_once
+    )
     code = 0
 
     async def work() -> None:

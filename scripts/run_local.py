@@ -22,16 +22,27 @@ from local_runner.output import standard_output
 from services.core import gpus
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
-JobGroupPath = Annotated[Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML.")]
+JobGroupPath = Annotated[
+    Path, typer.Argument(metavar="JOBGROUP", help="The job group's YAML: a file here, or one that this project has.")
+]
 Env = Annotated[list[str] | None, Option(help="NAME=VALUE for every task; NAME alone takes it from here. Repeatable.")]
 EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines for every task; --env wins. Repeatable.")]
 Secrets = Annotated[list[str] | None, Option(help="As --env, for secrets. Repeatable.")]
 NumNodes = Annotated[list[str] | None, Option(help="TASK=COUNT: how many nodes a task has. Repeatable.")]
+Small = Annotated[bool, Option("--small", help="One node of each task, except those of --num-nodes.")]
 RunId = Annotated[str | None, Option(help="Name of the run; that of a former run resumes it. Default: from the time.")]
 SharedDir = Annotated[Path, Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")]
 Live = Annotated[bool | None, Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")]
 DryRun = Annotated[
     bool, Option("--dry-run", help="Check the settings of all tasks, and show what would run and where.")
+]
+ByProgram = Annotated[
+    bool,
+    Option(
+        "--by-program",
+        hidden=True,
+        help="For a program that starts this one: stop when standard input ends, and print no commands at the end.",
+    ),
 ]
 OwnHosts = Annotated[
     bool | None,
@@ -48,18 +59,22 @@ def main(
     env_file: EnvFiles = None,
     secret: Secrets = None,
     num_nodes: NumNodes = None,
+    small: Small = False,
     run_id: RunId = None,
     shared_dir: SharedDir = Path(),
     live: Live = None,
     dry_run: DryRun = False,
     own_hosts: OwnHosts = None,
+    by_program: ByProgram = False,
 ) -> None:
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
         from_files = spec.env_files(env_file or [])
         options, secrets = spec.assignments(env or [], "--env"), spec.assignments(secret or [], "--secret")
-        overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes or []))
+        path = spec.find(path)
+        counts = spec.counts(num_nodes or [])
+        overrides = spec.Overrides(from_files | options, secrets, counts, 1 if small else None)
         group = spec.load(path, overrides)
         variables.check_names(group, options | secrets, from_files)
         environment.check_mounts(group)
@@ -77,7 +92,8 @@ def main(
             if dry_run:
                 run.show_plan(console, planned)
                 raise typer.Exit
-            launch = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), shared_dir)
+            by_hand = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), small, shared_dir)
+            launch = None if by_program else by_hand
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
         print(f"run_local: {error}", file=sys.stderr)

@@ -10,13 +10,12 @@ import threading
 import webbrowser
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from fastapi import FastAPI
 
-from local_runner.directory import find_run, named_run
+from local_runner.directory import find_directory, find_run
 from services.core import logs
 from services.core.errors import exit_code_of
 from services.core.settings import Settings
@@ -54,7 +53,7 @@ def main(
     def work() -> None:
         settings = Settings.load()
         logs.configure("run-view", "warning")
-        runs = find_runs([named_run(name) or Path(name) for name in names] if names else [find_run(None)])
+        runs = find_runs([find_directory(name) for name in names] if names else [find_run(None)])
         listener = listen(host, port)
         url = f"http://{host}:{listener.getsockname()[1]}"
         print(f"{len(runs)} runs at {url}" if len(runs) > 1 else f"{runs[0].name} at {url}", flush=True)

@@ -22,11 +22,13 @@ import sky  # noqa: E402
 import yaml  # noqa: E402
 from sky.client.cli.command import cli  # noqa: E402
 from sky.schemas.api.responses import StatusResponse  # noqa: E402
+from sky.serve import serve_utils  # noqa: E402
 from sky.serve.serve_state import ReplicaStatus  # noqa: E402
 from sky.utils import dag_utils  # noqa: E402
 from sky.volumes.volume import Volume  # noqa: E402
 
 ENVS = [("MODEL_NAME", "given"), ("NEW", "1")]
+BUCKET = ("CHECKPOINT_BUCKET", "s3://bucket")
 SECRETS = [("JOBGROUP_TOKEN", "token"), ("WANDB_API_KEY", "key")]
 
 
@@ -49,8 +51,9 @@ def read_file(path):
     # As with `--infra kubernetes`: where no infrastructure is named, SkyPilot asks which clouds there is access to.
     config["resources"]["infra"] = "kubernetes"
     # from_yaml_config takes the secrets out of what it is given.
-    bare = sky.Task.from_yaml_config(copy.deepcopy(config))
-    task = sky.Task.from_yaml_config(config, env_overrides=ENVS, secrets_overrides=SECRETS)
+    envs = ENVS + [BUCKET] * (BUCKET[0] in config.get("envs", {}))
+    bare = sky.Task.from_yaml_config(copy.deepcopy(config), env_overrides=envs)
+    task = sky.Task.from_yaml_config(config, env_overrides=envs, secrets_overrides=SECRETS)
     task.validate()
     needed = {"must_be_given": sorted(reference.name for reference in bare.managed_secret_refs)}
     return {"is_job_group": False, "tasks": {task.name: describe(task) | needed}}
@@ -65,9 +68,17 @@ def describe(task):
         "secrets": {name: secret.get_secret_value() for name, secret in task.secrets.items()},
         "still_to_be_given": [reference.name for reference in task.managed_secret_refs],
         "volumes": task.volumes,
-        "accelerators": sorted({name for option in task.resources for name in option.accelerators or {}}),
+        "hooks": next(option.hooks for option in task.resources),
+        # A set of resources has no order; SkyPilot tries a list from its beginning.
+        "accelerators": [
+            f"{name}:{count}" for option in task.resources for name, count in (option.accelerators or {}).items()
+        ],
+        "is_ordered": isinstance(task.resources, list),
         "cpus": sorted({option.cpus for option in task.resources}),
-        "use_spot": any(option.use_spot for option in task.resources),
+        "use_spot": [option.use_spot for option in task.resources],
+        "autostop": [vars(option.autostop_config) for option in task.resources if option.autostop_config],
+        "buckets": {path: str(storage.source) for path, storage in task.storage_mounts.items()},
+        "has_api_server_access": task.api_server_access,
         "ports": next(option.ports for option in task.resources),
         "recovery": next(option.job_recovery for option in task.resources),
         "service": service
@@ -77,8 +88,18 @@ def describe(task):
             "min_replicas": service.min_replicas,
             "max_replicas": service.max_replicas,
             "target_qps": service.target_qps_per_replica,
+            "errors": _refusal(task),
         },
     }
+
+
+def _refusal(task):
+    """Return why SkyServe refuses a service; None if it takes it."""
+    try:
+        serve_utils.validate_service_task(task, pool=False)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def options_of(command, path):

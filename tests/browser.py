@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-PHONE = {"width": 375, "height": 812}
+PHONE = {"width": 360, "height": 812}
 DESKTOP = {"width": 1280, "height": 900}
 
 
@@ -45,6 +46,28 @@ def problems_of(page: Page) -> list[str]:
 def is_wider_than_window(page: Page) -> bool:
     """Return whether the whole page scrolls sideways, which it never should."""
     return bool(page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"))
+
+
+def violations_of(page: Page) -> list[str]:
+    """Return the rules of accessibility that the page breaks, as axe-core finds them, with the elements."""
+    found = Axe().run(page).response["violations"]
+    return [f"{rule['id']}: {', '.join(node['html'][:120] for node in rule['nodes'])}" for rule in found]
+
+
+def hidden_focus(page: Page, presses: int) -> list[str]:
+    """Press the Tab key and return the elements that had the focus without an outline to show it."""
+    hidden: list[str] = []
+    for _ in range(presses):
+        page.keyboard.press("Tab")
+        hidden += page.evaluate(
+            """() => {
+                const element = document.activeElement;
+                const { outlineStyle, outlineWidth } = getComputedStyle(element);
+                const isShown = outlineStyle !== "none" && parseFloat(outlineWidth) > 0;
+                return isShown || element === document.body ? [] : [element.outerHTML.slice(0, 120)];
+            }"""
+        )
+    return hidden
 
 
 def screenshot(page: Page, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,18 @@ ROOT = Path(__file__).parents[1]
 # start inherit it. A model that is not there is an error at once, not a time-out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Installed, the project hides its packages (pyproject.toml), and processes that tests start elsewhere import them.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 # The tests must not depend on the processor's instructions.
 for variable in TYPE_VARIABLES:
     os.environ.setdefault(variable, "float32")
+# The environments of some Makefile targets lack hypothesis. Examples are the same in every run, and no machine is too
+# slow for them.
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,7 +22,8 @@ SKYPILOT = Path(os.environ.get("SKYPILOT_PYTHON", ROOT / ".venv-sky/bin/python")
 SCRIPT = ROOT / "tests/ask_skypilot.py"
 VOLUME = "volume.yaml"
 FILES = [
-    str(path.relative_to(ROOT)) for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml")])
+    str(path.relative_to(ROOT))
+    for path in sorted([*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("evaluation/*.yaml"), *ROOT.glob("scripts/*.yaml")])
 ]
 
 

@@ -84,6 +84,18 @@ def test_the_algorithm_has_a_formula_for_every_choice(choices):
         assert re.search(rf"^(\| `|    AGGREGATION=){choice}\b", text, re.MULTILINE), choice
 
 
+@pytest.mark.parametrize(
+    ("setting", "choices"),
+    [
+        *(("advantage", ADVANTAGES), ("loss", LOSSES)),
+        *(("aggregation", Aggregation), ("importance_correction", ImportanceCorrection)),
+    ],
+)
+def test_a_settings_text_names_every_choice(setting, choices):
+    text = TrainerSettings.model_fields[setting].description
+    assert [choice for choice in choices if f"`{choice}`" not in text] == []
+
+
 def test_contributing_names_every_target_that_tests_and_none_that_make_lacks():
     commands = set(re.findall(r"^(?:\| `)?make ([\w-]+)", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     targets = set(re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -5,7 +5,9 @@ The word after a block's language gives its kind:
     bash            commands, run one after the other
     bash terminal   a service that runs on while the blocks below it are run
     bash long       trains or evaluates: run by the slow tests; the others only check its commands
+    bash gpu        needs a GPU: the commands of its jobs are checked, not run
     bash cluster    for SkyPilot: checked, not run
+    bash kubectl    for Kubernetes: checked, not run
     bash install    installs an extra that `make demo` does not: checked (tests/test_packaging.py), not run
     jinja           a part of a prompt, not checked
     python          run; with a file's name (as other languages), written to that file
@@ -18,6 +20,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,7 +157,7 @@ def end(shell: subprocess.Popen[bytes]) -> None:
 def as_dry_run(text: str) -> list[str]:
     """Return the commands of the local runner as dry runs."""
     commands = (line.partition(" > ")[0] for line in text.splitlines() if "-m scripts.run_local" in line)
-    return [f"{command} --dry-run" for command in commands]
+    return [f"{command.replace('.venv-cuda', '.venv')} --dry-run" for command in commands]
 
 
 def try_page(page: str, desk: Desk, *, long: bool) -> None:
@@ -166,7 +170,7 @@ def try_page(page: str, desk: Desk, *, long: bool) -> None:
     def rest() -> None:
         nonlocal skipped
         for block in remaining:
-            if block.words & {"cluster", "install"} or block.language == "jinja":
+            if block.words & {"cluster", "kubectl", "install"} or block.language == "jinja":
                 continue
             if block.file is not None:
                 (desk.folder / block.file).write_text(block.text)
@@ -174,7 +178,7 @@ def try_page(page: str, desk: Desk, *, long: bool) -> None:
                 yaml.safe_load(block.text)
             elif block.language == "text":
                 assert skipped or not missing(block.text, desk.printed), missing(block.text, desk.printed)
-            elif "long" in block.words and not long:
+            elif "gpu" in block.words or ("long" in block.words and not long):
                 skipped = True
                 for command in as_dry_run(block.text):
                     desk.run(Block("bash", set(), command))
@@ -233,6 +237,12 @@ def test_what_a_page_shows_must_have_been_printed() -> None:
     assert missing('{"reward":...,"status":"scored"\nstep 2/2\n', '{"reward":0.5,"status":"scored"}\n') == ["step 2/2"]
 
 
+# Variables of other programs, placeholders of pages, and states of SkyPilot.
+NO_SETTINGS = {"HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "CUDA_VISIBLE_DEVICES", "PYTHONPATH"}
+NO_SETTINGS |= {"EPISODE", "ADD", "MY_THRESHOLD", "JOB_ID", "NOT_READY", "FAILED_NO_RESOURCE", "FAILED_SETUP"}
+NO_SETTINGS |= {"PIP_FIND_LINKS", "PIP_NO_INDEX", "MY_SHARPNESS", "LOSS_FUNCTIONS", "ADVANTAGE_FUNCTIONS"}
+
+
 def known_variables() -> set[str]:
     return set(re.findall(r"^\| `([A-Z_0-9]+)` \|", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE))
 
@@ -242,11 +252,7 @@ def test_the_variables_of_a_guide_are_settings(page: str) -> None:
     text = PAGES[page].read_text()
     named = set(re.findall(r"--env (\w+)=", text)) | set(re.findall(r"^([A-Z_]+)=", text, re.MULTILINE))
     named |= set(re.findall(r"`([A-Z]+(?:_[A-Z]+)+)(?:=[^`]*)?`", text))
-    assert (
-        named
-        - {"HF_TOKEN", "HF_DATASETS_CACHE", "CUDA_VISIBLE_DEVICES", "EPISODE", "ADD", "MY_THRESHOLD", "PYTHONPATH"}
-        <= known_variables()
-    )
+    assert named - NO_SETTINGS <= known_variables()
 
 
 def test_skypilot_takes_the_options_of_the_guides() -> None:
@@ -254,7 +260,30 @@ def test_skypilot_takes_the_options_of_the_guides() -> None:
     commands = [line for block in all_blocks if "cluster" in block.words for line in block.text.splitlines()]
     assert len(commands) > 8
     for command in commands:
-        check_command(command)
+        if command.startswith("sky "):
+            check_command(command)
+            continue
+        python, option, module, *words = shlex.split(command)
+        assert (python, option) == (".venv/bin/python", "-m"), command
+        told = subprocess.run(
+            [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        assert all(word in told for word in words if word.startswith("-")), command
+
+
+def test_kubectl_takes_the_commands_of_the_guides() -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl")
+    lines = [block.text for page in PAGES for block in blocks(page) if "kubectl" in block.words]
+    commands = [shlex.split(found) for found in re.findall(r"kubectl ([^|$\")\n]+)", "".join(lines))]
+    assert {verb for verb, *_ in commands} >= {"port-forward", "get", "apply"}
+    everywhere = subprocess.run(["kubectl", "options"], capture_output=True, text=True, check=True).stdout
+    for verb, *words in commands:
+        own = subprocess.run(["kubectl", verb, "--help"], capture_output=True, text=True, check=True).stdout
+        known = everywhere + own
+        for word in words:
+            assert not word.startswith("-") or re.search(rf"^\s+(-\w, )?{word}[=,]", known, re.MULTILINE), (verb, word)
+            assert not word.endswith(".yaml") or (ROOT / word).exists(), word
 
 
 def test_settings_of_the_larger_model_are_the_trainers() -> None:

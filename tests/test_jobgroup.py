@@ -8,13 +8,16 @@ import yaml
 
 from local_runner import spec
 from services.core.endpoints import Task
-from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE
+from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_RECOVERABLE
+from services.core.restarts import EXIT_CRASHED
 from tests.skypilot_facts import ROOT, skypilot_facts
 
 JOBGROUP = ROOT / "jobgroup.yaml"
 
 SERVICES = [Task.DATA_SERVER, Task.ROLLOUT_SERVER, Task.REWARD_SERVER, Task.REPLAY_BUFFER]
 KILLED = 137
+RESTARTS = re.escape(' || exit "$(python -m services.core.restarts $?)"')
+WITH_GPU = {"rollout-server", "ppo-trainer"}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_skypilot_sees_the_node_counts_delays_and_gpus(tasks):
         "replay-buffer": 1,
         "ppo-trainer": 2,
     }
-    assert {name for name, task in tasks.items() if task["accelerators"]} == {"rollout-server", "ppo-trainer"}
+    assert {name for name, task in tasks.items() if task["accelerators"]} == WITH_GPU
     assert tasks["replay-buffer"]["delay"] > 0
 
 
@@ -61,8 +64,8 @@ def test_the_volume_is_mounted_where_state_must_survive_and_many_may_write_to_it
 
 def test_skypilot_is_told_when_to_recover(tasks):
     for name, task in tasks.items():
-        assert task["recovery"]["max_restarts_on_errors"] >= 1, name
-        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE], name
+        assert "max_restarts_on_errors" not in task["recovery"], name
+        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_FAILED, EXIT_RECOVERABLE], name
 
 
 def test_nothing_is_unknown_misspelt_or_repeated(documents):
@@ -70,11 +73,11 @@ def test_nothing_is_unknown_misspelt_or_repeated(documents):
     group = spec.load(JOBGROUP)
     assert [task.name for task in group.tasks] == [document["name"] for document in documents[1:]]
     for task in group.tasks:
-        assert task.recover_on_exit_codes.isdisjoint({KILLED, EXIT_CONFIGURATION, 1})
+        assert task.recover_on_exit_codes.isdisjoint({KILLED, EXIT_CONFIGURATION, EXIT_CRASHED})
 
 
 def test_names_and_defaults_that_others_rely_on(documents):
-    trainer = documents[-1]
+    trainer = documents[1]
     assert trainer["name"] == "ppo-trainer"
     assert trainer["envs"]["MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert (trainer["envs"]["NUM_EPOCHS"], trainer["envs"]["BATCH_SIZE"]) == (3, 4)
@@ -105,7 +108,8 @@ def test_each_task_runs_one_short_command_that_takes_its_place(documents):
         assert document["workdir"] == "."
         first, command = document["run"].splitlines()
         assert first == "set -euo pipefail" == document["setup"].splitlines()[0]
-        assert re.fullmatch(r"exec python -m [\w.]+", command)
+        assert re.fullmatch(rf"python -m [\w.]+{RESTARTS}", command)
+        assert re.search(rf"{RESTARTS}$", document["setup"].strip())
 
 
 def test_each_task_installs_what_its_role_needs_and_no_other(documents):

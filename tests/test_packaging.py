@@ -19,7 +19,7 @@ from services.core.errors import EXIT_CONFIGURATION
 from services.core.extras import EXTRAS, extras_of
 
 ROOT = Path(__file__).parents[1]
-LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
+LOCAL = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
 
 # The first module of each role, and the extras that the role installs.
 ROLES = {
@@ -31,6 +31,9 @@ ROLES = {
     "trainer": ("trainer.__main__", {"trainer"}),
     "collector": ("trainer.collector", {"collector"}),
     "local": ("scripts.run_local", {"local"}),
+    "cleaning": ("scripts.clean", {"local"}),
+    "launch": ("scripts.launch.__main__", {"local", "trainer"}),
+    "chat": ("scripts.chat", {"local", "rollout"}),
     "evaluation": ("scripts.evaluate", {"data", "evaluation", "local"}),
     "trajectories": ("scripts.generate_trajectories", {"environment", "head", "local"}),
     "head": ("services.evaluation_head.__main__", {"head"}),
@@ -42,6 +45,7 @@ OPTIONAL = {
     "environment": {"reasoning_gym", "torch", "transformers"},
     "evaluation": {"ray", "sky"},
     "head": {"sky"},
+    "launch": {"sky"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
     "trajectories": {"reasoning_gym", "transformers"},
@@ -164,6 +168,21 @@ def test_the_documents_and_programs_name_extras_that_exist():
     assert len(named) > 3
     named |= {",".join(extras) for extras in EXTRAS.values()}
     assert {extra for text in named for extra in text.split(",")} <= set(project["optional-dependencies"])
+
+
+def test_tests_run_in_a_checkout_of_any_name(tmp_path):
+    checkout = tmp_path / "skypilot-grpo"
+    (checkout / "tests").mkdir(parents=True)
+    for name in ("pyproject.toml", "__init__.py"):
+        (checkout / name).write_bytes((ROOT / name).read_bytes())
+    (checkout / "tests/test_one.py").write_text("def test_one(): ...\n")
+    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider"], cwd=checkout, check=True, timeout=300)
+
+
+def test_the_clusters_page_installs_the_torch_of_the_makefile():
+    [torch] = re.findall(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/guides/kubernetes.md").read_text()
+    assert re.findall(r"pip install .*\b(torch==\S+)", page) == [torch]
 
 
 def test_services_never_import_the_trainer_and_the_trainer_no_service_package():

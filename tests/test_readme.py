@@ -1,13 +1,16 @@
 """README.md is true: its commands run, its variables and files exist."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from scripts.reference import demo
 from services.data_server.settings import DataSettings
 from services.replay_buffer.settings import ReplaySettings
 from services.reward_server.settings import RewardSettings
@@ -18,16 +21,22 @@ from trainer.config import TrainerSettings
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
 FENCES = re.findall(r"^```(\w+)?( cluster)?\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 HERE = [line for language, cluster, text in FENCES if language == "bash" and not cluster for line in text.splitlines()]
 ON_A_CLUSTER = [line for language, cluster, text in FENCES if cluster for line in text.splitlines()]
 MAKE = [command for command in HERE if command.startswith("make ")]
 RUNNER = [command for command in HERE if "scripts.run_local" in command]
+LAUNCHES = [command for command in HERE + ON_A_CLUSTER if "scripts.launch" in command]
 
 
 def test_every_command_is_of_a_kind_that_is_tried():
-    assert sorted(HERE) == sorted(MAKE + RUNNER)
-    assert all(re.match(r"sky |pip install ", command) for command in ON_A_CLUSTER)
+    clone, *others = HERE
+    assert clone == f"git clone {PROJECT['urls']['Repository']} && cd {PROJECT['name']}"
+    assert set(others) == {*MAKE, *RUNNER, *LAUNCHES} - set(ON_A_CLUSTER)
+    others = set(ON_A_CLUSTER) - set(LAUNCHES)
+    assert all(re.match(r"sky |python -m venv .venv-sky |export PATH=", command) for command in others)
 
 
 @pytest.mark.parametrize("command", MAKE)
@@ -44,6 +53,27 @@ def test_the_runner_takes_its_options(command):
     assert "ppo-trainer-0" in done.stdout
 
 
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_launches_are_accepted(command, tmp_path):
+    program, *arguments = shlex.split(command)
+    assert program == ".venv/bin/python"
+    # Without SkyPilot, which takes seconds to ask: tests/scripts/test_launch.py does.
+    start = (
+        "import sys; from scripts.launch import __main__ as launch; launch.skypilot.interpreter = lambda: None; "
+        "import typer; typer.run(launch.main)"
+    )
+    options = {*arguments[2:], "--dry-run"} - set(arguments[2:])
+    done = subprocess.run(
+        [sys.executable, "-c", start, *arguments[2:], *options, "--output", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "jobgroup.yaml").exists()
+    assert "to launch it: sky volumes apply" in done.stdout
+
+
 def test_skypilot_takes_its_options():
     for command in ON_A_CLUSTER:
         if command.startswith("sky "):
@@ -57,6 +87,31 @@ def test_the_variables_in_its_table_are_settings():
     named = {name for row in rows for name in re.findall(r"[A-Z_]{3,}", row)}
     assert len(named) > 10
     assert named <= known
+
+
+def test_figures_are_those_of_the_records():
+    assert demo.main(["--check"]) == 0
+    (said,) = re.findall(r"\[([\d.]+) of TRL's time\]", README)
+    measured = json.loads((ROOT / "docs/benchmarks/step.json").read_text())["output"]
+    assert re.search(rf"│ ours .*│ +{said} │", measured)
+
+
+def test_a_run_gives_the_figures(tmp_path, monkeypatch):
+    steps = [{"step": n, "reward_mean": n / 4, "loss": 0.5, "seconds_train": 2.0, "seconds_step": 3.0} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    settings = {"components": {"ppo-trainer": {"settings": {"eval_prompts": 20}}}}
+    summary = {"accuracy_before": 0.1, "accuracy_after": 0.9}
+    for name, content in {"summary": summary, "runner": {"seconds": 90.0}, "config": settings}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    for name in ("README", "RECORD", "PLOT"):
+        monkeypatch.setattr(demo, name, tmp_path / name)
+    (tmp_path / "README").write_text(README)
+    assert demo.main([str(tmp_path)]) == 0
+    written = (tmp_path / "README").read_text()
+    prose = " ".join(written.split())
+    assert "In 2 steps the mean reward rose from 0.25 to 0.50" in prose
+    assert "20 held-out questions from 0.10 to 0.90. It took 1.5 minutes" in prose
+    assert "\n    step 2/2  reward 0.500  loss +0.5000  train 2.0s step 3.0s\n" in written
 
 
 def test_files_it_points_to_exist():

@@ -7,6 +7,8 @@ what anything in the tests takes, and less than the time-out of pytest itself (`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -113,5 +115,10 @@ async def stats_show(client: httpx.AsyncClient, condition: Callable[[dict[str, A
 
 def bytes_in(*paths: Path) -> int:
     """Return the size of files, and of all files below directories: a value that changes while logs are written."""
-    found = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
-    return sum(file.stat().st_size for file in found if file.is_file())
+    # os.walk passes over what is renamed meanwhile.
+    below = [Path(folder, name) for path in paths for folder, _, names in os.walk(path) for name in names]
+    size = 0
+    for file in [*paths, *below]:
+        with contextlib.suppress(FileNotFoundError):
+            size += file.stat().st_size if file.is_file() else 0
+    return size

@@ -1,24 +1,38 @@
 """``python -m trainer``: one rank of the trainer, or the launcher of this node's ranks when the job has several.
 
-SkyPilot runs the same command on every node of the task. If the job has one rank, this process trains. Otherwise
-torch's launcher starts one process a GPU (one process on a node without GPUs) with the same command.
+SkyPilot runs the same command on every node of the task. If the job has one rank, this process trains. Otherwise it
+starts one process a GPU (one process on a node without GPUs) with the same command, as torchrun would.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from services.core import gpus
 from services.core.endpoints import TRAINER_RENDEZVOUS_PORT, Task, endpoint, node_addresses, node_rank, num_nodes
-from services.core.errors import EXIT_CONFIGURATION, EXIT_PEER_LOST, EXIT_RECOVERABLE, exit_code_of
+from services.core.errors import (
+    EXIT_CONFIGURATION,
+    EXIT_PEER_LOST,
+    EXIT_RECOVERABLE,
+    ConfigurationError,
+    exit_code_of,
+    say_error,
+)
+from services.core.imports import pause_collection
+from services.core.leftovers import end_leftovers
 from trainer.config import TrainerSettings
 
-RENDEZVOUS_SECONDS = 900
+POLL_SECONDS = 0.2
+"""Time between two looks at the ranks."""
+STOP_SECONDS = 30.0
+"""Time between SIGTERM and SIGKILL of a rank."""
 PEER_LOST_SECONDS = 15.0
 """Delay before a rank that lost its peers ends, so that the rank that failed by itself ends first. The launcher and
 SkyPilot then kill the others and act on the first rank's exit code."""
@@ -27,19 +41,18 @@ SkyPilot then kill the others and act on the first rank's exit code."""
 def main() -> int:
     """Run this node's part of the trainer and return its exit code."""
     set_allocator()
-    n_ranks = 1
-
-    def count_ranks() -> None:
-        nonlocal n_ranks
-        n_ranks = num_nodes() * ranks_per_node()
-
     if "RANK" not in os.environ:
-        if code := exit_code_of(count_ranks):
-            return code
+        try:
+            end_leftovers()
+            n_ranks = num_nodes() * ranks_per_node()
+        except ConfigurationError as error:
+            say_error(error)
+            return EXIT_CONFIGURATION
         if n_ranks > 1:
             # Check the settings before any process starts, so that a mistake gives one line and not a traceback a rank.
-            return exit_code_of(TrainerSettings.load) or launch_ranks()
-    from trainer.run import run_rank
+            return exit_code_of(TrainerSettings.load) or launch_ranks(n_ranks // num_nodes())
+    with pause_collection():
+        from trainer.run import run_rank
 
     code = run_rank()
     if code == EXIT_PEER_LOST:
@@ -62,39 +75,58 @@ def ranks_per_node() -> int:
     Raises:
         ConfigurationError: torch sees fewer GPUs than the node has.
     """
+    wanted = gpus.promised()
+    if not wanted:
+        return 1
     import torch
 
-    wanted, found = gpus.promised() or 0, torch.cuda.device_count()
-    gpus.check_cuda(found, torch.version.cuda)
-    return max(wanted, 1)
+    gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    return wanted
 
 
-def launch_ranks() -> int:
-    """Run torch's launcher for this node's ranks and return the node's exit code; see ``node_code``."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "trainer")) -> int:
+    """Run a process for each of ``count`` ranks, with torchrun's variables, and return the node's exit code.
 
-    rendezvous = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
-    host = rendezvous.host if "JOBGROUP_ENDPOINTS" in os.environ else node_addresses()[0]
-    config = LaunchConfig(
-        min_nodes=num_nodes(),
-        max_nodes=num_nodes(),
-        nproc_per_node=ranks_per_node(),
-        run_id=os.environ.get("SKYPILOT_TASK_ID", "trainer"),
-        rdzv_backend="static",
-        rdzv_endpoint=f"{host}:{rendezvous.port}",
-        rdzv_configs={"rank": node_rank(), "timeout": RENDEZVOUS_SECONDS},
-        max_restarts=0,
-        monitor_interval=0.2,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "trainer")
-    except ChildFailedError as error:
-        return node_code({failure.exitcode for failure in error.failures.values()})
-    except SignalException as signal_error:
-        return 128 + signal_error.sigval
-    return 0
+    The first rank that fails ends the others, and so does a signal: with SIGTERM, and after STOP_SECONDS with
+    SIGKILL. torchrun itself would import torch, for seconds, before any rank could begin to.
+    """
+    meeting = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
+    environment = os.environ | {
+        "MASTER_ADDR": meeting.host if "JOBGROUP_ENDPOINTS" in os.environ else node_addresses()[0],
+        "MASTER_PORT": str(meeting.port),
+        "WORLD_SIZE": str(num_nodes() * count),
+        "LOCAL_WORLD_SIZE": str(count),
+    }
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: received.append(number))
+    ranks = []
+    for local in range(count):
+        own = {"RANK": str(node_rank() * count + local), "LOCAL_RANK": str(local)}
+        # In a session of its own, so that a signal reaches a rank once: from here.
+        ranks.append(subprocess.Popen(command, env=environment | own, start_new_session=True))
+    codes = [rank.poll() for rank in ranks]
+    while None in codes and not received and not any(codes):
+        time.sleep(POLL_SECONDS)
+        codes = [rank.poll() for rank in ranks]
+    _end(ranks)
+    if received:
+        return 128 + received[0]
+    failed = {code for code in codes if code}
+    return node_code(failed) if failed else 0
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the ranks that still run, and return when none does."""
+    deadline = time.monotonic() + STOP_SECONDS
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        try:
+            rank.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
 
 
 def node_code(rank_codes: Collection[int]) -> int:

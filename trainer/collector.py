@@ -15,6 +15,7 @@ from prometheus_client import Counter
 from services.core import endpoints, logs
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.leftovers import end_leftovers
 from services.core.logs import get_logger
 from services.core.vocabulary import vocabulary_size
 from services.http import provenance
@@ -144,6 +145,7 @@ def main() -> None:
     """Run one collector."""
     settings = TrainerSettings.load()
     logs.configure(Task.COLLECTOR.value, settings.log_level)
+    end_leftovers()
     if has_succeeded(settings):
         return
     provenance.write_record(settings, Task.COLLECTOR)

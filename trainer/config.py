@@ -13,7 +13,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.clients.rollout import generation_seconds
 from services.core.compute import AUTO_RULE, ComputeType
 from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
@@ -207,7 +206,7 @@ class AlgorithmSection(SectionSettings):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     replay_groups: int = Field(0, ge=0, le=4096)
-    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off. docs/algorithm.md has learning
+    """Groups from the replay buffer that are trained on beside the fresh ones; 0: off. docs/results.md has learning
     curves with and without."""
     replay_every: int = Field(1, ge=1)
     """Replay every so many steps."""
@@ -310,6 +309,9 @@ class PublishingSection(SectionSettings):
     publish_probe: bool = False
     """After publishing, compare each worker's logprobs of a probe with the trainer's. With LORA_RANK a probe of the
     adapters always does."""
+    engine_sleeps: bool = False
+    """Engines that share the trainer's GPU give its memory away while the trainer trains, and take it back with the
+    next version (`MODE=sync`). The same variable as rollout-server's; docs/guides/one-gpu.md has a preset."""
     min_workers: int = Field(1, ge=1)
     """The run stops when fewer rollout workers are left."""
 
@@ -351,6 +353,22 @@ class TrainerSettings(
         if self.updates_per_batch > self.batch_size:
             raise ValueError(
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_can_sleep(self) -> Self:
+        if not self.engine_sleeps:
+            return self
+        if self.mode is Mode.ASYNC:
+            raise ValueError(
+                "ENGINE_SLEEPS is set, but MODE=async generates while the trainer trains, so no engine can sleep; "
+                "set MODE=sync, or give engines GPUs of their own and unset ENGINE_SLEEPS"
+            )
+        if self.publish_transport is Transport.BROADCAST and not self.lora_rank:
+            raise ValueError(
+                "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
+                "GPU; set PUBLISH_TRANSPORT=disk"
             )
         return self
 
@@ -443,6 +461,9 @@ class TrainerSettings(
     @property
     def generation_deadline_seconds(self) -> float:
         """Longest wait for one prompt's completions once it is in flight, retries included."""
+        # Settings are also checked where no request is made and the client's imports would only take time.
+        from services.clients.rollout import generation_seconds
+
         return generation_seconds(self.max_new_tokens)
 
     @property

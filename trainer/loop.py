@@ -75,9 +75,8 @@ class TrainingLoop:
         try:
             if self.state.step == 0:
                 self.evaluate()
-            while self.state.step < self.total_steps and not reached_target(self.settings, self.state):
-                if not self.step():
-                    break
+            while not self.is_over and self.step():
+                pass
         except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
             if isinstance(error, StopRequestedError):
@@ -86,6 +85,7 @@ class TrainingLoop:
         if self.state.evaluated_step != self.state.step:
             self.evaluate()
         self.save_checkpoint(wait=True)
+        self.checkpoints.poll()
 
     def step(self) -> bool:
         """Take one training step, numbered as in README.md; return False when the training prompts are used up."""
@@ -102,6 +102,7 @@ class TrainingLoop:
             return False
         # Drawn before the weights change: a service that is lost up to here leaves the step undone.
         services.draw_replayed(batch, state.step, state.policy_version)  # 5. replay
+        services.free_engines_memory()
 
         self.status.phase = "train"
         groups = batch.trained = self.training_groups(batch)  # 6. advantages
@@ -117,7 +118,7 @@ class TrainingLoop:
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
                 metrics |= self.evaluate()
             metrics |= services.episode_tokens()
-        if self.is_due(settings.checkpoint_every) or state.best_step == state.step:
+        if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
             self.save_checkpoint()
         self.checkpoints.poll()
         return True
@@ -184,6 +185,11 @@ class TrainingLoop:
         """Start a checkpoint of the last completed step; ``wait`` until it is in place."""
         self.status.phase = "save"
         self.checkpoints.save(wait=wait)
+
+    @property
+    def is_over(self) -> bool:
+        """True after the last step, whose checkpoint ``run`` saves."""
+        return self.state.step >= self.total_steps or reached_target(self.settings, self.state)
 
     def is_due(self, every: int) -> bool:
         """Return whether the completed step is a multiple of ``every``; never for 0."""

@@ -22,6 +22,7 @@ from services.protocol.groups import Group
 from services.protocol.prompts import Cursor, DataStats, Prompt
 from trainer.collector import Collector
 from trainer.config import Mode, TrainerSettings
+from trainer.publishing.workers import put_workers_to_sleep
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.curriculum import SuccessRates
@@ -141,6 +142,11 @@ class MainRank:
         """Draw the groups from the replay buffer that the step trains on beside its fresh ones."""
         sampling = sample_groups(self.settings, self.clients.replay, step, policy_version, batch.groups)
         batch.replayed = self.thread.call(sampling)
+
+    def free_engines_memory(self) -> None:
+        """Have engines that share the trainer's GPU sleep until the next publication (ENGINE_SLEEPS)."""
+        if self.settings.engine_sleeps:
+            self.thread.call(put_workers_to_sleep(self.settings), interruptible=True)
 
     def acknowledge(self, priorities: dict[str, float]) -> None:
         """Tell the replay buffer which groups were trained on, and their priorities by group id."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -12,14 +13,15 @@ from typing import Any
 import torch
 import transformers
 
-from services.core import logs, memory
+from services.core import hub, logs, memory, processors
 from services.core.endpoints import Task
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST, ConfigurationError, exit_code_of, say_error
 from services.core.logs import get_logger
+from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from services.run_page.rewards import first_and_last
 from services.weights.broadcast_group import match_engines_nccl
-from trainer.checkpoints.admission import has_succeeded, job_id
+from trainer.checkpoints.admission import has_succeeded
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState
 from trainer.checkpoints.resume import count_parameters, resume
 from trainer.checkpoints.volume import writing
@@ -75,8 +77,11 @@ def run_rank() -> int:
         logs.configure(Task.TRAINER.value, settings.log_level)
         transformers.utils.logging.disable_progress_bar()
         memory.keep()
+        torch.set_num_threads(processors.threads(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         if settings.publish_transport is Transport.BROADCAST:
             match_engines_nccl()
+        # Before the ranks join, because they wait for each other with a shorter deadline.
+        hub.download_model(settings.model_name)
         try:
             with stop.handled(), join_ranks() as ranks:
                 train(settings, ranks, stop)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.core import memory
 from services.core.errors import ConfigurationError, DependencyLostError, NeverReadyError
 from services.core.logs import get_logger
 from trainer.algorithm.packing import TrainingGroup
@@ -27,8 +26,9 @@ from trainer.group_arrays import from_arrays, to_arrays
 from trainer.model.critic import CriticLearner
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import save_pretrained
 from trainer.model.ranks import Ranks
+from trainer.model.saving import save_pretrained
+from trainer.model.sharding import leave_gpu
 from trainer.publishing import Publisher
 from trainer.publishing.disk import published_dtype
 from trainer.service_thread import InterruptedCallError
@@ -137,10 +137,12 @@ class Team:
     def publish(self, version: int) -> dict[str, float]:
         """Make the rollout workers serve the policy as ``version``; return the metrics of it, on rank 0."""
         self._tell("publish", version=version)
-        if not self.settings.keep_memory:
-            # Rollout workers on the same machine need room for the new weights beside the old.
-            memory.release()
         return self.publisher.publish(version)
+
+    def leave_gpu(self) -> None:
+        """Free what the next step does not need of the GPUs, for engines that share them (ENGINE_SLEEPS)."""
+        self._tell("leave_gpu")
+        leave_gpu(self.learner.policy)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""

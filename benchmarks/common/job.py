@@ -7,19 +7,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
+import psutil
 import yaml
 
 from benchmarks.common import harness
-from benchmarks.common.harness import ROOT
+from benchmarks.common.harness import END_SECONDS, ROOT
 from local_runner import spec
 from local_runner.directory import read_nodes
+from local_runner.processes import MARK
 
 JOB_GROUP = ROOT / "jobgroup.yaml"
 RUN_ID = "benchmark"
@@ -95,17 +97,43 @@ class Job:
             time.sleep(POLL_SECONDS)
 
 
-def write_job_group(directory: Path, job_group: str, commands: Mapping[str, str], only: Sequence[str] = ()) -> Path:
+def kill(job: Job, node: str, only: str = "") -> None:
+    """Kill the processes of a node whose command lines contain ``only``, and wait until they are gone.
+
+    Raises:
+        SystemExit: the node has no such process.
+    """
+    killed = []
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            is_of_node = process.environ().get(MARK, "").endswith(f"/{node}")
+            if is_of_node and only in " ".join(process.cmdline()):
+                process.kill()
+                killed.append(process)
+    if not killed:
+        raise SystemExit(f"error: {node} has no process {only!r} to kill")
+    psutil.wait_procs(killed, END_SECONDS)
+
+
+def write_job_group(
+    directory: Path,
+    job_group: str,
+    commands: Mapping[str, str],
+    only: Sequence[str] = (),
+    gpus: Mapping[str, int] | None = None,
+) -> Path:
     """Write a copy of a job group, some of whose tasks run other commands, and return its path.
 
-    With ``only`` the copy has no other tasks, and its last task is its primary.
+    With ``only`` the copy has no other tasks, and its first task is its primary. ``gpus`` gives a task's GPUs a node.
     """
     header, *tasks = yaml.safe_load_all((ROOT / job_group).read_text())
     if only:
         tasks = [task for task in tasks if task["name"] in only]
-        header = {"name": "benchmark", "execution": "parallel", "primary_tasks": [tasks[-1]["name"]]}
+        header = {"name": "benchmark", "execution": "parallel", "primary_tasks": [tasks[0]["name"]]}
     for task in tasks:
         task["run"] = commands.get(task["name"], task["run"])
+        if gpus and task["name"] in gpus:
+            task["resources"]["accelerators"] = {"GPU": gpus[task["name"]]} if gpus[task["name"]] else None
     path = directory / "jobgroup.yaml"
     path.write_text(yaml.safe_dump_all([header, *tasks]))
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class OwnModel:
-    """A policy that sees one state at a time; see Actor."""
+    """A policy that sees the states of one worker only; see Actor."""
 
     def __init__(self, work: Work) -> None:
         self._loaded = checkpoint.load(checkpoint.find(Path(work.policy or "")), torch.device(DEVICE))
 
-    def act(self, _position: EpisodePosition, state: State) -> tuple[Action, int | None]:
-        """Return the action for a state."""
-        [action], _, _ = self._loaded.decide(np.asarray([state], np.float32))
-        return action, None
+    def act(self, _positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[tuple[Action, int | None]]:
+        """Return the actions for some states."""
+        actions, _, _ = self._loaded.decide(np.asarray(states, np.float32))
+        return [(action, None) for action in actions]
 
     def finish(self, report: FinishedEpisode) -> None:
         """Tell nobody."""

@@ -1,15 +1,18 @@
-"""Train on the demo's questions by TRL's GRPOTrainer. An interpreter that has TRL runs this file.
+"""Train on questions by TRL's GRPOTrainer. An interpreter that has TRL runs this file.
 
     python benchmarks/common/trl_grpo.py '{"model": ..., "questions": "questions.jsonl", "steps": 3, ...}'
 
-Every step prints a line of JSON: {"step", "seconds", "reward"}. This file imports nothing of this project, so that TRL
-gets its own versions of all libraries. Settings that are not named have TRL's defaults. Gradient checkpointing, which
-takes time to save memory, is off on both sides.
+Every step prints a line of JSON: {"step", "seconds", "reward", "tokens"}. This file imports nothing of this project, so
+that TRL gets its own versions of all libraries. ``options`` are settings of GRPOConfig; those that are not named have
+TRL's defaults. ``reward`` is a function of prompt and completion as FILE:NAME, in place of the exact answer. Gradient
+checkpointing, which takes time to save memory, is off on both sides.
 """
 
 import json
+import runpy
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +24,17 @@ from trl import GRPOConfig, GRPOTrainer
 def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """Return 1.0 for each completion that is the answer alone, except for white space around it."""
     return [float(text.strip() == truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def reward_of_file(place: str) -> Callable[..., list[float]]:
+    """Return the function FILE:NAME of a prompt and a completion as a reward function of TRL."""
+    file, _, name = place.rpartition(":")
+    function = runpy.run_path(file)[name]
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [float(function(*pair)) for pair in zip(prompts, completions, strict=True)]
+
+    return reward
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
@@ -39,6 +53,7 @@ class Report(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         self.rewards.append(float(logs["reward"]))
         step = {"step": state.global_step, "seconds": now - self.started, "reward": self.rewards[-1]}
+        step["tokens"] = logs.get("completions/mean_length", 0.0) * args.per_device_train_batch_size
         print(json.dumps(step), flush=True)
         self.started = now
         last = self.rewards[-3:]
@@ -68,13 +83,14 @@ def main() -> None:
         report_to="none",
         seed=work["seed"],
         disable_tqdm=True,
+        **work.get("options", {}),
     )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
-        reward_funcs=exact_match,
+        reward_funcs=reward_of_file(work["reward"]) if "reward" in work else exact_match,
         args=config,
         train_dataset=dataset,
-        callbacks=[Report(work["target"], work["limit_seconds"])],
+        callbacks=[Report(work.get("target"), work.get("limit_seconds"))],
     )
     trainer.train()
 

@@ -4,11 +4,13 @@
     python -m benchmarks.scaling plan [--models 0.5B,8B,70B] [--step-seconds 120]
     python -m benchmarks.scaling roofline
     python -m benchmarks.scaling traffic [--models 0.5B,8B,32B] [--micro-batches 4]
+    python -m benchmarks.scaling one-gpu
     python -m benchmarks.scaling docs
 
 ``check`` fits the model of a step to measured runs and predicts other runs. ``plan`` prints nodes, seconds and the
 changes to jobgroup.yaml. ``roofline`` prints what to expect of a GPU, ``traffic`` the counted bytes of a step between
-and within nodes. ``docs`` writes the outputs into docs/scaling.md and docs/gpus.md.
+and within nodes, ``one-gpu`` the memory of a GPU that engine and trainer share (docs/guides/one-gpu.md). ``docs``
+writes the other outputs into docs/scaling.md and docs/gpus.md.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.common.harness import ROOT, made_of
-from benchmarks.scaling import report, roofline, traffic
+from benchmarks.scaling import one_gpu, report, roofline, traffic
 from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.plan import MODELS, Batch, cheapest
 from benchmarks.scaling.step import Rates, fit, read
@@ -56,6 +58,11 @@ def plan(given: argparse.Namespace) -> str:
 def expect(given: argparse.Namespace) -> str:
     """Return what to expect of GPUs by their data sheets."""
     return roofline.table()
+
+
+def share(given: argparse.Namespace) -> str:
+    """Return the memory of a GPU that engine and trainer share."""
+    return one_gpu.table()
 
 
 def count_traffic(given: argparse.Namespace) -> str:
@@ -100,6 +107,8 @@ def run(arguments: Sequence[str] | None = None) -> str:
     one.add_argument("--models", default="0.5B,8B,32B", help="of " + ", ".join(CONFIGS))
     one.add_argument("--micro-batches", type=int, default=4)
     one.set_defaults(command=count_traffic)
+    one = commands.add_parser("one-gpu", help="the memory of a GPU that engine and trainer share")
+    one.set_defaults(command=share)
     one = commands.add_parser("docs", help="write docs/scaling.md and docs/gpus.md")
     one.set_defaults(command=docs)
     given = parser.parse_args(arguments)

@@ -17,6 +17,18 @@ CONFIGS: dict[str, tuple[str, PretrainedConfig]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "1.5B": (
+        "Qwen/Qwen2.5-1.5B-Instruct",
+        Qwen2Config(
+            vocab_size=151936,
+            hidden_size=1536,
+            intermediate_size=8960,
+            num_hidden_layers=28,
+            num_attention_heads=12,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        ),
+    ),
     "8B": (
         "Qwen/Qwen3-8B",
         Qwen3Config(

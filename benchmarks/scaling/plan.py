@@ -23,6 +23,8 @@ WEIGHT_BYTES = 2
 """Size of a parameter in bfloat16, in an engine and when it is published."""
 NODE_GPUS = (1, 2, 4, 8)
 MOST_NODES = 32
+LEAST_SEQUENCES = 16
+"""Completions that an engine must be able to hold at the same time."""
 TRAINED_SHARE = 0.7
 """Share of groups with a gradient; the others have no variance."""
 REPLAYED_GROUPS = 2
@@ -164,9 +166,12 @@ def generate_seconds(model: Model, batch: Batch, layout: Layout) -> float:
     return work.longest * iteration + decoded / layout.rollout_nodes
 
 
-def cached_sequences(model: Model, batch: Batch, gpus: int) -> int:
-    """Return how many completions of mean length an engine's cache holds; 0 if the weights leave no room."""
-    free = gpus * MEMORY * ASSUMED.cache_share - model.parameters * WEIGHT_BYTES
+def cached_sequences(model: Model, batch: Batch, gpus: int, memory: float = MEMORY) -> int:
+    """Return how many completions of mean length an engine's cache holds; 0 if the weights leave no room.
+
+    ``memory`` is that of a GPU, in bytes.
+    """
+    free = gpus * memory * ASSUMED.cache_share - model.parameters * WEIGHT_BYTES
     return max(0, int(free / (model.kv_bytes * (batch.prompt_tokens + batch.completion_tokens))))
 
 
@@ -193,15 +198,23 @@ def train_seconds(model: Model, batch: Batch, layout: Layout) -> float:
 
 def publishing(model: Model, layout: Layout) -> tuple[str, float]:
     """Return PUBLISH_TRANSPORT and its seconds: every node reads the version from the volume, or gets a broadcast."""
+    seconds = publish_seconds(model, layout)
+    transport = "disk" if seconds["disk"] <= max(DISK_SECONDS, seconds["broadcast"]) else "broadcast"
+    return transport, seconds[transport]
+
+
+def publish_seconds(model: Model, layout: Layout) -> dict[str, float]:
+    """Return the seconds of publishing by PUBLISH_TRANSPORT."""
     size = model.parameters * WEIGHT_BYTES
-    disk = size * (1 + layout.rollout_nodes) / ASSUMED.volume_bandwidth
-    broadcast = size / ASSUMED.node_bandwidth
-    return ("disk", disk) if disk <= max(DISK_SECONDS, broadcast) else ("broadcast", broadcast)
+    return {
+        "disk": size * (1 + layout.rollout_nodes) / ASSUMED.volume_bandwidth,
+        "broadcast": size / ASSUMED.node_bandwidth,
+    }
 
 
 def layouts(model: Model, batch: Batch) -> Iterator[Layout]:
     """Yield every layout with enough memory, on the smallest nodes with enough memory."""
-    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n) >= 16)
+    rollout = next(n for n in NODE_GPUS if cached_sequences(model, batch, n) >= LEAST_SEQUENCES)
     for trainer in NODE_GPUS:
         fewest = next((n for n in range(1, MOST_NODES + 1) if fits(model, batch, n, trainer)), MOST_NODES + 1)
         # A model that needs several GPUs gets large nodes, because links between nodes are slower.

@@ -97,6 +97,11 @@ def volume_gibibytes(need: Need) -> int:
     return max(200, math.ceil(need.total("volume") * 1.2 / GIB / 100) * 100)
 
 
+def min_workers(rollout_nodes: int) -> int:
+    """Return MIN_WORKERS: a run goes on with half of its rollout nodes."""
+    return max(1, rollout_nodes // 2)
+
+
 def _rounded(least: int, needed: float) -> int:
     """Return the gigabytes of a node: the present value, or a quarter more than needed."""
     return max(least, math.ceil(needed * 1.25 / 32) * 32)
@@ -109,6 +114,6 @@ def variables(model: Model, one: Prediction, batch: Batch) -> dict[str, str]:
         "BATCH_SIZE": str(batch.prompts),
         "GROUP_SIZE": str(batch.group_size),
         "MAX_NEW_TOKENS": str(batch.longest),
-        "MIN_WORKERS": str(max(1, one.layout.rollout_nodes // 2)),
+        "MIN_WORKERS": str(min_workers(one.layout.rollout_nodes)),
     }
     return given if one.transport == "disk" else given | {"PUBLISH_TRANSPORT": one.transport}

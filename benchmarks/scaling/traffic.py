@@ -120,7 +120,7 @@ def _collectives(config: PretrainedConfig, mesh: Mesh, micro_batches: int) -> Co
 
 
 def _shard(model: Any, mesh: DeviceMesh, frees_parameters: bool) -> None:
-    """Shard a model as trainer/model/policy.py does for a GPU."""
+    """Shard a model as trainer/model/sharding.py does for a GPU."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.base_model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=frees_parameters)

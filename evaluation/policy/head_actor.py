@@ -1,7 +1,7 @@
 """Actions from an evaluation head over one connection that stays open.
 
-A worker sends a request for each step, so it uses the standard library's client, which takes a fraction of httpx's
-processor time.
+A worker sends a request for each step of its episodes, so it uses the standard library's client, which takes a fraction
+of httpx's processor time.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,16 +41,16 @@ class HeadActor:
         if token := os.environ.get("JOBGROUP_TOKEN"):
             self._headers["Authorization"] = f"Bearer {token}"
 
-    def act(self, position: EpisodePosition, state: State) -> tuple[Action, int | None]:
-        """Return the action for a state, and the version of the policy that chose it.
+    def act(self, positions: Sequence[EpisodePosition], states: Sequence[State]) -> list[tuple[Action, int | None]]:
+        """Return for each state the action, and the version of the policy that chose it.
 
         Raises:
-            RuntimeError: the head has no action for this state.
+            RuntimeError: the head has no action for one of the states.
             ConfigurationError: the head refuses this worker.
             DependencyLostError: the head does not answer within the worker's patience.
         """
-        reply = self._ask(state=state, episodes=[position])
-        return reply["action"], reply["policy_versions"][0]
+        reply = self._ask(states=states, episodes=positions)
+        return list(zip(reply["actions"], reply["policy_versions"], strict=True))
 
     def finish(self, report: FinishedEpisode) -> None:
         """Tell the head that an episode has ended; raises as ``act`` does."""

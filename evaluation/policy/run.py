@@ -25,6 +25,7 @@ from services.core.files import atomic_write
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 from services.environment_server.settings import default_name
+from services.evaluation_head.settings import MAX_BATCH
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"
@@ -48,6 +49,8 @@ class Options:
     """The policies of a head to start, as HEAD_POLICIES."""
     policy: str | None = None
     port: int = 0
+    episodes_at_once: int = 1
+    """Episodes that a worker plays together."""
 
 
 class EpisodeFile:
@@ -116,9 +119,11 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
             # Two commands at one head have different names.
             name = f"{default_name()[:60]}-{os.getpid()}/"
             work = Work(name, options.environment, head.url, policy)
-            coordinator = Coordinator(
-                Crew(min(options.workers, len(missing)), work, logs=options.save_to), missing, store.add
-            )
+            # With few episodes every worker has some.
+            at_once = min(options.episodes_at_once, -(-len(missing) // options.workers))
+            workers = min(options.workers, len(missing))
+            crew = Crew(workers, work, logs=options.save_to, episodes_at_once=at_once)
+            coordinator = Coordinator(crew, missing, store.add)
             began = time.monotonic()
             await run_until_first_ends(coordinator.run(), head.watch())
             results = results_of(
@@ -139,7 +144,8 @@ def _head(options: Options) -> AbstractAsyncContextManager[HeadAt]:
     if options.url is not None:
         return contextlib.nullcontext(running_head(options.url))
     assert options.policies is not None
-    return started_head(options.policies.replace(",", " "), options.port, options.workers)
+    states = min(options.workers * options.episodes_at_once, MAX_BATCH)
+    return started_head(options.policies.replace(",", " "), options.port, states)
 
 
 def results_of(

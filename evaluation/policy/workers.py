@@ -1,7 +1,8 @@
 """The coordinator of worker processes: it starts and watches them, restarts them, and hands out the seeds.
 
-A worker gets its next seed when it has finished an episode. The open episode of a worker that dies goes back to the
-front of the queue, so that all seeds are played whatever dies.
+A worker gets its next seeds when it has finished its episodes. The open episodes of a worker that dies go back to the
+front of the queue and are played one by one, so that all seeds are played whatever dies, and one that kills its worker
+takes no other with it again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.policy.records import Costs, Episode, Work
-from local_runner.environment import cores
 from services.core.errors import (
     EXIT_CONFIGURATION,
     EXIT_RECOVERABLE,
@@ -30,6 +30,7 @@ from services.core.errors import (
     DependencyLostError,
     NeverReadyError,
 )
+from services.core.processors import THREADS_VARIABLE, cores, threads
 from services.rollout_server.child import LAUNCHER_VARIABLE
 from services.rollout_server.commands import Command
 from services.rollout_server.supervisor import describe_exit
@@ -74,6 +75,8 @@ class Crew:
     logs: Path | None = None
     """A directory for a log of each worker; None: this process's standard error."""
     restarts: int = RESTARTS
+    episodes_at_once: int = 1
+    """Episodes that a worker plays together, with one request to the head for a step of all of them."""
     is_together: bool = False
     """True if no worker plays before all are ready."""
 
@@ -152,21 +155,25 @@ class Coordinator:
             self._begin_if_complete()
             if self._crew.is_together:
                 await self._may_begin.wait()
-            while (seed := await self._next()) is not None:
-                await self._play(seed, worker, process, log)
+            while seeds := await self._next():
+                await self._play(seeds, worker, process, log)
             _input(process).close()
             worker.costs = Costs(**await _read(process, worker, log))
             await process.wait()
 
-    async def _play(self, seed: int, worker: Worker, process: Process, log: Path | None) -> None:
-        """Let a process play the episode of a seed; the seed is played again unless the episode comes to its end."""
-        _input(process).write(f"{seed}\n".encode())
+    async def _play(self, seeds: list[int], worker: Worker, process: Process, log: Path | None) -> None:
+        """Let a process play the episodes of some seeds; those that do not come to their end are played again."""
+        _input(process).write(f"{json.dumps(seeds)}\n".encode())
+        left = set(seeds)
         try:
-            episode = Episode(**await _read(process, worker, log))
+            while left:
+                episode = Episode(**await _read(process, worker, log))
+                left.discard(episode.seed)
+                await self._settle(episode, worker)
         except WorkerDiedError as death:
-            await self._settle(Episode(seed, failed=str(death)), worker)
+            for seed in sorted(left):
+                await self._settle(Episode(seed, failed=str(death)), worker)
             raise
-        await self._settle(episode, worker)
 
     async def _settle(self, episode: Episode, worker: Worker) -> None:
         self._tries[episode.seed] += 1
@@ -182,15 +189,20 @@ class Coordinator:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _next(self) -> int | None:
-        """Return the next seed; None when all episodes have ended. Waits while others may come back."""
+    async def _next(self) -> list[int]:
+        """Return the next seeds; none when all episodes have ended. Waits while others may come back."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._todo or not self._open)
-            if not self._todo:
-                return None
-            seed = self._todo.popleft()
-            self._open.add(seed)
-            return seed
+            seeds: list[int] = []
+            while self._todo and len(seeds) < self._crew.episodes_at_once:
+                # A seed whose worker died may be the cause, so it is played alone.
+                if seeds and self._tries[self._todo[0]]:
+                    break
+                seeds.append(self._todo.popleft())
+                if self._tries[seeds[-1]]:
+                    break
+            self._open.update(seeds)
+            return seeds
 
     def _begin_if_complete(self) -> None:
         if len(self._ready | self._given_up.keys()) == len(self.workers) or not self._crew.is_together:
@@ -205,8 +217,8 @@ class Coordinator:
         work = replace(self._crew.work, name=f"{self._crew.work.name}{worker.name}{attempt}")
         command = Command(worker.name, sys.executable, self._crew.module, [json.dumps(asdict(work))])
         # Otherwise the threads of all workers would contend for the cores.
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // self._crew.count))
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, LAUNCHER_VARIABLE: str(os.getpid())}
+        share = str(threads(processes=self._crew.count))
+        environment = {**os.environ, THREADS_VARIABLE: share, LAUNCHER_VARIABLE: str(os.getpid())}
         with contextlib.ExitStack() as stack:
             errors = None if log is None else stack.enter_context(log.open("ab"))
             process = await asyncio.create_subprocess_exec(

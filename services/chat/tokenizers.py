@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from services.core.errors import ConfigurationError, first_line
+from services.core.files import check_model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ def load_tokenizer(model_name: str) -> PreTrainedTokenizerBase:
     Raises:
         ConfigurationError: the tokenizer cannot be loaded.
     """
+    check_model_directory(model_name)
     from transformers import AutoTokenizer
 
     try:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient
-from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State
+from services.protocol.evaluation import EpisodePosition, EvaluateReply, EvaluateRequest, FinishedEpisode, State, Usage
 
 
 class EvaluationHeadClient(HttpClient):
@@ -53,6 +53,7 @@ class EvaluationHeadClient(HttpClient):
         episodes: Sequence[EpisodePosition] | None = None,
         finished: Sequence[FinishedEpisode] = (),
         logprobs: bool = False,
+        usage: Usage | None = None,
     ) -> EvaluateReply:
         """Return one action a state, in order, with the version that chose it; report episodes that have ended.
 
@@ -61,6 +62,7 @@ class EvaluationHeadClient(HttpClient):
             episodes: the episode and step of each state, for the dashboard.
             finished: episodes that have ended since the last request.
             logprobs: ask for the actions' log-probabilities, which the reply then has if the policy gives them.
+            usage: cores and memory of this player, for the dashboard.
 
         Raises:
             RequestRefusedError: 404 no such policy, 409 the name belongs to another player, 422 a state does not fit.
@@ -71,6 +73,7 @@ class EvaluationHeadClient(HttpClient):
             episodes=None if episodes is None else list(episodes),
             finished=list(finished),
             logprobs=logprobs,
+            usage=usage,
             **self._about,
         )
         reply = await self.call("POST", "/evaluate", EvaluateReply, request)

@@ -2,7 +2,8 @@
 
 The client sends one request a prompt with ``n``, so that the worker computes the prompt once; with deterministic
 engines, one request a completion. It asks again for completions that are missing, and continues those that were aborted
-from the tokens that have come. It generates long completions in pieces, so that a worker that dies loses one piece. It
+from the tokens that have come. It generates long completions in pieces, so that a worker that dies loses one piece, and
+decodes a completion of several pieces itself, because an engine sees no whole character where its bytes are cut. It
 refuses token ids outside the vocabulary, because they would crash a worker.
 """
 
@@ -12,17 +13,15 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-import orjson
 from prometheus_client import Counter, Gauge
-from pydantic import ValidationError
 
+from services.clients.completions import CompletionDecoder, read_completions
 from services.core.endpoints import Endpoint, Task, endpoint
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
-from services.protocol.groups import EMPTY, Completion, FinishReason, VersionSpan, joined
+from services.protocol.groups import EMPTY, Completion, FinishReason, joined
 from services.weights.adapter_files import ADAPTER_NAME
 
 REQUESTS = Counter("rollout_requests", "Generation requests sent.")
@@ -95,6 +94,7 @@ class RolloutClient(HttpClient):
         token: str | None = None,
         *,
         vocab_size: int,
+        model_name: str | None = None,
         max_concurrency: int = 64,
         deadline_seconds: float = 600.0,
         seed_each_completion: bool = False,
@@ -106,6 +106,8 @@ class RolloutClient(HttpClient):
             address: the router's, or one worker's; by default the job group's router.
             token: sent as ``Authorization: Bearer``.
             vocab_size: the prompts' token ids must be below this.
+            model_name: the model whose tokenizer decodes completions of several pieces, loaded when the first one has
+                come; None: their text is the pieces' texts, with U+FFFD where a character was cut.
             max_concurrency: prompts in flight; further calls wait.
             deadline_seconds: for one call of ``generate`` with all its tries, counted from when it is in flight.
             seed_each_completion: send one request a completion. With ENGINE_DETERMINISTIC, SGLang gives all
@@ -122,6 +124,7 @@ class RolloutClient(HttpClient):
             max_connections=None,
         )
         self._vocab_size = vocab_size
+        self._decoder = None if model_name is None else CompletionDecoder(model_name)
         self.seed_each_completion = seed_each_completion
         self.lora_path = lora_path
         self._places = asyncio.Semaphore(max_concurrency)
@@ -132,8 +135,7 @@ class RolloutClient(HttpClient):
         """Return ``n`` completions of a prompt, or as many as could be generated.
 
         Lost completions are asked for again and aborted ones continued, until MAX_ROUNDS rounds in a row bring no token
-        or the deadline has passed. Each token keeps the log-probability and version with which it was sampled. If a
-        completion was cut within the bytes of a character, its text has U+FFFD there.
+        or the deadline has passed. Each token keeps the log-probability and version with which it was sampled.
 
         Args:
             prompt_ids: token ids of the whole prompt.
@@ -235,7 +237,11 @@ class RolloutClient(HttpClient):
             return _Reply([], kept, error)
         TOKENS.inc(sum(len(completion.completion_ids) for completion in completions))
         RESUBMITTED.labels("missing").inc(max(n - len(completions), 0))
-        return _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
+        sorted_by_end = _sorted_by_end(begun, completions[:n], piece, params.max_new_tokens)
+        if begun.tokens and self._decoder is not None:
+            done = [await self._decoder.decode(whole, params.stop) for whole in sorted_by_end.done]
+            return replace(sorted_by_end, done=done)
+        return sorted_by_end
 
 
 def _sorted_by_end(begun: _Begun, received: Sequence[Completion], piece: int, most: int) -> _Reply:
@@ -268,32 +274,3 @@ def _has_ended(received: Completion, piece: int) -> bool:
     # A piece that the engine cut short has filled the model's context.
     is_short = received.finish_reason is FinishReason.LENGTH and len(received.completion_ids) < piece
     return is_short or received.finish_reason is FinishReason.STOP
-
-
-def read_completions(url: str, reply: bytes) -> list[Completion]:
-    """Return the completions of ``url``'s reply to SGLang's /generate, which is one record or a list of records.
-
-    Raises:
-        DependencyLostError: the reply is something else.
-    """
-    try:
-        body = orjson.loads(reply)
-        return [_completion(record) for record in (body if isinstance(body, list) else [body])]
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
-        raise DependencyLostError(f"{url} answered with something else than completions: {error}") from error
-
-
-def _completion(record: dict[str, Any]) -> Completion:
-    meta = record["meta_info"]
-    pairs = meta.get("output_token_logprobs") or []
-    ids = [pair[1] for pair in pairs]
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(ids)}]
-    return Completion(
-        completion=record.get("text") or "",
-        completion_ids=ids,
-        logprobs=[pair[0] for pair in pairs],
-        policy_versions=[
-            VersionSpan(version=int(span["version"]), start=span["start"], end=span["end"]) for span in spans
-        ],
-        finish_reason=FinishReason(meta["finish_reason"]["type"]),
-    )

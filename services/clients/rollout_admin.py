@@ -24,6 +24,10 @@ ROUTER_SECONDS = 30.0
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
+ASLEEP = " asleep"
+"""The end of the version that a sleeping worker reports. The engine's own process keeps this mark, so an engine that
+restarts has lost it."""
+
 
 class WorkerRefusedError(Exception):
     """A worker refused or failed a request; the message has its URL, the route and its answer."""
@@ -95,9 +99,31 @@ class WorkerAdmin(HttpClient):
         super().__init__(url, token=token, service="worker", timeout=timeout)
 
     async def version(self) -> int | None:
-        """Return the policy version that the worker serves; None for a version that is not one of ours."""
-        text = str((await self._ask("GET", "/model_info")).get("weight_version"))
+        """Return the policy version that the worker serves, or will serve once it wakes; None if it is none of ours."""
+        text = (await self._version_text()).removesuffix(ASLEEP)
         return int(text) if text.isdecimal() else None
+
+    async def is_asleep(self) -> bool:
+        """Return whether the worker has given its memory away; see ``sleep``."""
+        return (await self._version_text()).endswith(ASLEEP)
+
+    async def sleep(self) -> None:
+        """Have the worker give the GPU's memory away until ``wake``. Requests are aborted, and new ones wait."""
+        if await self.is_asleep():
+            return
+        version = await self._version_text()
+        # SGLang's scheduler dies of a release while requests run, and of a wake without a sleep before.
+        await self.pause("retract")
+        await self.pause("abort")
+        await self._set_version(version + ASLEEP)
+        await self._ask("POST", "/release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        """Have a sleeping worker take its memory back; generation stays paused. Nothing happens to others."""
+        version = await self._version_text()
+        if version.endswith(ASLEEP):
+            await self._ask("POST", "/resume_memory_occupation", {})
+            await self._set_version(version.removesuffix(ASLEEP))
 
     async def scheduler_answers(self, seconds: float) -> bool:
         """Return whether SGLang's scheduler generates a token within ``seconds``, or answers although it is paused.
@@ -154,8 +180,13 @@ class WorkerAdmin(HttpClient):
         loaded = await self.adapter_path()
         if loaded is None or loaded != payload.get("lora_path", loaded):
             raise WorkerRefusedError(f"worker {self.url} lists the adapter {loaded} after {route} of version {version}")
-        payload = {"new_version": str(version), "abort_all_requests": False}
-        await self._ask("POST", "/update_weight_version", payload)
+        await self._set_version(str(version))
+
+    async def _version_text(self) -> str:
+        return str((await self._ask("GET", "/model_info")).get("weight_version"))
+
+    async def _set_version(self, text: str) -> None:
+        await self._ask("POST", "/update_weight_version", {"new_version": text, "abort_all_requests": False})
 
     async def _is_embedded(self) -> bool:
         return (await self._ask("GET", "/server_info")).get("engine") == "embedded"
@@ -176,6 +207,8 @@ class WorkerAdmin(HttpClient):
     async def hold(self, *, finishes_requests: bool, for_adapter: bool = False) -> None:
         """Stop generation for a change of weights; requests in flight end first, or continue after ``resume``.
 
+        A sleeping worker wakes first.
+
         Continued requests are computed anew up to where they stopped, so that later tokens depend on the new weights
         alone. Without a hold, an update starts when the requests have ended, but SGLang then fails to flush its cache
         if new requests have come.
@@ -183,6 +216,7 @@ class WorkerAdmin(HttpClient):
         Before a change of the LoRA adapter (``for_adapter``) SGLang's requests are aborted instead of continued, and
         their client sends them again: SGLang unloads an adapter only when no request refers to it.
         """
+        await self.wake()
         if finishes_requests:
             await self.drain()
             # Requests that came since are aborted, and their client sends them again.

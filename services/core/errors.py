@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 
 EXIT_FAILED = 1
-"""An unexpected error, or a dependency that never came up. Not listed in ``recover_on_exit_codes``, so
-``max_restarts_on_errors`` bounds the restarts."""
+"""An unexpected error, or a dependency that never came up. ``services.core.restarts`` bounds the restarts."""
 
 EXIT_RECOVERABLE = 33
 """A dependency was lost that had answered before; a restart may help. Listed in ``recover_on_exit_codes`` of every

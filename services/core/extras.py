@@ -11,7 +11,7 @@ from types import TracebackType
 
 from services.core.errors import EXIT_CONFIGURATION
 
-OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "scripts")
+OWN = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
 """The project's own packages, which no extra installs."""
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -26,9 +26,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trainer.collector": ("collector",),
     "scripts": ("local",),
     "scripts.cartpole_policy": ("head",),
+    "scripts.chat": ("local", "rollout"),
     "scripts.evaluate": ("data", "evaluation", "local"),
     "scripts.evaluate_policy": ("environment", "head", "local"),
     "scripts.generate_trajectories": ("environment", "head", "local"),
+    "scripts.launch": ("local", "trainer"),
     "scripts.prepare_demo_model": ("demo", "local", "rollout"),
     "scripts.tiny_model": ("local", "rollout"),
     "local_runner": ("local",),
@@ -47,9 +49,11 @@ def extras_of(program: str) -> tuple[str, ...]:
 
 
 def install_command(*extras: str) -> str:
-    """Return the command that installs extras into this environment from the project's directory."""
+    """Return the command that installs extras into this environment, in a checkout from the project's directory."""
     python = Path(sys.executable)
     shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+    if (Path(__file__).parents[3] / "skypilot_grpo").is_dir():
+        return f"{shown} -m pip install 'skypilot-grpo[{','.join(extras)}]'"
     return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 

@@ -1,10 +1,14 @@
-"""Files: atomic replacement, and full disks."""
+"""Files and directories: atomic replacement, full disks, and models' directories that do not exist."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+from services.core.errors import ConfigurationError
+
+DEMO_MODEL = "smollm2-135m"
+"""The name of the directory of the demo's model."""
 FULL_BELOW_BYTES = 64 * 2**20
 """A disk counts as full below this: a failed write may leave some space, and others may have freed some since."""
 
@@ -25,6 +29,34 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def replace_directory(new: Path, old: Path) -> None:
+    """Rename the directory ``new`` to ``old``, in place of a directory that is there."""
+    if old.exists():
+        # A rename cannot replace a directory that is not empty: move the old one out of the way first.
+        replaced = old.with_name(f".{old.name}.replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        old.rename(replaced)
+        new.rename(old)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        new.rename(old)
+
+
+def check_model_directory(model: str) -> None:
+    """Check that MODEL_NAME exists if it is a path: it begins with ``.``, ``/`` or ``~``, or has more than one ``/``.
+
+    Raises:
+        ConfigurationError: it is a path that does not exist.
+    """
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if not is_path or Path(model).expanduser().exists():
+        return
+    remedy = "give a directory that has the model, or a Hugging Face name"
+    if Path(model).name == DEMO_MODEL:
+        remedy = f"`make demo` makes it, or `python -m scripts.prepare_demo_model {model}`"
+    raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
 
 
 def is_full(directory: Path) -> bool:

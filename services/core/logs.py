@@ -19,7 +19,7 @@ from services.core.errors import ConfigurationError
 LOG_FORMAT_VARIABLE = "LOG_FORMAT"
 
 # They log every request or connection, which the metrics count already.
-_VERBOSE = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
+_VERBOSE = ("httpx", "httpx2", "httpcore", "asyncio", "urllib3", "filelock", "fsspec", "huggingface_hub", "matplotlib")
 
 
 def configure(component: str, level: str = "info") -> None:
@@ -51,7 +51,6 @@ def configure(component: str, level: str = "info") -> None:
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
 from services.core.retired import RETIRED
+from services.core.run_ids import default_run_id
 
 
 def _parsed(value: object) -> object:
@@ -47,11 +47,11 @@ class Settings(BaseSettings):
         default=Path("shared-volume"), description="The volume that the nodes of a job share; holds `runs/`."
     )
     run_id: str = Field(
-        default_factory=lambda: default_run_id(),
+        default_factory=lambda given: default_run_id(given["shared_dir"]),
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="Name of the run directory below `SHARED_DIR/runs`. Give a former run's name to resume it. "
-        "Default: taken from SKYPILOT_TASK_ID, so that all tasks of one managed job, and its recoveries, agree; a "
-        "run of that name that has succeeded is left alone.",
+        "Default: group, job and time of SKYPILOT_TASK_ID, such as grpo-17-20260131-120000, equal in all tasks of a "
+        "managed job and after its recoveries.",
     )
     log_level: str = Field(
         default="info", pattern=r"^(debug|info|warning|error)$", description="debug, info, warning or error."
@@ -92,23 +92,6 @@ class Settings(BaseSettings):
     def token(self) -> str | None:
         """The shared token in plain text, or None."""
         return self.jobgroup_token.get_secret_value() if self.jobgroup_token else None
-
-
-def default_run_id() -> str:
-    """Return the managed job's name and number, equal in all its tasks and after recoveries; elsewhere ``local``."""
-    found = parse_task_id()
-    group = os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
-    return f"{group}-{found['job']}" if found else group
-
-
-def parse_task_id() -> dict[str, str] | None:
-    """Return the managed job's number (``job``) and its controller's start (``time``); None without SkyPilot.
-
-    A restarted jobs controller has another start and counts jobs from 1 again.
-    """
-    # sky-managed-<time>_<group>_<task>_<job>-<task number>
-    match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
-    return match.groupdict() if match else None
 
 
 def _describe(problem: Any) -> str:

@@ -1,4 +1,4 @@
-"""A model's vocabulary size and context length, for programs that do not load the model."""
+"""A model's files, vocabulary size and context length, for programs that do not load the model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,19 @@ def context_length(model: str, named_by: str) -> int:
     return _read(model, named_by, "max_position_embeddings")
 
 
-def _read(model: str, named_by: str, field: str) -> int:
+def model_file(model: str, name: str) -> Path:
+    """Return the path of a file of a model: in its directory, or in the hub's cache, where it is downloaded.
+
+    Raises:
+        OSError, ValueError: the hub does not give it.
+    """
     directory = Path(model).expanduser()
+    return directory / name if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, name))
+
+
+def _read(model: str, named_by: str, field: str) -> int:
     try:
-        path = directory if directory.is_dir() else Path(huggingface_hub.hf_hub_download(model, "config.json")).parent
-        config: dict[str, Any] = json.loads((path / "config.json").read_text())
+        config: dict[str, Any] = json.loads(model_file(model, "config.json").read_text())
         # Multimodal models have a configuration for each modality.
         return int((config | (config.get("text_config") or {}))[field])
     except KeyError:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import datasets
-import huggingface_hub
+from huggingface_hub.utils import logging as hub_logging
 
 from services.chat.tokenizers import import_transformers_alone, load_tokenizer
 from services.core.errors import ConfigurationError
@@ -46,10 +45,8 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
     Raises:
         ConfigurationError: one of them cannot be loaded, or no prompt can be made.
     """
-    # Each retry of theirs would be a warning, printed twice. Their last error is in our own message.
-    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    datasets.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
+    # Each retry would be a warning, printed twice. The last error is in our own message.
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     if own_process and settings.model_name is not None:
         import_transformers_alone()
     # The tokenizer comes first because it fails sooner.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -61,7 +60,7 @@ class Row:
 class Rows:
     """The rows of one split that have a question and a ground truth, in the order of the source."""
 
-    table: datasets.table.InMemoryTable
+    table: pa.Table
     """All rows of the split, with the columns question, answer and perhaps ground_truth and category."""
     truths: pa.Array
     """The ground truth of each row of ``table``."""
@@ -76,6 +75,8 @@ class Rows:
     def take(self, places: list[int]) -> list[Row]:
         """Return the rows at ``places`` (0 to len - 1), in that order."""
         numbers = self.numbers[places].tolist()
+        # Slices find their chunk and copy nothing, whereas Table.take joins all chunks of a column first.
+        taken = pa.concat_tables([self.table.slice(number, 1) for number in numbers]).to_pylist()
         return [
             Row(
                 number,
@@ -84,7 +85,7 @@ class Rows:
                 self.truths[number].as_py(),
                 _text(row.get("category")),
             )
-            for number, row in zip(numbers, self.table.fast_gather(numbers).to_pylist(), strict=True)
+            for number, row in zip(numbers, taken, strict=True)
         ]
 
     def select(self, places: np.ndarray[Any, Any] | slice) -> Rows:
@@ -169,6 +170,16 @@ def _in_memory(table: pa.Table) -> ReadTable:
     return lambda: table
 
 
+def _datasets() -> Any:
+    """Import and return datasets, which takes a second and which generated questions do not need."""
+    import datasets
+
+    # Each retry would be a warning, printed twice. The last error is in our own message.
+    datasets.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    return datasets
+
+
 def _load_file(path: Path, setting: str, settings: DataSettings) -> ReadTable:
     where = f"{setting} {str(path)!r}"
     if path.suffix not in FILE_TYPES:
@@ -176,7 +187,9 @@ def _load_file(path: Path, setting: str, settings: DataSettings) -> ReadTable:
     if not path.is_file() or path.stat().st_size == 0:
         raise ConfigurationError(f"{where} is not a file with rows, seen from {Path.cwd()}; give the path of one")
     try:
-        loaded = datasets.load_dataset(FILE_TYPES[path.suffix], data_files={"rows": str(path.resolve())}, split="rows")
+        loaded = _datasets().load_dataset(
+            FILE_TYPES[path.suffix], data_files={"rows": str(path.resolve())}, split="rows"
+        )
     # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
     except Exception as error:
         cause = error.__cause__ or error
@@ -192,7 +205,7 @@ def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]
     config = settings.dataset_config or ("main" if is_gsm8k else None)
     where = f"DATASET {dataset!r}"
     try:
-        loaded = datasets.load_dataset(dataset, config)
+        loaded = _datasets().load_dataset(dataset, config)
     # As above: no network, no such dataset, no access, a wrong configuration name, a broken cache, ...
     except Exception as error:
         raise ConfigurationError(
@@ -224,7 +237,7 @@ def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     files = [file["filename"] for file in dataset.cache_files]
 
     def read() -> pa.Table:
-        whole = pa.concat_tables(datasets.Dataset.from_file(file).data.table for file in files) if files else table
+        whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
         return pa.table({name: whole[column] for name, column in columns.items()})
 
     return read
@@ -259,7 +272,7 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str])
     refused["no question"] += int((~questions).sum())
     refused["no ground truth"] += int((questions & ~answered).sum())
     numbers = np.flatnonzero(questions & answered).astype(np.int32)
-    rows = Rows(datasets.table.InMemoryTable(read_table()), truths.combine_chunks(), numbers, content)
+    rows = Rows(read_table(), truths.combine_chunks(), numbers, content)
     pa.default_memory_pool().release_unused()
     return rows
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
+from types import ModuleType
 
+from services.chat.tokenizers import import_transformers_alone
 from services.core import endpoints, logs, memory
 from services.core.errors import exit_code_of
-from services.embedded_engine.http.app import SERVICE, create_app
+from services.core.imports import pause_collection
 from services.embedded_engine.settings import EngineSettings
 from services.http.server import listen, serve
+
+
+def import_application() -> ModuleType:
+    """Import and return the module of the engine's application, in a process of the engine's own.
+
+    Beside torch, transformers would import torch's compiler and distributed tensors, which the engine never uses.
+    """
+    with pause_collection():
+        import_transformers_alone()
+        from services.embedded_engine.http import app
+    return app
 
 
 def main() -> None:
@@ -20,11 +33,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=default.port, help="port to listen on, default 30001")
     address = parser.parse_args()
     settings = EngineSettings.load()
-    logs.configure(SERVICE, settings.log_level)
+    application = import_application()
+    logs.configure(application.SERVICE, settings.log_level)
     if settings.keep_memory:
         memory.keep()
     listener = listen(address.host, address.port)
-    app = create_app(settings)
+    app = application.create_app(settings)
     logs.get_logger(__name__).info("listening", host=address.host, port=listener.getsockname()[1])
     serve(app, listener)
 

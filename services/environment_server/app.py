@@ -22,6 +22,7 @@ from services.environment_server.openenv_sessions import Sessions
 from services.environment_server.openenv_tasks import add_task_routes
 from services.environment_server.player import Player
 from services.environment_server.settings import EnvironmentSettings
+from services.environment_server.usage import UsageMeter
 from services.http.app import create_service_app, model_response
 from services.http.problems import ProblemError
 from services.protocol.base import Health
@@ -55,6 +56,7 @@ class Server:
     def __init__(self, settings: EnvironmentSettings) -> None:
         self.settings = settings
         self.player: Player | None = None
+        self.meter = UsageMeter()
         self._replies: OrderedDict[str, asyncio.Future[ResetReply]] = OrderedDict()
 
     @asynccontextmanager
@@ -87,7 +89,7 @@ class Server:
             self.sessions = Sessions(self.table, self.tasks, getattr(self.tasks or trial, "tools", ()))
             stack.callback(asyncio.create_task(self._sweep()).cancel)
             if settings.eval_head_endpoint is not None:
-                self.player = await stack.enter_async_context(Player(settings, self.table).playing())
+                self.player = await stack.enter_async_context(Player(settings, self.table, self.meter).playing())
             yield
 
     @property
@@ -97,6 +99,8 @@ class Server:
             name=self.settings.environment_server_name,
             environment=self.settings.environment,
             pushing=self.player is not None,
+            instance=self.table.instance,
+            usage=self.meter.usage,
         )
         is_well = self.table.stuck <= MAX_STUCK
         return Health(status="healthy" if is_well else "unhealthy", service=SERVICE, **about.model_dump())
@@ -136,6 +140,7 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
+            self.meter.update()
             if dropped := self.table.drop_idle(IDLE_SECONDS):
                 log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
             await self.sessions.sweep()

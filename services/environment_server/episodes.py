@@ -86,6 +86,8 @@ class EpisodeTable:
 
     def __init__(self, info: EnvironmentInfo, make: MakeEnvironment, step_seconds: float) -> None:
         self.info = info
+        self.instance = secrets.token_hex(16)
+        """Tells this table from those of other servers and of former processes."""
         self._make = make
         self._runner = Runner(step_seconds)
         self.active: dict[str, Episode] = {}
@@ -121,7 +123,7 @@ class EpisodeTable:
             starts = await self._begin([(first + i) % 2**31 for i in range(count)], make or self._make)
         finally:
             self._beginning -= count
-        return ResetReply.model_construct(environment=self.info, episodes=starts)
+        return ResetReply.model_construct(environment=self.info, episodes=starts, instance=self.instance)
 
     async def _begin(self, seeds: Sequence[int], make: MakeEnvironment) -> list[EpisodeStart]:
         made: dict[int, Environment] = {}

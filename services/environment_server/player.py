@@ -12,6 +12,7 @@ from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.environment_server.episodes import EpisodeTable
 from services.environment_server.settings import EnvironmentSettings
+from services.environment_server.usage import UsageMeter
 from services.http.client import RequestRefusedError
 from services.http.problems import ProblemError
 from services.protocol.evaluation import (
@@ -33,9 +34,10 @@ PAUSE_SECONDS = 2.0
 class Player:
     """Keeps ENVIRONMENT_PUSH_EPISODES episodes going."""
 
-    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable) -> None:
+    def __init__(self, settings: EnvironmentSettings, table: EpisodeTable, meter: UsageMeter) -> None:
         self._settings = settings
         self._table = table
+        self._meter = meter
         self._head = EvaluationHeadClient(
             str(settings.eval_head_endpoint),
             policy=settings.environment_push_policy,
@@ -101,7 +103,7 @@ class Player:
         states, positions = [episode.state for episode in episodes], [episode.position for episode in episodes]
         while True:
             try:
-                actions = (await self._head.act(states, episodes=positions, finished=reports)).actions
+                reply = await self._head.act(states, episodes=positions, finished=reports, usage=self._meter.usage)
             except (DependencyLostError, RequestRefusedError) as error:
                 self._report(str(error))
                 self._table.touch([episode.episode for episode in episodes])
@@ -110,7 +112,7 @@ class Player:
                 if self._trouble is not None:
                     log.info("the head gives actions again")
                     self._trouble = None
-                return actions
+                return reply.actions
 
     async def _advance(
         self, episodes: Sequence[OngoingEpisode], actions: Sequence[Action]

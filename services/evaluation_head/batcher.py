@@ -1,8 +1,10 @@
 """Gathers the states of many requests into batches for one policy.
 
-A batch starts when it is full, or when its oldest state has waited for the timeout. It computes in a thread of its own
-while the states of the next one arrive. Requests are read whole before their states come here, and replies are written
-after their batches, so a slow client delays nobody else.
+A batch starts when it is full, when as many states are there as came together lately, or when the timeout has passed
+since its oldest state came or the last batch ended. So clients that wait for the last batch share the next one with
+those that came meanwhile, instead of taking turns in two halves. A batch computes in a thread of its own while the
+states of the next one arrive. Requests are read whole before their states come here, and replies are written after
+their batches, so a slow client delays nobody else.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -30,6 +32,9 @@ BATCH = Histogram(
 )
 COMPUTE = Histogram("head_batch_seconds", "Time that a batch takes to compute.", ["policy"])
 WAIT = Histogram("head_wait_seconds", "Time that a state waits until its batch starts.", ["policy"])
+
+KEPT_BATCHES = 8
+"""Batches that tell how many states come together."""
 
 _Piece = tuple["_Request", NDArray[np.float32]]
 """Some of a request's states [count, *shape], in order."""
@@ -73,6 +78,10 @@ class Batcher:
         self._batch, self._seconds, self._wait = BATCH.labels(name), COMPUTE.labels(name), WAIT.labels(name)
         self.waiting = 0
         """States whose batch has not started yet."""
+        self._together = deque([batch_size], KEPT_BATCHES)
+        """For each of the last batches: its states, and those that came while it computed."""
+        self._ended = 0.0
+        """When the last batch ended, by time.monotonic."""
         self.sizes: Counter[int] = Counter()
         """Batches by their number of states."""
         self.states = 0
@@ -112,16 +121,22 @@ class Batcher:
         while True:
             pieces = [await self._next(self._batch_size)]
             size = len(pieces[0][1])
-            left = pieces[0][0].arrived + self._timeout - time.monotonic()
+            left = max(pieces[0][0].arrived, self._ended) + self._timeout - time.monotonic()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     # After the timeout this still takes the states that are there, because it does not wait for them.
-                    while size < self._batch_size:
+                    while size < self._batch_size and (size < max(self._together) or self._has_more):
                         pieces.append(await self._next(self._batch_size - size))
                         size += len(pieces[-1][1])
             self.waiting -= size
             if pieces := [(request, states) for request, states in pieces if not request.done.done()]:
                 await self._decide(pieces)
+            self._ended = time.monotonic()
+            self._together.append(min(self._batch_size, size + self.waiting))
+
+    @property
+    def _has_more(self) -> bool:
+        return self._rest is not None or not self._queue.empty()
 
     async def _next(self, room: int) -> _Piece:
         """Return the next states of one request, ``room`` of them at most."""

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from torch.export import Dim
+from torch.fx import GraphModule
 
 from services.core.files import atomic_write
 from services.protocol.evaluation import ActionKind, ActionSpec, StateSpec
@@ -57,7 +58,7 @@ class Loaded:
     """A policy on its device, ready to run."""
 
     spec: PolicySpec
-    module: torch.nn.Module
+    module: GraphModule
     source: Source
     device: torch.device
 

@@ -23,6 +23,7 @@ from services.protocol.evaluation import (
     FinishedEpisode,
     ServerMode,
     ServerState,
+    Usage,
 )
 
 FINISHED = Counter("head_episodes_finished", "Episodes that came to their end.", ["policy"])
@@ -56,6 +57,7 @@ class Server:
     active: dict[str, float] = field(default_factory=dict)
     """When the episodes under way were heard of."""
     ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    usage: Usage | None = None
     # Of discovered servers only.
     url: str | None = None
     found: ServerState | None = None
@@ -92,6 +94,7 @@ class Server:
             "lost": self.lost,
             "returns": self.returns.as_dict(),
             "seconds_since_heard": round(self.age, 1),
+            "usage": None if self.usage is None else self.usage.model_dump(),
             "detail": self.detail,
         }
 
@@ -133,6 +136,7 @@ class Registry:
         server.heard = time.monotonic()
         server.mode = ServerMode.PUSHING
         server.environment = request.environment or server.environment
+        server.usage = request.usage or server.usage
         return server
 
     def discovered(self, name: str, url: str) -> Server:

@@ -9,6 +9,8 @@ from pydantic import AnyHttpUrl, Field, SecretStr, TypeAdapter, field_validator
 from services.core.endpoints import ENVIRONMENT_PORT
 from services.core.settings import Settings
 
+MAX_BATCH = 4096
+"""Most states that a torch policy computes at once."""
 _POLICY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}=.+")
 
 
@@ -22,9 +24,15 @@ class HeadSettings(Settings):
         "rollout server or router (a language model), `module:function` (takes a list of states, returns actions), or "
         "`head+http://host:8080#name` (a policy of another head).",
     )
-    head_batch_size: int = Field(default=32, ge=1, le=4096, description="States that a torch policy computes at once.")
+    head_batch_size: int = Field(
+        default=32, ge=1, le=MAX_BATCH, description="States that a torch policy computes at once."
+    )
     head_timeout_ms: float = Field(
-        default=5.0, ge=0, le=10_000, description="Time that a state waits for others to share its batch."
+        default=5.0,
+        ge=0,
+        le=10_000,
+        description="Longest time that a batch waits for more states, since its oldest state came or the last batch "
+        "ended.",
     )
     head_device: str = Field(
         default="auto",

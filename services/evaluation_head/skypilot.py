@@ -34,7 +34,8 @@ def find_clusters(prefixes: tuple[str, ...], port: int) -> list[DiscoveredServer
 def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
     """Return the replicas of SkyServe services whose names begin with one of ``prefixes``.
 
-    Each replica is a server, because the service's own address would send an episode's steps to any of them.
+    Each replica is a server, because the service's own address would send an episode's steps to any of them. Episodes
+    begin through that address, because SkyServe's autoscaler counts its requests.
 
     Raises:
         Exception: see the module.
@@ -53,6 +54,7 @@ def find_replicas(prefixes: tuple[str, ...]) -> list[DiscoveredServer]:
             source="service",
             status=replica["status"].value,
             url=_url_of(replica["endpoint"]) if replica["status"].value == "READY" else None,
+            entrance=_url_of(service.get("endpoint")),
         )
         for service in services
         if service["name"].startswith(prefixes)

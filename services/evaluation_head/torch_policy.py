@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.core import gpus
+from services.core import gpus, processors
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.evaluation_head import checkpoint
 from services.evaluation_head.batcher import Batcher
+from services.evaluation_head.packing import pack
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError, StatesRefusedError
 from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import ActionSpec, EnvironmentInfo, State, StateSpec
@@ -36,6 +38,7 @@ class TorchPolicy(Policy):
         self._settings = settings
         if settings.head_device != "cpu":
             gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+        torch.set_num_threads(processors.threads())
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if settings.head_device == "auto" else settings.head_device)
         self._tried: checkpoint.Source | None = None
@@ -48,7 +51,7 @@ class TorchPolicy(Policy):
 
     async def __aenter__(self) -> TorchPolicy:
         try:
-            self.loaded = await in_background(lambda: checkpoint.load(checkpoint.find(self._target), self._device))
+            self.loaded = await in_background(lambda: self._load(checkpoint.find(self._target)))
         except checkpoint.CheckpointError as error:
             raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
@@ -101,7 +104,7 @@ class TorchPolicy(Policy):
                 return
             # Tried once: a file that does not load now loads later only if it is written anew.
             self._tried = source
-            new, old = await in_background(lambda: checkpoint.load(source, self._device)), self.loaded.spec
+            new, old = await in_background(lambda: self._load(source)), self.loaded.spec
             if (new.spec.state, new.spec.action) != (old.state, old.action):
                 raise checkpoint.CheckpointError(
                     f"{source.file} has other states or actions; restart the head to use it"
@@ -113,6 +116,10 @@ class TorchPolicy(Policy):
         else:
             self.loaded, self.trouble = new, None
             log.info("policy reloaded", policy=self.name, version=source.version, file=str(source.file))
+
+    def _load(self, source: checkpoint.Source) -> checkpoint.Loaded:
+        loaded = checkpoint.load(source, self._device)
+        return replace(loaded, module=pack(loaded.module)) if self._device.type == "cpu" else loaded
 
     def _encode(self, states: Sequence[State] | NDArray[np.float32]) -> NDArray[np.float32]:
         """Return states as the module takes them, float32 [count, *shape].

@@ -12,7 +12,7 @@ from services.http.server import run_service
 
 SWITCH_SECONDS = 0.0005
 """The time for which a thread that computes lets another one wait for the interpreter. The thread that writes to the
-disk waits up to four times for a call; Python's own value is 5 ms."""
+disk waits for it at each commit; Python's own value is 5 ms."""
 
 if __name__ == "__main__":
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -159,28 +159,32 @@ class Calls:
             ProblemError: 400, the engine refuses the prompt; 429, no engine answered before the deadline.
         """
 
-        async def choice(index: int) -> Completion:
+        async def choice(index: int) -> Completion | Exception:
             rid = f"{request.digest}-{derive_seed(session.id):x}-{index}"
             seed = session.request.seed
             seeded = {} if seed is None else {"sampling_seed": derive_seed(seed, request.digest, index)}
-            return await self._engine.sample(
-                session.id,
-                prompt_ids,
-                {**sampling, **seeded},
-                rid,
-                session.seconds_left,
-                lambda tokens: lose("aborted", tokens),
-                session.request.lora_path,
-            )
+            try:
+                return await self._engine.sample(
+                    session.id,
+                    prompt_ids,
+                    {**sampling, **seeded},
+                    rid,
+                    session.seconds_left,
+                    lambda tokens: lose("aborted", tokens),
+                    session.request.lora_path,
+                )
+            except Exception as error:  # noqa: BLE001  # raised below, once the other choices are there
+                return error
 
         lost: Tally[str] = Tally()
 
         def lose(reason: str, tokens: int) -> None:
             lost[reason] += tokens
 
-        answers = await asyncio.gather(*map(choice, range(request.n)), return_exceptions=True)
+        # A task for the only choice would take three more turns of the event loop.
+        answers = [await choice(0)] if request.n == 1 else await asyncio.gather(*map(choice, range(request.n)))
         completions = [answer for answer in answers if isinstance(answer, Completion)]
-        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        failures = [answer for answer in answers if isinstance(answer, Exception)]
         if failures:
             lose("incomplete", sum(len(completion.completion_ids) for completion in completions))
         for reason, tokens in lost.items():
@@ -219,7 +223,7 @@ class Calls:
                 session.lost[reason] += tokens
 
 
-def _refuse_failed(session: Session, failure: BaseException) -> None:
+def _refuse_failed(session: Session, failure: Exception) -> None:
     """Raise the refusal that tells the agent why its call failed."""
     if isinstance(failure, DependencyLostError):
         session.refuse_late(str(failure))

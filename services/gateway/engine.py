@@ -13,7 +13,8 @@ import httpx
 import orjson
 from prometheus_client import Counter, Gauge
 
-from services.clients.rollout import ROUTING_KEY, read_completions
+from services.clients.completions import read_completions
+from services.clients.rollout import ROUTING_KEY
 from services.core.endpoints import Task, endpoint
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger

@@ -17,6 +17,7 @@ import jinja2
 import orjson
 
 from services.chat import tool_calls
+from services.chat.codec import TextCodec
 from services.chat.tool_calls import ToolCall
 from services.http.problems import ProblemError
 from services.protocol.groups import Completion, FinishReason
@@ -41,6 +42,7 @@ class PromptMaker:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_args: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._codec = TextCodec(tokenizer)
         self._template_args = dict(template_args or {})
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(token for token, content in added.items() if content.special)}
@@ -145,30 +147,26 @@ class PromptMaker:
 
     async def _encode(self, text: str) -> list[int]:
         """Return the text's tokens. A thread encodes a long text, without the interpreter, while other calls go on."""
-        encode = functools.partial(self._tokenizer.encode, text, add_special_tokens=False)
-        tokens: list[int] = encode() if len(text) < LONG_TEXT else await asyncio.to_thread(encode)
-        return tokens
+        encode = self._codec.encode
+        return encode(text) if len(text) < LONG_TEXT else await asyncio.to_thread(encode, text)
 
     def text_and_calls(
         self, completion: Completion, stop: Sequence[str], prompt_ids: Sequence[int], tools: list[dict[str, Any]]
     ) -> tuple[str, list[ToolCall], int]:
         """Return a completion's text without its tool calls, these, and the number of calls that cannot be parsed."""
-        raw = self.text(completion, stop, skip_special_tokens=False)
-        return tool_calls.read(self._tokenizer, self.text(completion, stop), raw, prompt_ids, tools)
+        text = self.text(completion, stop)
+        needs_raw = tool_calls.has_own_form(self._tokenizer)
+        raw = self.text(completion, stop, skip_special_tokens=False) if needs_raw else text
+        return tool_calls.read(self._tokenizer, text, raw, prompt_ids, tools)
 
     def text(self, completion: Completion, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""
-        text = self._tokenizer.decode(
-            completion.completion_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
+        text = self._codec.decode(completion.completion_ids, skip_special_tokens=skip_special_tokens)
         return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
 
     def token_text(self, token: int) -> str:
         """Return the text of one token."""
-        text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return self._codec.decode([token])
 
 
 def _shape(

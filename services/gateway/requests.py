@@ -51,7 +51,7 @@ class ChatRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
     _api: str = PrivateAttr()
     _asked: dict[str, Any] = PrivateAttr()
 

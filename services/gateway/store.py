@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import os
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +21,6 @@ from services.http.problems import ProblemError
 
 T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
-Write = tuple[list[Statement], asyncio.Future[None]]
 
 log = get_logger(__name__)
 
@@ -46,18 +48,39 @@ CREATE TABLE IF NOT EXISTS account (name TEXT PRIMARY KEY, tokens INTEGER NOT NU
 LOCK_SECONDS = 20.0
 
 
-class Store:
-    """The database, which no other process can open meanwhile. One thread runs all statements.
+@dataclass
+class Write:
+    """Statements that wait to be written, and the future of whoever waits for them."""
 
-    Writes that arrive while the disk is busy share the next transaction, and so its fsync.
+    statements: Sequence[Statement]
+    done: asyncio.Future[None]
+    is_alone: bool = False
+    """True for a transaction of their own, after one that they shared has failed."""
+
+
+@dataclass
+class Use:
+    """Work with the database outside of any transaction, and the future of its result."""
+
+    work: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class Store:
+    """The database, which no other process can open meanwhile.
+
+    A thread does what waits for the disk: it commits and reads. Writes that arrive meanwhile share the next
+    transaction, and so its fsync. Statements that write run in the event loop, because they only change pages in memory
+    (0.04 ms for a call), whereas a thread would wait for the interpreter several times for each. Callbacks, not tasks,
+    begin and end a transaction, because each turn of a busy event loop takes as long as a commit.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._thread = ThreadPoolExecutor(1, "gateway-store")
         self._file = directory / "gateway.sqlite"
-        self._waiting: list[Write] = []
-        self._flushing: asyncio.Task[None] | None = None
+        self._waiting: deque[Write | Use] = deque()
+        self._is_in_use = False
         self._db: sqlite3.Connection
         self._inodes: list[int]
 
@@ -72,8 +95,6 @@ class Store:
 
     async def close(self) -> None:
         """Write everything that was asked for and close the database."""
-        if self._flushing is not None:
-            await self._flushing
         await self.run(self._db.close)
         self._thread.shutdown()
 
@@ -84,61 +105,92 @@ class Store:
             ProblemError: 507, the disk refuses to write; 500, these statements cannot be executed. Nothing was changed.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((list(statements), done))
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
-        await asyncio.shield(done)
+        self._waiting.append(Write(statements, done))
+        self._begin()
+        await done
 
     async def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return the rows of a query."""
         return await self.run(lambda: self._db.execute(query, values).fetchall())
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the store's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        """Run ``work`` in the store's thread, after everything that was asked for before."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(Use(work, done))
+        self._begin()
+        return await done
 
-    async def _flush(self) -> None:
-        """Write everything that waits, transaction by transaction."""
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            refusal = await self._refusal(batch)
-            for write in batch:
-                # One of several may be at fault for all.
-                why = await self._refusal([write]) if refusal is not None and len(batch) > 1 else refusal
-                _, done = write
-                if why is None:
-                    done.set_result(None)
-                else:
-                    done.set_exception(why)
-        self._flushing = None
-
-    async def _refusal(self, batch: Sequence[Write]) -> ProblemError | None:
-        """Write a batch in one transaction, and return None, or why it cannot be written."""
-        statements = [statement for those, _ in batch for statement in those]
+    def _begin(self) -> None:
+        """Begin the work that waits longest, with all writes that follow each other, unless the database is in use."""
+        if self._is_in_use or not self._waiting:
+            return
+        self._is_in_use = True
+        first = self._waiting.popleft()
+        if isinstance(first, Use):
+            self._in_thread(first.work, partial(self._end_use, first))
+            return
+        batch = [first]
+        while not first.is_alone and self._waiting and isinstance(following := self._waiting[0], Write):
+            self._waiting.popleft()
+            batch.append(following)
         try:
-            await self.run(lambda: self._commit(statements))
-        except (sqlite3.OperationalError, OSError) as error:
-            with contextlib.suppress(OSError):
-                space = f"; {files.free_space(self._directory)}"
-                return ProblemError(507, f"the gateway cannot write its sessions: {error}{space}")
-            return ProblemError(507, f"the gateway cannot write its sessions: {error}")
-        except Exception as error:  # Whatever it is, nobody may wait for ever.
-            log.exception("a write failed", error=repr(error))
-            return ProblemError(500, f"the gateway cannot write its sessions: {error!r}; its log has the traceback")
-        return None
+            self._commit(batch)
+        except Exception as error:  # noqa: BLE001  # Whatever it is, nobody may wait for ever.
+            asyncio.get_running_loop().call_soon(self._end_writes, batch, None, error)
 
-    def _commit(self, statements: Sequence[Statement]) -> None:
-        try:
-            self._db.execute("BEGIN")
-            for statement, values in statements:
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T | None, Exception | None], None]) -> None:
+        """Run ``work`` in the thread, then ``then`` in the event loop with its result or error."""
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except Exception as raised:  # noqa: BLE001  # raised in whoever waits
+                result, error = None, raised
+            loop.call_soon_threadsafe(then, result, error)
+
+        self._thread.submit(run)
+
+    def _end_use(self, use: Use, result: Any, error: Exception | None) -> None:
+        self._is_in_use = False
+        self._begin()
+        _settle(use.done, result, error)
+
+    def _commit(self, batch: Sequence[Write]) -> None:
+        """Execute the statements of a batch, and let the thread commit them."""
+        self._db.execute("BEGIN")
+        for write in batch:
+            for statement, values in write.statements:
                 self._db.execute(statement, values)
-            self._db.execute("COMMIT")
-        except BaseException:
+        self._in_thread(lambda: self._db.execute("COMMIT"), partial(self._end_writes, batch))
+
+    def _end_writes(self, batch: Sequence[Write], _: object, error: Exception | None) -> None:
+        """Tell those who wait for a transaction its end; writes that failed together are tried one by one."""
+        try:
+            if error is None and self._find_inodes() != self._inodes:
+                error = OSError(f"another file took the place of {str(self._file)!r}")
             if self._db.in_transaction:  # SQLite rolls back by itself after some errors.
                 self._db.execute("ROLLBACK")
-            raise
-        if self._find_inodes() != self._inodes:
-            raise OSError(f"another file took the place of {str(self._file)!r}")
+        except (sqlite3.Error, OSError) as found:
+            error = error or found
+        self._is_in_use = False
+        if error is not None and len(batch) > 1:
+            self._waiting.extendleft(Write(write.statements, write.done, is_alone=True) for write in reversed(batch))
+        else:
+            refusal = None if error is None else self._refusal(error)
+            for write in batch:
+                _settle(write.done, None, refusal)
+        self._begin()
+
+    def _refusal(self, error: Exception) -> ProblemError:
+        """Return how a write is refused that failed of ``error``."""
+        if isinstance(error, sqlite3.OperationalError | OSError):
+            space = ""
+            with contextlib.suppress(OSError):
+                space = f"; {files.free_space(self._directory)}"
+            return ProblemError(507, f"the gateway cannot write its sessions: {error}{space}")
+        log.error("a write failed", error=repr(error), exc_info=error)
+        return ProblemError(500, f"the gateway cannot write its sessions: {error!r}; its log has the traceback")
 
     def _find_inodes(self) -> list[int]:
         """Return the inodes of the files, because a removed file can still be written."""
@@ -163,3 +215,13 @@ class Store:
                 f"GATEWAY_DIR {str(self._directory)!r} cannot be used: {error}; give a directory on a disk of this "
                 f"machine that can be written"
             ) from error
+
+
+def _settle(done: asyncio.Future[T], result: T, error: Exception | None) -> None:
+    """Give whoever waits for ``done`` its result or error, unless they have left."""
+    if done.cancelled():
+        return
+    if error is None:
+        done.set_result(result)
+    else:
+        done.set_exception(error)

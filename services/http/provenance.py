@@ -30,7 +30,8 @@ GIT_SECONDS = 10.0
 def describe(settings: Settings) -> ComponentRecord:
     """Return the record of this process and its ``settings``, with asterisks for secrets."""
     defaults = {
-        name: field.get_default(call_default_factory=True) for name, field in type(settings).model_fields.items()
+        name: field.get_default(call_default_factory=True, validated_data=dict(settings))
+        for name, field in type(settings).model_fields.items()
     }
     return ComponentRecord(
         settings=settings.model_dump(mode="json"),

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from services.core import endpoints, logs
 from services.core.errors import ConfigurationError, exit_code_of
+from services.core.leftovers import end_leftovers
 from services.core.settings import Settings
 from services.http.connections import server_config
 from services.http.lifecycle import Lifecycle
@@ -114,6 +115,7 @@ def run_service(
         os.environ.update({variable: value for variable, value in given.items() if value is not None})
         settings = settings_class.load()
         logs.configure(task.value, settings.log_level)
+        end_leftovers()
         default = endpoints.bind_address(task)
         host = arguments.host or default.host
         listener = listen(host, default.port if arguments.port is None else arguments.port)

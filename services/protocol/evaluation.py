@@ -85,13 +85,20 @@ class FinishedEpisode(StrictModel):
     seed: Seed | None = None
 
 
+class Usage(WireModel):
+    """The processor cores and the bytes of memory that an environment server's process uses."""
+
+    cores: float = Field(ge=0)
+    memory_bytes: Count
+
+
 class EvaluateRequest(StrictModel):
     """Body of POST /evaluate: asks the policy for the actions for one ``state``, or for many ``states``.
 
     The head lists the sender under the name ``server``. A server that also sends an ``instance_key``, a secret that it
     has chosen, reserves its name. ``episodes`` has one entry a state. ``finished`` reports episodes that have ended;
     each is counted once, however often it is reported. A request may consist of reports alone. ``logprobs`` asks for
-    the actions' log-probabilities.
+    the actions' log-probabilities. ``usage`` is the sender's, for the dashboard.
     """
 
     policy: Name | None = None
@@ -103,6 +110,7 @@ class EvaluateRequest(StrictModel):
     episodes: list[EpisodePosition] | None = Field(default=None, max_length=MAX_STATES)
     finished: list[FinishedEpisode] = Field(default_factory=list, max_length=MAX_STATES)
     logprobs: bool = Field(default=False, exclude_if=lambda value: not value)
+    usage: Usage | None = Field(default=None, exclude_if=_is_none)
 
     @model_validator(mode="after")
     def _states_and_episodes_agree(self) -> Self:
@@ -156,12 +164,16 @@ class ServerMode(StrEnum):
 
 
 class DiscoveredServer(WireModel):
-    """An environment server that discovery found in a cluster, a SkyServe service, or a given address."""
+    """An environment server that discovery found in a cluster, a SkyServe service, or a given address.
+
+    ``entrance`` is the address of the load balancer of a replica's service, which begins episodes on any replica.
+    """
 
     name: str
     source: Literal["cluster", "service", "address"]
     status: str
     url: str | None = None
+    entrance: str | None = None
 
 
 class DiscoveryReply(WireModel):
@@ -198,11 +210,16 @@ class EnvironmentInfo(WireModel):
 
 
 class EnvironmentServerHealth(WireModel):
-    """Further fields of an environment server's GET /health, which the head reads."""
+    """Further fields of an environment server's GET /health, which the head reads.
+
+    ``instance`` is another one after a restart.
+    """
 
     name: Name
     environment: str = Field(min_length=1, max_length=100)
     pushing: bool
+    instance: str = ""
+    usage: Usage | None = None
 
 
 class ResetRequest(StrictModel):
@@ -229,10 +246,14 @@ class EpisodeStart(WireModel):
 
 
 class ResetReply(WireModel):
-    """Reply of POST /reset: the environment and the episodes that have begun."""
+    """Reply of POST /reset: the environment and the episodes that have begun.
+
+    ``instance`` is that of the /health of the server that has them, which a load balancer may have chosen.
+    """
 
     environment: EnvironmentInfo
     episodes: list[EpisodeStart]
+    instance: str = ""
 
 
 class StepItem(StrictModel):

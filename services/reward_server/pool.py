@@ -16,6 +16,7 @@ from prometheus_client import Gauge
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.processors import threads
 from services.core.tasks import in_background
 from services.protocol.groups import RewardStatus
 from services.reward_server import worker
@@ -66,7 +67,8 @@ class _Worker:
         context.set_forkserver_preload([f"services.reward_server.{module}" for module in modules])
         self._connection, theirs = context.Pipe()
         limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
-        self._process = context.Process(target=worker.run, args=(theirs, functions, *limits), daemon=True)
+        n_threads = threads(processes=settings.reward_workers)
+        self._process = context.Process(target=worker.run, args=(theirs, functions, n_threads, *limits), daemon=True)
         with theirs, _PROCESSES:
             self._process.start()
         try:

@@ -34,7 +34,7 @@ class RewardSettings(Settings):
         "answer follows `####` or is in a box), `reasoning_gym` (the generator of reasoning-gym that made the question "
         "scores the answer) and `reward_model`; `module:function` is a function of your own, called with the keyword "
         "arguments of its signature among prompt, response, ground_truth, completion_tokens and "
-        "finish_reason.",
+        "finish_reason, or with lists of one if it has the parameter `completions`, as TRL's have.",
     )
     reward_workers: int = Field(
         default=2,

@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from services.core.processors import THREADS_VARIABLE
 from services.protocol.groups import RewardStatus
 
 EXIT_MEMORY = 77
@@ -30,14 +31,17 @@ EXIT_MEMORY = 77
 _RESERVE_BYTES = 2**20
 """Memory that is freed when the limit is reached, so that the process can still end in an orderly way."""
 _MAX_REASON = 300
+_BATCHED = {"prompt": "prompts", "response": "completions"}
+"""The parameters of a reward function of TRL's form, which takes lists and returns a list."""
 
 
-def run(connection: Connection, functions: list[str], cpu_seconds: float, memory_bytes: int) -> None:
+def run(connection: Connection, functions: list[str], n_threads: int, cpu_seconds: float, memory_bytes: int) -> None:
     """Load ``functions``, report the result, and evaluate answers until the server hangs up.
 
     Args:
         connection: to the server.
         functions: names of ``RewardSettings.worker_functions``.
+        n_threads: threads that a function may compute with.
         cpu_seconds: processor time that an answer may take.
         memory_bytes: memory that an answer may add.
     """
@@ -45,6 +49,8 @@ def run(connection: Connection, functions: list[str], cpu_seconds: float, memory
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    # Before a user's function imports a library that reads it.
+    os.environ[THREADS_VARIABLE] = str(n_threads)
     try:
         table = {name: _load(name) for name in functions}
     # The module is the user's and may raise anything, which the server reports.
@@ -101,9 +107,14 @@ def _load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         raise TypeError(f"{name} is not a function")
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    is_batched = "completions" in parameters
 
     def call(item: dict[str, Any]) -> dict[str, Any]:
+        if is_batched:
+            item = {_BATCHED.get(key, key): [given] for key, given in item.items()}
         value = function(**{key: given for key, given in item.items() if takes_all or key in parameters})
+        if is_batched:
+            [value] = value
         number = float(value)
         if not math.isfinite(number):
             raise ValueError(f"{name} returned {value!r}; a finite number is needed")

@@ -16,9 +16,10 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
-from services.core import endpoints, logs
+from services.core import endpoints, hub, logs
 from services.core.endpoints import Task
 from services.core.errors import exit_code_of
+from services.core.leftovers import end_leftovers
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
 from services.http.client import PROBE_SECONDS
@@ -29,6 +30,7 @@ from services.rollout_server.placement import EnginePlace, place_engines
 from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.scheduler_watch import SchedulerWatch
 from services.rollout_server.settings import EngineKind, RolloutSettings
+from services.rollout_server.sleep_watch import SleepWatch
 from services.rollout_server.supervisor import SupervisedProcess
 
 log = logs.get_logger(__name__)
@@ -100,6 +102,8 @@ def _engine(
     if is_watched:
         watch = SchedulerWatch(worker, engine, hang_seconds=hang_seconds, is_updating=registration.is_updating)
         parts.append(watch.run())
+    if settings.engine_sleeps:
+        parts.append(SleepWatch(worker, engine, lost_seconds=settings.engine_stale_seconds).run())
     return registration, parts
 
 
@@ -141,8 +145,10 @@ def main() -> None:
     given = parser.parse_args()
     settings = RolloutSettings.load()
     logs.configure(Task.ROLLOUT_SERVER.value, settings.log_level)
+    end_leftovers()
     provenance.write_record(settings, Task.ROLLOUT_SERVER)
     kind = commands.choose_engine(settings)
+    hub.download_model(settings.model_name)
     places = place_engines(settings, kind, commands.number_of_gpus())
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
     asyncio.run(run_node(settings, kind, places, addresses))

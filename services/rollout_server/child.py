@@ -71,7 +71,9 @@ def main() -> None:
         if token:
             keep_out_of_log(token)
     # Modules are looked up in the working directory, as with `python -m`, and not in this file's folder.
-    sys.path[0] = os.getcwd()
+    # SGLang's Python may be older than PYTHONSAFEPATH, which leaves both out.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -157,6 +157,9 @@ def _sglang_flags(settings: RolloutSettings, address: Endpoint, place: EnginePla
     if settings.lora_rank:
         flags += ["--enable-lora", "--max-lora-rank", str(settings.lora_rank)]
         flags += ["--lora-target-modules", *LORA_TARGETS, "--max-loras-per-batch", str(LORAS_PER_BATCH)]
+    # The memory saver is for GPUs only; without it, SGLang's routes do the same and free nothing.
+    if settings.engine_sleeps and place.devices:
+        flags += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if settings.engine_deterministic:
         flags += ["--enable-deterministic-inference"]
     # Last, because the last of several values wins.

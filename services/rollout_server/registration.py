@@ -207,6 +207,7 @@ class WorkerRegistration:
             # They are retracted first, because SGLang never aborts requests that are paused in place.
             await worker.pause("retract")
             await worker.pause("abort")
+            await worker.wake()
             # SGLang refuses an update while a broadcast is open, which a trainer that died may have left.
             with contextlib.suppress(WorkerRefusedError):
                 await worker.end_update()

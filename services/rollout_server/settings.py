@@ -47,7 +47,8 @@ class RolloutSettings(EngineSettings):
         default=60.0,
         gt=0,
         description="A registered worker that serves an older version than the newest published one for that long "
-        "leaves the routing and loads the newest.",
+        "leaves the routing and loads the newest. A sleeping engine (ENGINE_SLEEPS) wakes when the trainer has not "
+        "answered for that long.",
     )
     rollout_lost_seconds: float = Field(
         default=600.0,
@@ -66,6 +67,11 @@ class RolloutSettings(EngineSettings):
         ge=0,
         description="The same variable as the trainer's: SGLang then serves LoRA adapters of up to this rank. The "
         "embedded engine always does.",
+    )
+    engine_sleeps: bool = Field(
+        default=False,
+        description="The same variable as the trainer's: SGLang can then give its GPU's memory away, and keeps a copy "
+        "of its weights in host memory. The embedded engine always can; its weights stay on the GPU.",
     )
     sglang_python: str | None = Field(
         default=None, description="The interpreter of the environment with SGLang; default the launcher's own."

@@ -35,6 +35,22 @@ class Metrics:
     """For each step, the number of completions by reward."""
 
 
+@dataclass(frozen=True)
+class RunOverview:
+    """A run with the records of all components and the outcome.
+
+    ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
+    says which files could not be read, and why.
+    """
+
+    name: str
+    path: str
+    written: float | None
+    components: dict[str, dict[str, Any]]
+    summary: dict[str, Any]
+    damaged: list[str]
+
+
 @dataclass
 class RunDirectory:
     """A run; ``name`` distinguishes it from the page's other runs."""
@@ -50,14 +66,34 @@ class RunDirectory:
         self.samples = SampleIndex(self.path / "samples.jsonl")
         self.evaluations = SampleIndex(self.path / "evaluations.jsonl")
 
-    def components(self) -> dict[str, dict[str, Any]]:
-        """Return each component's record from config.json, by name; empty while the file does not exist."""
-        components: dict[str, dict[str, Any]] = read_object(self.path / "config.json").get("components", {})
-        return components
+    def overview(self) -> RunOverview:
+        """Return the run's settings, outcome and last write; a damaged file counts as empty and is named."""
+        damaged: list[str] = []
 
-    def summary(self) -> dict[str, Any]:
-        """Return the outcome from summary.json; empty while the file does not exist."""
-        return read_object(self.path / "summary.json")
+        def read(name: str) -> dict[str, Any]:
+            try:
+                return read_object(self.path / name)
+            except (ValueError, OSError) as error:
+                damaged.append(f"{name} cannot be read: {error}")
+                return {}
+
+        components = read("config.json").get("components")
+        if not isinstance(components, dict):
+            components = {}
+        return RunOverview(
+            name=self.name,
+            path=str(self.path),
+            written=self._written(),
+            components={name: record for name, record in components.items() if isinstance(record, dict)},
+            summary=read("summary.json"),
+            damaged=damaged,
+        )
+
+    def _written(self) -> float | None:
+        try:
+            return (self.path / "metrics.jsonl").stat().st_mtime
+        except OSError:
+            return None
 
     def metrics(self, start: Position) -> Metrics:
         """Return the metrics of up to RECORDS_A_REPLY steps after ``start``."""
@@ -72,7 +108,7 @@ class RunDirectory:
             restarted=read.restarted,
             unreadable=len(read.lines) - len(records),
             columns={name: [_number(record.get(name)) for record in records] for name in names},
-            reward_counts=[record.get("reward_counts") for record in records],
+            reward_counts=[_counts(record.get("reward_counts")) for record in records],
         )
 
 
@@ -95,9 +131,15 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
             )
         found += within
     unique = list(dict.fromkeys(path.resolve() for path in found))
-    names = [path.name for path in unique]
-    # Runs of the same name are on different volumes, so that their paths distinguish them.
-    return [RunDirectory(path.name if names.count(path.name) == 1 else str(path), path) for path in unique]
+    return [RunDirectory(_shortest_name(path, unique), path) for path in unique]
+
+
+def _shortest_name(path: Path, among: list[Path]) -> str:
+    """Return the run's id, with as many of its parent directories as distinguish it from runs of the same id."""
+    others = [other for other in among if other != path]
+    lengths = range(1, len(path.parts) + 1)
+    parts = next(path.parts[-n:] for n in lengths if all(path.parts[-n:] != other.parts[-n:] for other in others))
+    return str(Path(*parts))
 
 
 def _is_run(path: Path) -> bool:
@@ -105,11 +147,17 @@ def _is_run(path: Path) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no such file."""
+    """Return the JSON object in a file; empty if there is no such file.
+
+    Raises:
+        ValueError: the file does not contain a JSON object.
+    """
     try:
-        content: dict[str, Any] = orjson.loads(path.read_bytes())
+        content = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} contains no JSON object")
     return content
 
 
@@ -118,4 +166,14 @@ def _number(value: Any) -> float | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     # Times and byte counts are whole or need all their digits.
-    return value if isinstance(value, int) or abs(value) >= 1e6 else float(f"{value:.{METRIC_DIGITS}g}")
+    if isinstance(value, int) or value.is_integer() or abs(value) >= 1e6:
+        return value
+    return float(f"{value:.{METRIC_DIGITS}g}")
+
+
+def _counts(value: Any) -> list[tuple[float, int]] | None:
+    """Return the number of completions by reward; None unless the value is a list of pairs of numbers."""
+    if not isinstance(value, list):
+        return None
+    pairs: list[Any] = [v for v in value if isinstance(v, list) and len(v) == 2 and None not in map(_number, v)]
+    return pairs

@@ -64,9 +64,9 @@ def read_lines(path: Path, start: Position, limit: int) -> Lines:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None for a line that a crash left broken."""
+    """Return the record of a line; None for a line that a crash left broken, which is no object with a step."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return record if isinstance(record, dict) and "step" in record else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int | float) else None

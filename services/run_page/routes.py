@@ -14,7 +14,7 @@ from starlette.middleware.gzip import GZipMiddleware
 
 from services.http.app import JsonResponse
 from services.http.problems import ProblemError
-from services.run_page.directory import Metrics, RunDirectory
+from services.run_page.directory import Metrics, RunDirectory, RunOverview
 from services.run_page.lines import Position
 from services.run_page.samples import GroupsFound, GroupsQuery
 
@@ -45,16 +45,6 @@ class RunGroupsQuery(GroupsQuery):
 
 
 @dataclass(frozen=True)
-class RunOverview:
-    """A run with the records of all components and the outcome."""
-
-    name: str
-    path: str
-    components: dict[str, dict[str, Any]]
-    summary: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class RunsReply:
     """Reply of GET /api/runs. ``live`` says that the first run is under way, as GET /api/now describes."""
 
@@ -80,7 +70,7 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
         return run
 
     def overviews() -> list[RunOverview]:
-        return [RunOverview(r.name, str(r.path), r.components(), r.summary()) for r in runs()]
+        return [run.overview() for run in runs()]
 
     @app.get("/api/runs", response_model=RunsReply, tags=["run page"])
     async def get_runs() -> Response:
@@ -108,7 +98,9 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
 
 
 def _add_page(app: FastAPI, *, asks_token: bool) -> None:
-    page = (STATIC / "page.html").read_text()
+    # A browser would otherwise find the modules one import after another.
+    preloads = "".join(f'<link rel="modulepreload" href="static/{name}">' for name in FILES if name.endswith(".js"))
+    page = (STATIC / "page.html").read_text().replace("</head>", f"{preloads}</head>")
     if asks_token:
         page = page.replace('data-asks-token="false"', 'data-asks-token="true"')
 

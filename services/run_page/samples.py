@@ -184,7 +184,7 @@ def _read(file: IO[bytes], group: _Group, query: GroupsQuery) -> dict[str, Any] 
 def _rewards(record: dict[str, Any]) -> tuple[float, float]:
     """Return the lowest and highest reward of one completion: its own twice, or an empty range without one."""
     reward = record.get("reward")
-    return (math.inf, -math.inf) if reward is None else (reward, reward)
+    return (reward, reward) if isinstance(reward, int | float) else (math.inf, -math.inf)
 
 
 def _texts(records: list[dict[str, Any]]) -> Iterator[str]:

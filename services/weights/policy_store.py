@@ -14,6 +14,8 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.core.files import replace_directory
+
 _NAME = re.compile(r"v(\d{6,})")
 _BEGUN = re.compile(r"v(\d{6,})|\.v(\d{6,})\.partial")
 _HOLD = re.compile(r"\.v(\d{6,})\.held-[0-9a-f]+")
@@ -63,15 +65,7 @@ class PolicyStore:
     def commit(self, version: int) -> Path:
         """Make the directory of ``begin`` visible as ``version`` and return its path; replace an existing version."""
         final = self.path(version)
-        if final.exists():
-            # A rename cannot replace a directory that is not empty: move the old one out of the way first.
-            replaced = final.with_name(f".{final.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-            self._hidden(version).rename(final)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            self._hidden(version).rename(final)
+        replace_directory(self._hidden(version), final)
         return final
 
     def hold(self, version: int) -> Path:

@@ -174,11 +174,11 @@ def test_a_job_group_with_another_command_differs_in_it_alone(job_group: str, tm
     assert [(task.name, other.run) for task, other in different] == [("rollout-server", "true")]
 
 
-def test_a_job_group_of_some_tasks_ends_with_its_last(tmp_path: Path) -> None:
+def test_a_job_group_of_some_tasks_ends_with_its_first(tmp_path: Path) -> None:
     path = write_job_group(tmp_path, "jobgroup.yaml", {}, only=["rollout-server", "ppo-trainer"])
     assert [(task.name, task.is_primary) for task in spec.load(path).tasks] == [
-        ("rollout-server", False),
         ("ppo-trainer", True),
+        ("rollout-server", False),
     ]
 
 

@@ -28,7 +28,7 @@ def test_both_sides_play_all_battles_with_equal_returns_for_equal_seeds(
     out = tmp_path / "out"
     arguments = ["--policy", str(wobbles), "--total-battles", "5", "--num-workers", "2", "--save-dir", str(out)]
     assert policy.main(arguments) == 0
-    found = json.loads((out / "results.json").read_text())
+    [found] = json.loads((out / "results.json").read_text())
     head, own = found["batched_head"], found["one_model_per_worker"]
     assert (head["battles"], own["battles"], head["battles_counted"]) == (5, 5, 5)
     assert (head["models"], own["models"]) == (1, 2)
@@ -61,7 +61,7 @@ def test_a_policy_that_the_head_cannot_serve_ends_the_benchmark(
 
 
 def test_a_worker_that_fails_ends_the_benchmark_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    options = argparse.Namespace(total_battles=1, num_workers=1)
+    options = argparse.Namespace(total_battles=1, num_workers=1, episodes_at_once=1)
     with pytest.raises(SystemExit, match="worker-0 exited with 78"):
         policy.play(options, Work("", "NoSuchGame-v0", "http://127.0.0.1:9"), MODULE)
     assert "NoSuchGame" in capfd.readouterr().err

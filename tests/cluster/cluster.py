@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -25,6 +26,7 @@ from local_runner.nodes import Addresses
 from local_runner.spec import TaskSpec
 from local_runner.supervisor import Outcome, State, Supervisor
 from services.core.endpoints import Task
+from services.core.processors import CORES_VARIABLE
 from tests.cluster.network import Network
 from tests.tolerance import TYPE_VARIABLES, type_in_force
 from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until
@@ -32,6 +34,8 @@ from tests.waiting import IDLE_SECONDS, T, bytes_in, wait_until
 ROOT = Path(__file__).parents[2]
 NODE = Path(__file__).with_name("node.sh")
 JOB = 7
+STARTED = datetime(2026, 1, 1, tzinfo=UTC)
+"""When SkyPilot's jobs controller took up the job."""
 OUTSIDER = "outsider"
 """A host of the network that is no node of the job group."""
 REFRESH_SECONDS = 2.0
@@ -116,8 +120,8 @@ class Cluster:
             job_group: the file of the job group.
             disks: by task, sizes of node disks as tmpfs takes them.
         """
-        # OMP_NUM_THREADS: the nodes share this machine's few cores.
-        environment = {"MODEL_NAME": str(model), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        # The nodes share this machine's few cores.
+        environment = {"MODEL_NAME": str(model), CORES_VARIABLE: "1", "HF_HUB_OFFLINE": "1"}
         environment |= {name: type_in_force(name) for name in TYPE_VARIABLES} | dict(settings)
         self.group = spec.load(
             ROOT / job_group, spec.Overrides(environment, dict(secrets or {}), dict(num_nodes or {}))
@@ -139,7 +143,7 @@ class Cluster:
         }
         self._run = Run(
             group=self.group,
-            run_id=f"{self.group.name}-{JOB}",
+            run_id=f"{self.group.name}-{JOB}-{STARTED:%Y%m%d-%H%M%S}",
             shared_dir=self.volume,
             addresses=Addresses(hosts, {}),
             mark=f"cluster-{uuid.uuid4().hex}",
@@ -360,6 +364,7 @@ class Cluster:
     def _environment(self, task: TaskSpec, rank: int) -> dict[str, str]:
         """What a node's command finds: nothing of this machine's, what SkyPilot sets, and the task's own."""
         number = [other.name for other in self.group.tasks].index(task.name)
+        started = f"{STARTED:%Y-%m-%d-%H-%M-%S-%f}"
         own_nodes = [self._network.hosts[self._host(task.name, r)].address for r in range(task.num_nodes)]
         return {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.defpath, "/usr/sbin:/sbin"]),
@@ -372,7 +377,7 @@ class Cluster:
             "SKYPILOT_NODE_IPS": "\n".join(own_nodes),
             "SKYPILOT_NUM_NODES": str(task.num_nodes),
             "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-            "SKYPILOT_TASK_ID": f"sky-managed-2026-01-01-00-00-00-000000_{self.group.name}_{task.name}_{JOB}-{number}",
+            "SKYPILOT_TASK_ID": f"sky-managed-{started}_{self.group.name}_{task.name}_{JOB}-{number}",
             processes.MARK: self._run.node_mark(task, rank),
         }
 

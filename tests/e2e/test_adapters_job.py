@@ -18,9 +18,9 @@ STEPS = 4
 TOLERANCE = logprob_tolerance(*map(type_in_force, TYPE_VARIABLES))
 
 
-@pytest.mark.parametrize(("transport", "in_place"), [("disk", "false"), ("broadcast", "true")])
+@pytest.mark.parametrize(("transport", "in_place", "sleeps"), [("disk", "false", True), ("broadcast", "true", False)])
 def test_workers_generate_with_the_adapters_of_each_step(
-    tiny_model: Path, tmp_path: Path, transport: str, in_place: str
+    tiny_model: Path, tmp_path: Path, transport: str, in_place: str, sleeps: bool
 ) -> None:
     system = System(
         tmp_path,
@@ -32,8 +32,13 @@ def test_workers_generate_with_the_adapters_of_each_step(
         PUBLISH_TRANSPORT=transport,
         PUBLISH_TYPE="float32",
         PUBLISH_IN_PLACE=in_place,
+        ENGINE_SLEEPS=str(sleeps),
     )
     assert system.wait() == 0, system.text
+    for rank in (0, 1):
+        log = (system.run_dir / "logs" / f"rollout-server-{rank}.log").read_text()
+        for told in ("memory released", "memory taken back"):
+            assert log.count(told) == STEPS * sleeps, "while the trainer trains, and at no other time"
     records = [record for record in system.metrics() if "loss" in record]
     assert [record["policy_version"] for record in records] == list(range(1, STEPS + 1))
     for record in records:

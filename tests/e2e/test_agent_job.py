@@ -122,7 +122,7 @@ def test_the_other_tasks_are_those_of_the_plain_job_group() -> None:
         for name in ("jobgroup.yaml", "jobgroup-agent.yaml")
     )
     gateway = agent.pop("gateway")
-    assert gateway["run"].endswith("exec python -m services.gateway\n")
+    assert gateway["run"].startswith("set -euo pipefail\npython -m services.gateway ||")
     trainer = plain["ppo-trainer"]
     trainer["envs"] |= {"ROLLOUT": "agent", "AGENT": "evaluation.math_agent:solve"}
     trainer["setup"] = trainer["setup"].replace("[trainer]", "[trainer,evaluation]")

@@ -81,7 +81,11 @@ def test_two_dozen_collectors_one_of_which_is_killed_take_each_prompt_once(tiny_
         EVAL_PROMPTS="0",
     )
     system.wait_for_step(3)
-    next(process for process in system.processes() if process.environ()[MARK].endswith("/collector-5")).kill()
+    next(
+        process
+        for process in system.processes()
+        if process.environ()[MARK].endswith("/collector-5") and process.cmdline()[-1] == "trainer.collector"
+    ).kill()
     assert system.wait() == 0, system.text
     assert "restart" in system.text
     assert [record["step"] for record in system.metrics()] == list(range(1, 31))
@@ -97,7 +101,7 @@ def test_the_other_tasks_are_those_of_the_synchronous_job_group() -> None:
         for name in ("jobgroup.yaml", "jobgroup-async.yaml")
     )
     collector = asynchronous.pop("collector")
-    assert collector["run"].endswith("exec python -m trainer.collector\n")
+    assert collector["run"].startswith("set -euo pipefail\npython -m trainer.collector ||")
     added = {"MODE": "async", "COLLECTOR_IN_PROCESS": "false"}
     plain["ppo-trainer"]["envs"] |= added
     assert asynchronous == plain

@@ -72,7 +72,7 @@ def test_the_other_tasks_are_those_of_the_agents_job_group() -> None:
         for name in ("jobgroup-agent.yaml", "jobgroup-environment.yaml")
     )
     server = environment.pop("environment-server")
-    assert server["run"].endswith("exec python -m services.environment_server\n")
+    assert server["run"].startswith("set -euo pipefail\npython -m services.environment_server ||")
     assert server["num_nodes"] == 2
     agent["data-server"]["envs"]["DATASET"] = "seeds"
     trainer = agent["ppo-trainer"]

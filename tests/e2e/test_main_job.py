@@ -101,6 +101,15 @@ def test_every_step_has_its_metrics(finished):
         assert sum(count for _, count in record["reward_counts"]) == scored
 
 
+def test_in_synchronous_mode_every_token_is_of_the_newest_version(finished):
+    assert {record["staleness_max"] for record in finished.metrics()} == {0}
+    samples = [json.loads(line) for line in (finished.run_dir / "samples.jsonl").read_text().splitlines()]
+    assert samples
+    for sample in samples:
+        versions = {span["version"] for span in sample["spans"] if "version" in span}
+        assert versions == {sample["step"] - 1}
+
+
 def test_every_component_was_up_and_has_a_log(finished):
     for node in NODES:
         assert f"{node} up" in finished.text

@@ -8,12 +8,15 @@ import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import psutil
 import pytest
 
 from evaluation.report import Results
 from local_runner.processes import MARK
+from scripts.evaluate import run_directory
+from services.core.errors import ConfigurationError
 from tests.evaluation.conftest import ARITHMETIC, ROOT
 from tests.evaluation.tool_model import questions
 from tests.services.rollout_server.nodes import TOKEN, Nodes
@@ -37,12 +40,29 @@ def correct(sample):
     return sample["result"]["reward"] == 1.0
 
 
+def test_by_default_the_newest_run_is_evaluated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MODEL_NAME", raising=False)
+    with pytest.raises(ConfigurationError, match="there is no run below runs/"):
+        run_directory(None, is_named=False)
+    for name in ("older", "newer"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+    os.utime(tmp_path / "runs/older/metrics.jsonl", (1, 1))
+    os.utime(tmp_path / "runs/older", (1, 1))
+    assert run_directory(None, is_named=False) == Path("runs/newer")
+    assert run_directory("older", is_named=True) == Path("runs/older")
+    assert run_directory(None, is_named=True) is None
+    monkeypatch.setenv("MODEL_NAME", "m")
+    assert run_directory(None, is_named=False) is None
+
+
 @pytest.mark.slow
 def test_several_checkpoints_give_results_and_a_curve(evaluate, tiny_model, tmp_path):
     run = tmp_path / "run"
     for name in ("policy/v000000", "policy/v000003"):
         shutil.copytree(tiny_model, run / name)
-    command = evaluate("--run", run, "--samples", "4", **ARITHMETIC)
+    command = evaluate(run, "--samples", "4", **ARITHMETIC)
     content = command.succeed()
 
     everything = [Results.model_validate(one) for one in content["checkpoints"]]
@@ -209,7 +229,7 @@ REFUSED = [
     (["--agent", "json:loads", "--agent-command", "true"], 78, "EVAL_AGENT and EVAL_AGENT_COMMAND are both set"),
     (["--scheduler", "endpoints"], 78, "needs --url, --endpoint or --discover"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], 78, "--endpoint and --url are both given"),
-    (["--endpoint", "http://127.0.0.1:1/v1", "--run", "runs/x"], 78, "--endpoint and --run are both given"),
+    (["--endpoint", "http://127.0.0.1:1/v1", "."], 78, "--endpoint and a run are both given"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--api-key-env", "NO_KEY"], 78, "--api-key-env NO_KEY: this variable"),
     (["--api", "chat"], 78, "--api is for --endpoint"),
     (["--backend", "vllm"], 78, "there is no vllm in PATH"),

@@ -84,19 +84,33 @@ def test_results_are_those_of_the_environment_and_a_longer_run_goes_on(tmp_path:
     assert json.loads((tmp_path / RESULTS).read_text()) == results
 
 
-def test_deaths_cost_only_their_open_episodes(tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("episodes_at_once", "n_deaths"), [(1, 5), (2, 5)])
+def test_deaths_cost_only_their_open_episodes(
+    tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch, episodes_at_once: int, n_deaths: int
+) -> None:
     expected = {seed: return_of(seed, DEADLY) for seed in (0, 1, 3, 4, 5)}
     monkeypatch.setenv(MARKS, str(tmp_path))
     monkeypatch.setenv("ENVIRONMENT_STEP_SECONDS", "4")
-    results = run(tmp_path / "out", head, environment=DEADLY, episodes=6, seed=0)
+    results = run(tmp_path / "out", head, environment=DEADLY, episodes=6, seed=0, episodes_at_once=episodes_at_once)
     # Seed 1 kills its worker once, seed 2 always, and seed 3 hangs once.
     assert returns_of(results) == expected
     assert list(results["left_out"]) == ["2"]
     assert "was ended by SIGKILL" in results["left_out"]["2"]
     deaths = [death for worker in results["workers"] for death in worker["deaths"]]
-    assert len(deaths) == 5
+    assert len(deaths) <= n_deaths
     assert sum("SIGALRM" in death for death in deaths) == 1
     assert sum(worker["restarts"] for worker in results["workers"]) <= 5
+
+
+def test_episodes_played_together_are_those_played_one_by_one(tmp_path: Path, head: str) -> None:
+    alone, together = (
+        run(tmp_path / str(n), head, policy="left", episodes=6, episodes_at_once=n)["episodes"] for n in (1, 3)
+    )
+    assert len({episode["steps"] for episode in alone}) > 1, "they end at different steps"
+    measured = {"seconds"}
+    assert [{k: v for k, v in one.items() if k not in measured} for one in together] == [
+        {k: v for k, v in one.items() if k not in measured} for one in alone
+    ]
 
 
 def command(save_to: Path, *options: str) -> list[str]:
@@ -237,7 +251,7 @@ def test_a_port_that_is_taken_and_a_head_that_cannot_start_are_refused(tmp_path:
 )
 def test_an_actor_asks_again_where_that_may_help(answers: list[int], error: type[Exception] | None, says: str) -> None:
     app = FastAPI()
-    content = {"action": 1, "policy_versions": [5]}
+    content = {"actions": [1], "policy_versions": [5]}
 
     @app.post("/evaluate")
     async def answer() -> JSONResponse:
@@ -247,15 +261,15 @@ def test_an_actor_asks_again_where_that_may_help(answers: list[int], error: type
     with served(app) as url:
         actor = HeadActor(Work("w", "CartPole-v1", url, patience_seconds=LIMIT_SECONDS if error is None else 0.2))
         if error is None:
-            assert actor.act(position, [0.0]) == (1, 5)
+            assert actor.act([position], [[0.0]]) == [(1, 5)]
             return
         with pytest.raises(error, match=says):
-            actor.act(position, [0.0])
+            actor.act([position], [[0.0]])
 
 
 def test_an_actor_waits_for_a_head_that_is_away_no_longer_than_its_patience() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     started = time.monotonic()
     with pytest.raises(DependencyLostError, match=r"gave no action within 0\.6 s: ConnectionRefusedError"):
-        HeadActor(Work("w", "CartPole-v1", url, patience_seconds=0.6)).act(EpisodePosition(episode="a"), [0.0])
+        HeadActor(Work("w", "CartPole-v1", url, patience_seconds=0.6)).act([EpisodePosition(episode="a")], [[0.0]])
     assert time.monotonic() - started >= 0.4

@@ -75,7 +75,7 @@ def test_majority_of_all_samples(drawn):
     assert majority_at_k(drawn, len(drawn)) == pytest.approx(chance_of_a_right_majority(drawn))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(answers_and_k().filter(lambda drawn_and_k: len(drawn_and_k[0]) <= 5))
 def test_majority_of_k_is_unbiased_over_the_order_of_samples(drawn_and_k):
     drawn, k = drawn_and_k

@@ -17,7 +17,7 @@ from evaluation.report import Results
 from evaluation.run import evaluate as evaluate_plan
 from evaluation.settings import EvaluationSettings, SchedulerName
 from local_runner import spec
-from services.core.errors import EXIT_RECOVERABLE
+from services.core.errors import EXIT_FAILED, EXIT_RECOVERABLE
 from tests.evaluation.conftest import ARITHMETIC
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from tests.waiting import LIMIT_SECONDS
@@ -49,8 +49,7 @@ def test_skypilot_loads_a_job_group_whose_primary_is_the_evaluation():
     tasks = loaded["tasks"]
     assert {name for name, task in tasks.items() if task["accelerators"]} == {"rollout-server"}
     for task in tasks.values():
-        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_RECOVERABLE]
-        assert task["recovery"]["max_restarts_on_errors"] >= 1
+        assert task["recovery"]["recover_on_exit_codes"] == [EXIT_FAILED, EXIT_RECOVERABLE]
     # A recovered evaluation goes on from the samples on the volume.
     assert tasks["evaluate"]["volumes"] == {"/shared": skypilot_facts()["volume"]["name"]}
     assert tasks["evaluate"]["envs"]["EVAL_OUTPUT"].startswith("/shared/")
@@ -63,7 +62,7 @@ def test_nothing_in_it_is_unknown_misspelt_repeated_or_secret():
     for document in documents:
         assert all(not value for value in document["secrets"].values())
         assert document["setup"].startswith("set -euo pipefail\n")
-        assert document["run"].startswith("set -euo pipefail\nexec python -m ")
+        assert document["run"].startswith("set -euo pipefail\npython -m ")
 
 
 def test_its_servers_are_those_of_training():

@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from local_runner import environment, spec
 from local_runner.environment import Run
 from local_runner.nodes import Addresses
+from local_runner.run import show_plan
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
-from services.core.settings import default_run_id
 
 
 def run_of(*tasks: TaskSpec, gpus=()) -> Run:
@@ -44,15 +45,19 @@ def test_commands_run_with_this_interpreter():
     assert variables(TaskSpec("t", ""))["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
-def test_nodes_of_a_task_share_the_cores(monkeypatch):
+def test_nodes_of_a_task_share_the_cores_and_ray_gives_each_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 8)
-    assert variables(TaskSpec("t", ""))["OMP_NUM_THREADS"] == "8"
-    assert variables(TaskSpec("t", "", num_nodes=3))["OMP_NUM_THREADS"] == "2"
-    assert variables(TaskSpec("t", "", num_nodes=99))["OMP_NUM_THREADS"] == "1"
-    assert variables(TaskSpec("t", "", environment={"OMP_NUM_THREADS": "5"}))["OMP_NUM_THREADS"] == "5"
+
+    def given(task: TaskSpec) -> tuple[str, str]:
+        return variables(task)["SKYPILOT_POD_CPU_CORE_LIMIT"], variables(task)["OMP_NUM_THREADS"]
+
+    assert given(TaskSpec("t", "")) == ("8", "1")
+    assert given(TaskSpec("t", "", num_nodes=3)) == ("2", "1")
+    assert given(TaskSpec("t", "", num_nodes=99)) == ("1", "1")
+    assert given(TaskSpec("t", "", environment={"OMP_NUM_THREADS": "5"})) == ("5", "5")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert variables(TaskSpec("t", ""))["OMP_NUM_THREADS"] == "3"
+    assert given(TaskSpec("t", "")) == ("3", "3")
 
 
 def test_the_tasks_variables_win_over_this_machines_and_skypilots_over_both(monkeypatch):
@@ -81,6 +86,15 @@ def test_gpus_go_to_the_tasks_that_ask_for_them_in_turn():
     ]
     assert given(four, service) == ("", "0")
     assert [given(("0",), rollout, 1), given(("0",), trainer)] == [("0", "1"), ("0", "1")]
+
+
+def test_a_dry_run_shows_each_nodes_gpus(capsys):
+    trainer = TaskSpec("trainer", "train", num_nodes=2, gpus_per_node=2)
+    show_plan(Console(width=100), run_of(trainer, TaskSpec("service", "serve"), gpus=("0", "1", "2", "3")))
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0,", "1", "train"] in [row[2:] for row in rows]
+    assert ["2,", "3", "train"] in [row[2:] for row in rows]
+    assert ["none", "serve"] in [row[2:] for row in rows]
 
 
 def test_a_task_whose_variables_hide_the_gpus_has_none():
@@ -116,24 +130,28 @@ def test_the_demo_runs_on_a_machine_with_one_gpu(settings):
         assert own["ROLLOUT_ENGINE"] == "embedded"
 
 
+@pytest.mark.parametrize(("gpus", "trainers", "engines"), [(("0",), "0", "0"), (("2", "5"), "2", "5")])
+def test_engine_and_trainer_share_a_gpu_only_where_there_is_one(gpus, trainers, engines):
+    root = Path(__file__).parents[2]
+    preset = spec.env_file(root / "one-gpu.env")
+    group = spec.load(root / "jobgroup.yaml", spec.Overrides(environment=preset, other_nodes=1))
+    run = run_of(*group.tasks, gpus=gpus)
+    environment.check_gpus(run)
+    given = {}
+    for task in group.tasks:
+        own = environment.node_environment(run, task, 0)
+        given[task.name] = (own["CUDA_VISIBLE_DEVICES"], own["SKYPILOT_NUM_GPUS_PER_NODE"])
+    assert (given.pop("ppo-trainer"), given.pop("rollout-server")) == ((trainers, "1"), (engines, "1"))
+    assert set(given.values()) == {("", "0")}
+
+
 def test_a_machine_without_gpus_has_none_per_node():
     assert variables(TaskSpec("t", "", gpus_per_node=4))["SKYPILOT_NUM_GPUS_PER_NODE"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("task_id", "run_id"),
-    [
-        # <sky-managed-time>_<group>_<task>_<job>-<task number>, as SkyPilot 0.14.1 makes it in jobs/controller.py
-        ("sky-managed-2026-01-02-03-04-05-678901_group_data-server_17-0", "group-17"),
-        ("sky-managed-2026-01-02-03-04-05-678901_group_ppo-trainer_17-4", "group-17"),
-        # after the jobs controller was restarted the time is another
-        ("sky-managed-2026-02-03-04-05-06-789012_group_ppo-trainer_17-4", "group-17"),
-        ("sky-managed-2026-01-02-03-04-05-678901_group_ppo-trainer_18-4", "group-18"),
-        ("sky-managed-2026-01-02-03-04-05-678901_my_3-1_group_task_9-1_18-4", "group-18"),
-        ("local", "group"),
-    ],
-)
-def test_all_tasks_of_a_launch_derive_the_same_run_id(monkeypatch, task_id, run_id):
-    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
-    monkeypatch.setenv("SKYPILOT_TASK_ID", task_id)
-    assert default_run_id() == run_id
+def test_the_nodes_of_one_machine_keep_its_cache_of_models(monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", "/cache/of/this/machine")
+    given = TaskSpec("t", "", environment={"HF_HUB_CACHE": "/shared/huggingface"}, mounts={"/shared": "v"})
+    assert variables(given)["HF_HUB_CACHE"] == "/cache/of/this/machine"
+    chosen = TaskSpec("t", "", environment={"HF_HUB_CACHE": "/another"}, mounts={"/shared": "v"})
+    assert variables(chosen)["HF_HUB_CACHE"] == "/another"

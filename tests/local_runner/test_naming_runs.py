@@ -1,13 +1,14 @@
-"""status, logs and view take a run in one way: its id or its directory, by default the newest."""
+"""All commands take a run in one way: its id or its directory, by default the newest."""
 
 import os
 import time
 from pathlib import Path
 
 import pytest
+import typer
 
 from local_runner import directory
-from scripts import logs, status
+from scripts import chat, clean, evaluate, logs, status, view
 from services.core.errors import ConfigurationError
 
 
@@ -70,3 +71,30 @@ def test_status_takes_an_id(capfd):
     with pytest.raises(SystemExit):
         status.main("older", token=None)
     assert "run older  unknown" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        lambda: status.main("oldest", token=None),
+        lambda: logs.main(["oldest"]),
+        lambda: view.main(["newer", "oldest"]),
+        lambda: clean.main(["oldest"]),
+        lambda: chat.main("oldest"),
+        lambda: evaluate.main(run="oldest"),
+    ],
+    ids=["status", "logs", "view", "clean", "chat", "evaluate"],
+)
+def test_every_command_says_in_one_line_which_runs_there_are(capfd, named):
+    with pytest.raises((SystemExit, typer.Exit)):
+        named()
+    [line] = capfd.readouterr().err.splitlines()
+    assert "oldest" in line
+    assert line.endswith(": newer, older")
+
+
+def test_a_directory_of_runs_is_a_directory_but_no_run(runs):
+    assert directory.find_directory("older") == Path("runs/older")
+    assert directory.find_directory("runs") == Path("runs")
+    with pytest.raises(ConfigurationError, match="runs is neither a run"):
+        directory.find_run("runs")

@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
 
+from local_runner import spec
 from tests.local_runner.runner import HEADER, OUTPUT, Runner, is_running, run, task
 from tests.waiting import IDLE_SECONDS
 
@@ -88,14 +90,26 @@ def test_a_node_killed_for_another_ones_failure_does_not_hide_its_exit_code(tmp_
     assert "ppo-trainer-0 stopped, exit code 137" in ended.output
 
 
-def test_a_node_that_was_killed_counts_as_an_error(tmp_path):
-    command = "echo x >> starts; if [ $(wc -l < starts) = 1 ]; then kill -9 $$; fi"
-    recoverable = recovery(max_restarts_on_errors=0, recover_on_exit_codes=[33])
-    (tmp_path / "without").mkdir()
-    assert run(tmp_path / "without", task("ppo-trainer", command, resources=recoverable)).exit_code == 137
-    (tmp_path / "with").mkdir()
-    ended = run(tmp_path / "with", task("ppo-trainer", command, resources=recovery(max_restarts_on_errors=1)))
-    assert ended.exit_code == 0
+def test_a_node_that_was_killed_is_replaced_and_a_command_that_was_killed_is_an_error(tmp_path):
+    command = "echo x >> starts; if [ $(wc -l < starts) = 1 ]; then {}; fi"
+    recoverable = recovery(recover_on_exit_codes=[33])
+    codes = []
+    for name, kill in (("node", "kill -9 $$"), ("command", "bash -c 'kill -9 $$'; exit $?")):
+        (tmp_path / name).mkdir()
+        ended = run(tmp_path / name, task("ppo-trainer", command.format(kill), resources=recoverable))
+        codes.append(ended.exit_code)
+    assert codes == [0, 137]
+
+
+@pytest.mark.parametrize(("command", "starts", "code"), [("exit 78", 1, 78), ("bash -c 'kill -9 $$'", 4, 137)])
+def test_commands_of_the_job_groups_restart_after_crashes_and_not_after_wrong_settings(tmp_path, command, starts, code):
+    group = spec.load(Path(__file__).parents[2] / "jobgroup.yaml")
+    [trainer] = [one for one in group.tasks if one.is_primary]
+    end = trainer.run.partition("||")[2].strip()
+    fields = recovery(recover_on_exit_codes=sorted(trainer.recover_on_exit_codes))
+    ended = run(tmp_path, task("ppo-trainer", f"echo x >> starts; ({command}) || {end}", resources=fields))
+    assert ended.exit_code == code
+    assert len((tmp_path / "starts").read_text().split()) == starts
 
 
 def test_the_run_ends_when_all_primary_tasks_have_succeeded(tmp_path):

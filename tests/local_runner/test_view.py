@@ -51,6 +51,13 @@ def test_the_view_has_step_reward_phase_and_time_left():
     assert max(map(len, said.splitlines())) <= 80
 
 
+def test_a_steps_line_stays_whole_in_a_file():
+    console = Console(file=io.StringIO(), width=80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
+        shown.step(STEP)
+    assert printed(console).splitlines()[-1].endswith("step 23.9s")
+
+
 @pytest.mark.parametrize(
     ("rewards", "label", "text"),
     [
@@ -107,4 +114,15 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     assert commands["resume"].partition(" -m ")[2] == (
         "scripts.run_local jobgroup.yaml --env-file demo.env --env 'INSTRUCTION=Think, then answer.' "
         "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
+    )
+
+
+def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
+    said = ended(tmp_path)
+    for command in ("view runs/run-1", "chat runs/run-1", "evaluate --model runs/run-1/model --env-file demo.env"):
+        assert f"  .venv/bin/grpo {command}" in said
+    assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
+        [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]
     )

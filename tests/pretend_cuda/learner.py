@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from services.core.compute import Compute, ComputeType
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import save_model
+from trainer.algorithm.packing import MicroBatch, TrainingGroup, TrainingSequence, pack
+from trainer.algorithm.tree_mask import TreeMask
 from trainer.config import TrainerSettings
-from trainer.model import policy
+from trainer.model import attention, loading, policy, sharding
 from trainer.model.attention import TREE_ATTENTION
 from trainer.model.learner import Learner
+from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
 
@@ -33,23 +39,80 @@ class _ValueHead(policy.ValueHead):
         nn.Linear.__init__(self, decoder.config.hidden_size, 1, device=ranks.device, dtype=torch.float32)
 
 
+class _FirstRank(Ranks):
+    """Rank 0 among ranks that are not there: of their numbers it knows its own only."""
+
+    def broadcast_json(self, value: Any = None) -> Any:
+        return value
+
+    def _reduce(self, values: dict[str, float], operation: Any, missing: float) -> dict[str, float]:
+        return values
+
+
 @contextmanager
-def pretended_ranks(world_size: int = 1) -> Iterator[Ranks]:
-    """Join a process group whose collectives move nothing, as rank 0 on cuda:0."""
+def pretended_ranks(nodes: int = 1, gpus: int = 1) -> Iterator[Ranks]:
+    """Join a process group whose collectives move nothing, as rank 0 on cuda:0. Several nodes have a 2-D mesh."""
+    world_size = nodes * gpus
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        yield Ranks(0, world_size, torch.device("cuda", 0), init_device_mesh("cuda", (world_size,)))
+        flat = init_device_mesh("cuda", (world_size,))
+        yield _FirstRank(0, world_size, torch.device("cuda", 0), flat).replicated(nodes)
     finally:
         dist.destroy_process_group()
 
 
+def without_compilation(patch: pytest.MonkeyPatch) -> None:
+    """Leave layers to eager execution, and let SDPA stand for flex_attention, which keeps the same for its backward."""
+
+    def causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, **_: Any) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+
+    patch.setattr(attention, "flex_attention", causal)
+    patch.setattr(sharding, "compile_layers", lambda layers: None)
+
+
+def pretended_policy(
+    config: PretrainedConfig, settings: TrainerSettings, ranks: Ranks, *, has_checkpointing: bool
+) -> Policy:
+    """Return a policy of any size on cuda:0, sharded over the mesh. Within FakeTensorMode."""
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=TREE_ATTENTION)
+    decoder = model.base_model
+    if settings.lora_rank:
+        model = _adapted_on_the_device(model, settings)
+    trained = policy.Policy(model, 1.0).eval().requires_grad_(not settings.lora_rank)
+    for name, parameter in trained.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "lora_" in name)
+    chosen = Compute("cuda", ComputeType.BFLOAT16, 1, "")
+    alone = replace(ranks, world_size=1)  # there is nobody to send the weights to
+    sharding.shard(trained, decoder, settings, alone, chosen, has_checkpointing=has_checkpointing)
+    return trained
+
+
+def _adapted_on_the_device(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
+    """Return the model with adapters, which begin on the device: FakeTensorMode cannot move them there as PEFT does."""
+    with torch.device("cuda"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "to", lambda module, *_, **__: module)
+        return loading.with_adapters(model, settings)
+
+
+def packed_sequences(tokens: int, sequence: int) -> MicroBatch:
+    """Return a micro-batch of sequences of equal length, on the CPU."""
+    half = [TrainingSequence([7] * (sequence - 1), [0.1] * (sequence - 1), [-1.0] * (sequence - 1))]
+    return pack([TrainingGroup([5, 5], half) for _ in range(tokens // sequence)], TreeMask)
+
+
 @contextmanager
-def pretended_learner(directory: Path, config: PretrainedConfig, **settings: Any) -> Iterator[Learner]:
+def pretended_learner(
+    directory: Path, config: PretrainedConfig, *, nodes: int = 1, gpus: int = 1, **settings: Any
+) -> Iterator[Learner]:
     """Make a learner of a model on cuda:0, within FakeTensorMode. Layers must be traced whole, or their call raises.
 
     Args:
         directory: an empty directory for the model's configuration and tokenizer.
         config: the model.
+        nodes: replicas of the sharded state.
+        gpus: ranks over which the state is spread.
         settings: settings of the trainer.
     """
     save_model(directory, config)
@@ -62,10 +125,12 @@ def pretended_learner(directory: Path, config: PretrainedConfig, **settings: Any
             )
         return model
 
-    with pytest.MonkeyPatch.context() as patch, pretended_ranks() as ranks:
+    with pytest.MonkeyPatch.context() as patch, pretended_ranks(nodes, gpus) as ranks:
         # Values that do not exist cannot be digested, nor can kernels be made of what is never run.
         patch.setattr(policy, "load_model", on_the_device)
         patch.setattr(policy, "ValueHead", _ValueHead)
+        patch.setattr(policy, "with_adapters", _adapted_on_the_device)
+        patch.setattr(sharding, "_receive", lambda *_: None)
         patch.setattr(policy, "weights_digest", lambda model: "")
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager", fullgraph=True))
         # Packing happens in a thread outside of this mode, so its tensors are not fake.

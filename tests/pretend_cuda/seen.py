@@ -14,11 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Call:
     """One operation with its arguments and its result."""
 
-    name: str
-    """The full name, such as ``aten.mm.default``."""
+    operation: Any
+    """The operator, of torch.ops."""
     args: Sequence[Any]
     options: dict[str, Any]
     result: Any
+
+    @property
+    def name(self) -> str:
+        """The full name, such as ``aten.mm.default``."""
+        return str(self.operation)
 
 
 class Seen(TorchDispatchMode):
@@ -40,7 +45,7 @@ class Seen(TorchDispatchMode):
     ) -> Any:
         """Run an operation and record it."""
         result = func(*args, **(kwargs or {}))
-        self.calls.append(Call(str(func), args, kwargs or {}, result))
+        self.calls.append(Call(func, args, kwargs or {}, result))
         return result
 
     def names(self) -> Counter[str]:

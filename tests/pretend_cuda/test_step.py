@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -24,49 +24,74 @@ pytestmark = pytest.mark.cuda
 
 GROUPS = [replace(g, is_replayed=i % 3 == 0) for i, g in enumerate(random_groups(1, n_groups=20, longest=12))]
 MICRO_BATCHES = 3
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"activation_checkpointing": True, "loss": "clip_cov", "off_policy_max_kl": 0.1}),
-    "shared critic": ("llama", {"advantage": "gae", "critic": "shared", "importance_correction": "sequence"}),
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    passes: int = MICRO_BATCHES
+    """Forward passes."""
+    has_frozen_embedding: bool = False
+    graphs: int = 2
+    """Compiled graphs: for micro-batches of several tiles, and of a single tile."""
+
+
+CASES = {
+    "qwen2": Case("qwen2"),
+    "qwen3": Case("qwen3", {"activation_checkpointing": True, "loss": "clip_cov", "off_policy_max_kl": 0.1}),
+    "shared critic": Case("llama", {"advantage": "gae", "critic": "shared", "importance_correction": "sequence"}),
+    # The reference is the model without its adapters.
+    "adapters": Case("qwen3", {"lora_rank": 4, "kl_coef": 0.1}, 2 * MICRO_BATCHES, True, 4),
+    # One of its two layers is dense.
+    "mixture": Case("qwen3_moe", graphs=4),
 }
 
 
+@dataclass(frozen=True)
+class Step:
+    case: Case
+    seen: Seen
+    """The operations up to the first wait for a value."""
+
+
 @pytest.fixture(scope="module", params=CASES)
-def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """The operations of an optimizer step up to the first wait for a value, which must be that of its metrics."""
-    family, settings = CASES[request.param]
+def step(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
+    """An optimizer step up to the first wait for a value, which must be that of its metrics."""
+    case = CASES[request.param]
     counters.clear()
     directory = tmp_path_factory.mktemp("model")
     with (
-        pretended_learner(directory, FAMILIES[family], **settings) as learner,
+        pretended_learner(directory, FAMILIES[case.family], **case.settings) as learner,
         Seen() as seen,
         pytest.raises(DataDependentOutputException) as wait,
     ):
         learner.update(GROUPS, 0)
     assert "metrics" in [entry.name for entry in wait.traceback], wait.getrepr()
-    return seen
+    return Step(case, seen)
 
 
-def test_the_host_waits_for_nothing_before_the_optimizer_has_stepped(step: Seen) -> None:
-    names = [call.name for call in step.calls]
-    assert names.count("aten.embedding.default") == MICRO_BATCHES
+def test_the_host_waits_for_nothing_before_the_optimizer_has_stepped(step: Step) -> None:
+    names = step.seen.names()
+    assert names["aten.embedding.default"] == step.case.passes
     assert "aten._fused_adamw_.default" in names
 
 
-def test_attention_is_one_kernel_a_layer_over_the_trees(step: Seen) -> None:
-    names = step.names()
+def test_attention_is_one_kernel_a_layer_over_the_trees(step: Step) -> None:
+    names = step.seen.names()
     assert names["flex_attention_backward"] == 2 * MICRO_BATCHES
     assert not any("scaled_dot_product" in name for name in names)
 
 
-def test_no_gradient_is_added_up_row_by_row(step: Seen) -> None:
-    names = step.names()
+def test_no_gradient_is_added_up_row_by_row(step: Step) -> None:
+    names = step.seen.names()
     assert not any("index_put" in name for name in names)
-    assert names["aten.embedding_dense_backward.default"] == MICRO_BATCHES, "that of the tokens' embedding only"
+    embeddings = 0 if step.case.has_frozen_embedding else MICRO_BATCHES
+    assert names["aten.embedding_dense_backward.default"] == embeddings, "that of the tokens' embedding only"
 
 
-def test_copies_to_the_device_do_not_wait(step: Seen) -> None:
-    copies = [call for call in step.calls if is_copy_to_the_device(call)]
+def test_copies_to_the_device_do_not_wait(step: Step) -> None:
+    copies = [call for call in step.seen.calls if is_copy_to_the_device(call)]
     assert len(copies) > 10 * MICRO_BATCHES
     assert all(call.options.get("non_blocking") for call in copies)
 
@@ -79,10 +104,15 @@ def is_copy_to_the_device(call: Call) -> bool:
     )
 
 
-def test_layers_are_traced_whole_and_share_one_graph(step: Seen) -> None:
+def test_layers_are_traced_whole_and_layers_of_a_kind_share_a_graph(step: Step) -> None:
     assert not counters["graph_break"]
-    # A second one for micro-batches of a single tile.
-    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["stats"]["unique_graphs"] <= step.case.graphs
+
+
+def test_the_experts_of_a_mixture_are_products_by_group(step: Step) -> None:
+    n_mixtures = step.case.family.count("moe")
+    # Each of the two products has two products in the backward pass.
+    assert step.seen.names()["aten._grouped_mm.default"] == n_mixtures * MICRO_BATCHES * 2 * 3
 
 
 def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_computes(

@@ -11,12 +11,17 @@ import yaml
 from scripts.reference import metrics as metrics_reference
 from trainer.reporting import metrics as trainer_metrics
 
-# Of prometheus_client itself, wherever there is /proc, and of Prometheus.
-PROCESS = {"process_resident_memory_bytes": "gauge", "up": "gauge"}
+# Of prometheus_client itself, wherever there is /proc, of Prometheus, and of Kubernetes' kubelets.
+VOLUME = dict.fromkeys(("kubelet_volume_stats_available_bytes", "kubelet_volume_stats_capacity_bytes"), "gauge")
+CPU = {"process_cpu_seconds_total": "counter"}
+PROCESS = CPU | {"process_resident_memory_bytes": "gauge", "up": "gauge"} | VOLUME
 SUFFIXES = ("_bucket", "_sum", "_count")
 DOCS = Path(__file__).parents[2] / "docs"
-PANELS = json.loads((DOCS / "grafana.json").read_text())["panels"]
+DASHBOARD = json.loads((DOCS / "grafana.json").read_text())
+PANELS = DASHBOARD["panels"]
 RULES = [rule for group in yaml.safe_load((DOCS / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+# Labels that docs/cluster/prometheus.yaml gives to the targets of a job group.
+OF_A_POD = {"user", "run"}
 WIDTH = 24
 
 
@@ -94,7 +99,8 @@ def asked_labels(metrics, title, expression):
         assert name in kinds, f"{title}: {name} is not exported"
         assert (function == "rate") == (kinds[name] == "counter"), f"{title}: {name} is a {kinds[name]}"
     asked = {name.removesuffix(suffix) for name, _ in found for suffix in ("", *SUFFIXES)}
-    return {label for name in asked & set(metrics) for label in metrics[name].labels} | {"service", "instance", "job"}
+    labels = {label for name in asked & set(metrics) for label in metrics[name].labels}
+    return labels | {"service", "instance", "job"} | ({"persistentvolumeclaim"} if asked & VOLUME.keys() else set())
 
 
 def targets():
@@ -104,13 +110,56 @@ def targets():
 @pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
 def test_the_dashboard_asks_for_what_is_exported_by_its_kind(metrics, title, target):
     labels = asked_labels(metrics, title, target["expr"].replace("$__rate_interval", "1m"))
-    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
+    assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels | OF_A_POD
+
+
+@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
+def test_the_dashboard_tells_runs_apart(title, target):
+    if 'run=~"$run"' not in target["expr"]:
+        return
+    kept = [set(labels.split(", ")) for labels in re.findall(r" by \(([^)]*)\)", target["expr"])]
+    if "{{instance}}" in target["legendFormat"]:
+        assert all("instance" in labels for labels in kept)
+    else:
+        # Two users may have jobs of the same number.
+        assert target["legendFormat"].startswith("{{user}} {{run}} ")
+        assert all({"user", "run"} <= labels for labels in kept)
+        assert len(kept) == len(re.findall(r"\bsum\b", target["expr"]))
+
+
+@pytest.mark.parametrize(("title", "target"), targets(), ids=lambda value: value if isinstance(value, str) else None)
+def test_the_dashboard_shows_the_chosen_runs_alone(title, target):
+    chosen = re.findall(r"{[^}]*}", target["expr"])
+    assert len(chosen) == len(list(selectors(promql_parser.parse(target["expr"].replace("$__rate_interval", "1m")))))
+    assert all('namespace=~"$namespace"' in one for one in chosen)
+    # Evaluation heads and environment servers are no tasks of a run.
+    is_of_a_run = not re.match(r".*(head|environment)[_-]", target["expr"])
+    assert all(('run=~"$run"' in one) == is_of_a_run for one in chosen)
+
+
+def test_the_dashboards_variables_take_what_prometheus_labels_and_any_by_default():
+    found = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+    assert set(found) == {"source", "namespace", "run"}
+    for name in ("namespace", "run"):
+        asked = re.fullmatch(r"label_values\((.+), (\w+)\)", found[name]["query"])
+        assert asked[2] == name
+        promql_parser.parse(asked[1])
+        # ".*" also takes series without the label: those of a run on one machine.
+        assert (found[name]["includeAll"], found[name]["allValue"], found[name]["current"]["value"]) == (
+            True,
+            ".*",
+            "$__all",
+        )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_an_alert_asks_for_what_is_exported_by_its_kind(metrics, rule):
     labels = asked_labels(metrics, rule["alert"], rule["expr"])
-    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= labels
+    of_a_run = re.search(r"trainer_|job=\"grpo\"", rule["expr"]) is not None
+    named = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+    assert named - OF_A_POD <= labels
+    assert named & OF_A_POD == (OF_A_POD if of_a_run else set())
+    assert rule["labels"]["severity"] in {"warning", "critical"}
     assert re.fullmatch(r"\d+m", rule["for"])
 
 

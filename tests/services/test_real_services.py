@@ -154,10 +154,26 @@ async def test_a_lease_that_waits_does_not_hold_up_the_end(start_service: Any) -
         assert (await waiting).json()["lease_id"] is None
 
 
-def test_services_clients_and_collectors_import_neither_torch_nor_transformers() -> None:
-    light = "services.clients, services.reward_server.app, services.replay_buffer.app, trainer.collector"
-    check = f"import sys, {light}; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sympy')))"
-    assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[2], check=False).returncode == 0
+HEAVY = ("torch", "transformers", "sympy", "datasets", "pandas")
+SERVICES = ("data_server", "reward_server", "replay_buffer", "gateway", "environment_server", "evaluation_head")
+
+
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        ([f"services.{service}.app" for service in SERVICES], HEAVY),
+        (["services.rollout_server.__main__", "services.clients", "trainer.collector"], HEAVY),
+        (["trainer.__main__"], (*HEAVY, "httpx")),
+        (["scripts.run_local", "local_runner.settings_classes"], (*HEAVY, "httpx", "structlog")),
+    ],
+    ids=["services", "rollout-server, clients and collectors", "the trainer's launcher", "the local runner"],
+)
+def test_what_starts_beside_the_trainer_imports_little(modules: list[str], absent: tuple[str, ...]) -> None:
+    check = f"import sys, {', '.join(modules)}; sys.exit(str([name for name in {absent} if name in sys.modules] or ''))"
+    ended = subprocess.run(
+        [sys.executable, "-c", check], cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, check=False
+    )
+    assert ended.stderr == b"\n"
 
 
 def test_where_consumers_stand_survives_the_data_server(start_service: Any, tmp_path: Path) -> None:

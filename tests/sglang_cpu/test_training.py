@@ -39,6 +39,7 @@ def test_three_steps_are_trained_on_what_real_workers_generate(
         # After each step both workers' logprobs of a completion are compared with the trainer's own.
         PUBLISH_PROBE="true",
         LORA_RANK=str(lora_rank),
+        ENGINE_SLEEPS=str(transport == "disk"),
         EVAL_PROMPTS="8",
     )
     assert system.wait(limit_seconds=1100) == 0, system.text

@@ -5,8 +5,9 @@ Pods stay pending, as on a cluster that has no room.
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -103,9 +104,15 @@ class KubernetesApi:
             return await self._one(request, path)
         if request.method == "POST":
             return self._create(path, rest[0], await request.json())
-        if request.method == "GET":
-            return JSONResponse(self._list(path, rest[0], request.query_params.get("labelSelector", "")))
-        return refusal(405, f"{request.method} of a list is not served")
+        found = self._select(path, rest[0], request.query_params)
+        if request.method == "DELETE":
+            for at in found:
+                del self.objects[at]
+        elif request.method != "GET":
+            return refusal(405, f"{request.method} of a list is not served")
+        metadata = {"resourceVersion": str(len(self.posted))}
+        kind = f"{KINDS[rest[0]]}List"
+        return JSONResponse({"apiVersion": "v1", "kind": kind, "metadata": metadata, "items": list(found.values())})
 
     async def _one(self, request: Request, path: str) -> Response:
         found = self.objects.get(path)
@@ -132,15 +139,28 @@ class KubernetesApi:
         self.posted.append(created)
         return JSONResponse(created, 201)
 
-    def _list(self, path: str, plural: str, selector: str) -> Object:
+    def _select(self, path: str, plural: str, query: Mapping[str, str]) -> dict[str, Object]:
         namespaced = "/namespaces/" in path
-        items = [
-            one
+        return {
+            at: one
             for at, one in list(self.objects.items())
-            if at.split("/")[-2] == plural and (not namespaced or at.startswith(f"{path}/")) and selected(one, selector)
-        ]
-        metadata = {"resourceVersion": str(len(self.posted))}
-        return {"apiVersion": "v1", "kind": f"{KINDS[plural]}List", "metadata": metadata, "items": items}
+            if at.split("/")[-2] == plural
+            and (not namespaced or at.startswith(f"{path}/"))
+            and selected(one, query.get("labelSelector", ""))
+            and has_fields(one, query.get("fieldSelector", ""))
+        }
+
+
+def has_fields(given: Object, selector: str) -> bool:
+    """Return whether fields fit a selector such as ``metadata.name=a,status.phase!=Failed``."""
+    for term in filter(None, selector.split(",")):
+        path, operator, value = re.fullmatch(r"([\w.]+)(!=|==?)(.*)", term).groups()
+        found: Any = given
+        for key in path.split("."):
+            found = found.get(key, {})
+        if (found == value) == (operator == "!="):
+            return False
+    return True
 
 
 def selected(given: Object, selector: str) -> bool:

@@ -137,6 +137,13 @@ def test_each_task_is_handed_the_environment_of_the_file_and_the_command_line(ta
         assert tasks[task.name]["run"].strip() == task.run.strip()
 
 
+def test_the_controller_keeps_the_hook_that_ends_the_trainer_in_order(tasks):
+    hooks = {name: task["config"]["hooks"] for name, task in tasks.items() if "hooks" in (task.get("config") or {})}
+    assert list(hooks) == ["ppo-trainer"]
+    (hook,) = hooks["ppo-trainer"]
+    assert (hook["events"], hook["run"]) == (["down"], "python3 ~/sky_workdir/trainer/stop.py")
+
+
 def test_no_secret_is_in_what_kubernetes_is_asked_for(launched, kubernetes):
     assert SECRET.encode() not in orjson.dumps(kubernetes.posted)
 

@@ -27,8 +27,9 @@ from trainer.model.critic import CriticLearner
 from trainer.model.gathering import gather_state
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.optimizer import StopRequestedError
-from trainer.model.policy import load_policy, save_pretrained, write_adapter
+from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks
+from trainer.model.saving import save_pretrained, write_adapter
 from trainer.publishing.disk import published_dtype
 from trainer.team import Team
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 
+from services.core.errors import ConfigurationError
 from trainer.config import TrainerSettings
 
 
@@ -20,3 +24,21 @@ def test_the_asynchronous_mode_publishes_in_place_unless_told_otherwise(
 @pytest.mark.parametrize(("tokens", "seconds"), [(512, 600), (32_768, 3276.8)])
 def test_long_completions_have_time_in_proportion(tokens: int, seconds: float) -> None:
     assert TrainerSettings.load(max_new_tokens=tokens).generation_deadline_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"mode": "async"}, "set MODE=sync"),
+        ({"publish_transport": "broadcast"}, "set PUBLISH_TRANSPORT=disk"),
+        ({"publish_transport": "broadcast", "lora_rank": 4}, None),
+        ({}, None),
+    ],
+)
+def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
+    settings: dict[str, Any], remedy: str | None
+) -> None:
+    refusal = nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy)
+    with refusal:
+        TrainerSettings.load(engine_sleeps=True, **settings)
+    TrainerSettings.load(**settings)

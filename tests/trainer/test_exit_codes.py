@@ -20,6 +20,7 @@ import pytest
 import trainer.run
 from local_runner import spec
 from local_runner.nodes import allocate
+from services.core import processors
 from services.core.errors import EXIT_CONFIGURATION, EXIT_FAILED, EXIT_PEER_LOST, EXIT_RECOVERABLE, DependencyLostError
 from tests.waiting import LIMIT_SECONDS
 from trainer import __main__ as program
@@ -51,7 +52,7 @@ def start_trainer(
             "SKYPILOT_NODE_IPS": "\n".join(addresses.hosts["ppo-trainer"]),
             "SKYPILOT_NUM_NODES": str(num_nodes),
             "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-            "OMP_NUM_THREADS": "1",
+            "SKYPILOT_POD_CPU_CORE_LIMIT": "1",
             **settings,
         }
         nodes = [
@@ -114,6 +115,24 @@ def test_what_is_wrongly_configured_is_not(tiny_model, tmp_path, settings, said)
 )
 def test_a_nodes_code_is_that_of_the_rank_that_failed_by_itself(ranks, node):
     assert program.node_code(ranks) == node
+
+
+def test_the_ranks_of_a_node_share_its_cores(monkeypatch):
+    numbers: list[int] = []
+
+    def lose(*_: Any) -> None:
+        raise DependencyLostError("gone")
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(processors, "cores", lambda: 12)
+    monkeypatch.setattr(trainer.run, "join_ranks", lose)
+    monkeypatch.setattr(trainer.run.torch, "set_num_threads", numbers.append)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert program.main() == EXIT_RECOVERABLE
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert program.main() == EXIT_RECOVERABLE
+    assert numbers == [3, 12]
 
 
 def test_a_rank_that_lost_its_peers_lets_them_end_first(monkeypatch):

@@ -57,6 +57,7 @@ class Outside:
         self.happens = happens
         self.error: DependencyLostError | None = None
         self.steps = 0
+        self.saved: list[str] = []
         self.forgotten: list[str] = []
         self.written: list[int] = []
         self.first: list[str] = []
@@ -84,13 +85,16 @@ class Outside:
     def draw_replayed(self, *_: Any) -> None:
         self._reach("draw_replayed", self.steps)
 
+    def free_engines_memory(self) -> None:
+        self._reach("free_engines_memory", self.steps)
+
     def acknowledge(self, _: dict[str, float]) -> None:
         if self.steps == LAST:
             self.happens()
         self._reach("acknowledge", self.steps)
 
     def save_replay(self, label: str) -> None:
-        pass
+        self.saved.append(label)
 
     def forget_replay(self, label: str) -> None:
         self.forgotten.append(label)
@@ -165,7 +169,8 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
 
 
 @pytest.mark.parametrize(
-    ("lost", "completed"), [("generate", 1), ("draw_replayed", 1), ("acknowledge", 2), ("publish", 2)]
+    ("lost", "completed"),
+    [("generate", 1), ("draw_replayed", 1), ("free_engines_memory", 1), ("acknowledge", 2), ("publish", 2)],
 )
 @pytest.mark.parametrize("checkpoint_every", [0, 1])
 def test_weights_prompts_and_records_are_of_one_step(
@@ -198,6 +203,18 @@ def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks
     assert outside.error is None
     assert loop.state.step == 4
     assert outside.written == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("settings", "last"),
+    [({"checkpoint_every": 1}, 4), ({"eval_prompts": 64, "eval_every": 1, "target_accuracy": 0.5}, 2)],
+)
+def test_the_last_step_is_saved_once(alone: Ranks, tmp_path: Path, settings: dict[str, Any], last: int) -> None:
+    outside = Outside("")
+    loop = train(alone, tmp_path, outside, **settings)
+    assert outside.error is None
+    assert outside.saved == [f"r-step-{step:06d}" for step in range(1, last + 1)]
+    assert newest_step(loop) == last
 
 
 # --- a full disk -----------------------------------------------------------------------------------------------------
@@ -286,8 +303,7 @@ def _throw(error: Exception) -> None:
 def test_the_replay_buffer_forgets_what_it_kept_for_removed_checkpoints(alone: Ranks, tmp_path: Path) -> None:
     outside = Outside("")
     train(alone, tmp_path, outside)
-    assert outside.forgotten[:2] == ["r-step-000001", "r-step-000002"]
-    assert "r-step-000004" not in outside.forgotten, "that of the newest checkpoint"
+    assert outside.forgotten == ["r-step-000001", "r-step-000002", "r-step-000003"], "not that of the newest checkpoint"
 
 
 def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(tmp_path: Path, alone: Ranks) -> None:

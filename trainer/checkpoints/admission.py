@@ -8,22 +8,12 @@ import orjson
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.settings import parse_task_id
+from services.core.run_ids import job_id
 from services.protocol.prompts import DataStats
 from trainer.checkpoints.fingerprint import Fingerprint, data_differences, differences
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
-
-
-def job_id() -> str | None:
-    """Return the managed job's number with the start of its jobs controller; None without SkyPilot.
-
-    The tasks of a job and its recoveries share this id. After a restart of the controller, which counts jobs from 1
-    again, the same number gives another id.
-    """
-    found = parse_task_id()
-    return f"{found['job']} of {found['time']}" if found else None
 
 
 def has_succeeded(settings: TrainerSettings) -> bool:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
@@ -34,6 +34,9 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 
 log = get_logger(__name__)
+
+# The manifest has a checksum of each file, so the archives in it need none.
+torch.serialization.set_crc32_options(compute_crc32=False)
 
 FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
@@ -116,7 +119,7 @@ class CheckpointStore:
         critic: SavedCritic | None = None,
         wait: bool = False,
     ) -> None:
-        """Copy the state, and start to write it as a checkpoint beside the training.
+        """Start to write a checkpoint: of a copy, beside the training; with ``wait``, of the state itself.
 
         Args:
             policy: the model.
@@ -130,9 +133,12 @@ class CheckpointStore:
         if self.ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         self.ranks.barrier()
-        writer = FileSystemWriter(hidden, thread_count=FILES)
-        future = async_save(_tensors(policy, optimizer, critic), storage_writer=writer, process_group=self._group)
-        written = cast("Future[Any]", future)
+        tensors, writer = _tensors(policy, optimizer, critic), FileSystemWriter(hidden, thread_count=FILES)
+        if wait:
+            written: Future[Any] = self._sealer.submit(save, tensors, storage_writer=writer, process_group=self._group)
+        else:
+            future = async_save(tensors, storage_writer=writer, process_group=self._group)
+            written = cast("Future[Any]", future)
         # Rank 0's future is done when every rank has written its part.
         sealed = self._sealer.submit(_seal, written, hidden, state) if self.ranks.is_main else written
         self._pending = _Pending(sealed, hidden, self._path(state.step), state)

@@ -10,9 +10,10 @@ from torch import nn
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from services.core.run_ids import job_id
 from services.protocol.prompts import Cursor, DataStats
 from services.weights.policy_store import PolicyStore
-from trainer.checkpoints.admission import check_same, job_id
+from trainer.checkpoints.admission import check_same
 from trainer.checkpoints.checkpoint import CheckpointStore, RunState, SavedCritic
 from trainer.checkpoints.fingerprint import Fingerprint, tokenizer_digest
 from trainer.config import Mode, TrainerSettings

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from services.core.errors import DependencyLostError
+from services.core.files import replace_directory
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """System errors of a full device and of a full quota."""
@@ -38,6 +39,23 @@ def writing(path: Path) -> Iterator[None]:
             "free there. Make room on that volume, for example by removing old runs (scripts.clean), or keep fewer "
             "checkpoints (CHECKPOINTS_KEPT); started again, the run goes on from its newest checkpoint."
         ) from error
+
+
+def write_whole(directory: Path, write: Callable[[Path], object]) -> None:
+    """Have ``write`` fill a hidden directory, which then takes the place of ``directory``, so that it is never partial.
+
+    Raises:
+        DiskFullError: the disk is full; nothing stays of the hidden directory.
+    """
+    hidden = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(hidden, ignore_errors=True)
+    with writing(directory):
+        try:
+            hidden.mkdir(parents=True)
+            write(hidden)
+            replace_directory(hidden, directory)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _is_full(error: BaseException, directory: Path) -> bool:

@@ -17,21 +17,17 @@ from transformers import PreTrainedModel
 from trainer.algorithm.loss import Diagnostics, StepSize, critic_loss
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
-from trainer.checkpoints.volume import DiskFullError, writing
+from trainer.checkpoints.volume import DiskFullError, write_whole
 from trainer.config import CriticModel, TrainerSettings
-from trainer.model.gathering import gather_state
+from trainer.model.gathering import gather_state, whole_parameters
 from trainer.model.learner import Learner, UpdateResult
+from trainer.model.loading import choose_compute, load_model
 from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
-from trainer.model.policy import (
-    ValueHead,
-    choose_compute,
-    load_model,
-    predicting_states,
-    shard,
-    whole_parameters,
-)
+from trainer.model.policy import predicting_states
 from trainer.model.ranks import Ranks
+from trainer.model.sharding import shard
 from trainer.model.sharing import make_part, packed, token_numbers, unknown_ids
+from trainer.model.value_head import ValueHead
 
 
 class Critic(nn.Module):
@@ -159,20 +155,18 @@ class CriticLearner:
         # No copy on a CPU: everything is written before the parameters change.
         state = gather_state(self._full_parameters(dtype), self.ranks, copy=False)
 
-        def write() -> None:
+        def write(hidden: Path) -> None:
             description = self.policy.description
             assert description is not None, "rank 0 has it"
             config = copy.deepcopy(description.config)
             config.dtype, config.num_labels = dtype, 1
             names = config.architectures or []
             config.architectures = [name.replace("ForCausalLM", "ForTokenClassification") for name in names]
-            with writing(directory):
-                directory.mkdir(parents=True, exist_ok=True)
-                save_torch_state_dict(state, directory, metadata={"format": "pt"})
-                config.save_pretrained(directory)
-                description.tokenizer.save_pretrained(directory)
+            save_torch_state_dict(state, hidden, metadata={"format": "pt"})
+            config.save_pretrained(hidden)
+            description.tokenizer.save_pretrained(hidden)
 
-        self.ranks.on_main(write, DiskFullError)
+        self.ranks.on_main(lambda: write_whole(directory, write), DiskFullError)
 
     def _full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter by its name in a token classifier, LoRA adapters merged. A collective."""

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from trainer.model.ranks import Ranks
@@ -57,6 +57,18 @@ def gather(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Te
             size += parameter.numel() * dtype.itemsize
     whole |= _gather_bucket(bucket, dtype)
     return {name: whole[name] for name in parameters if name in whole}
+
+
+def whole_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield every whole parameter of a sharded module by its name; on rank 0 only. A collective."""
+    for layer in by_layer(module.named_parameters()):
+        for name, value in gather(layer, dtype).items():
+            yield plain_name(name), value
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers of activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _gather_bucket(parameters: Mapping[str, DTensor], dtype: torch.dtype) -> dict[str, Tensor]:

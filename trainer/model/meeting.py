@@ -23,8 +23,8 @@ from services.core.logs import get_logger
 
 log = get_logger(__name__)
 
-MEETING_SECONDS = 300.0
-"""Longest wait for the other ranks, which start together and import torch meanwhile."""
+MEETING_SECONDS = 900.0
+"""Longest wait for the other ranks, whose nodes start together but may install for different times."""
 
 Facts = Mapping[str, str | None]
 

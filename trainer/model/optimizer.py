@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainer.algorithm.loss import Diagnostics
 from trainer.config import Schedule, TrainerSettings
 from trainer.model.ranks import Ranks
+from trainer.model.sharding import reshard
 
 
 class StopRequestedError(Exception):
@@ -73,7 +74,7 @@ def optimizer_step(
     for index, compute in enumerate(passes):
         if should_stop is not None and ranks.any(should_stop()):
             optimizer.zero_grad()
-            _reshard(module)
+            reshard(module)
             raise StopRequestedError
         # With SHARD_PARAMETERS every micro-batch reduces its gradients and frees them and the gathered parameters;
         # otherwise only the last micro-batch does.
@@ -106,13 +107,6 @@ def _all_finite(diagnostics: Diagnostics, norm: Tensor, ranks: Ranks) -> Tensor:
     if ranks.world_size > 1:
         dist.all_reduce(loss)
     return loss.isfinite() & norm.isfinite()
-
-
-def _reshard(module: nn.Module) -> None:
-    """Free gathered parameters, so that only the shards remain."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def is_finite(metrics: dict[str, float]) -> bool:

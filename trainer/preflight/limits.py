@@ -13,6 +13,8 @@ import torch
 CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
 SHM = Path("/dev/shm")
+ENGINE_ASLEEP = 3 * 2**29
+"""Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,10 @@ class Limits:
         return Limits(**{name: min(limits[name] for limits in everyone) for name in vars(self)})
 
 
-def find_limits(device: torch.device, run_dir: Path) -> Limits:
-    """Return the limits of this process."""
+def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False) -> Limits:
+    """Return the limits of this process; on a GPU that ``is_shared``, less what a sleeping engine keeps."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    memory -= ENGINE_ASLEEP if memory and is_shared else 0
     there = next(parent for parent in (run_dir, *run_dir.parents) if parent.exists())
     own = sum(file.stat().st_size for file in _files(run_dir))
     return Limits(

@@ -9,7 +9,7 @@ import torch
 
 from services.core.errors import ConfigurationError
 from trainer.config import TrainerSettings
-from trainer.model.policy import choose_compute, load_config
+from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
 from trainer.preflight.check import Machine, check
 from trainer.preflight.limits import find_limits
@@ -24,7 +24,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
     """
     chosen = choose_compute(settings, ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks.world_size > 1 else 1
-    own = find_limits(ranks.device, settings.run_dir)
+    own = find_limits(ranks.device, settings.run_dir, is_shared=settings.engine_sleeps)
     limits = own.smallest(ranks.gather_json(vars(own)) if ranks.world_size > 1 else [])
 
     def choose() -> dict[str, Any]:

@@ -155,15 +155,17 @@ def layer_bytes(shape: ModelShape, work: Work) -> int:
 
 
 def _head(shape: ModelShape, work: Work) -> int:
-    """Return the bytes when the head's backward pass begins: logits, and the gradients of states and head."""
-    size = work.compute_bytes
+    """Return the bytes of the head's forward pass or, if these are more, of the beginning of its backward pass."""
+    size, rows = work.compute_bytes, min(work.chunk_states, work.tokens)
+    # Logits, their exponentials, and those of the normaliser, in float32.
+    forward = work.tokens * shape.hidden * (4 + 2 * size) + rows * shape.vocabulary * 12
     # The last norm's states; the predicting states and their gradients; the float32 terms of the norm's gradient.
     states = work.tokens * shape.hidden * (4 + 2 * size + (4 + 2 * size) + (12 + 4 * size))
     # Logits and their exponentials in float32, and the gradient of the logits in the compute type.
-    logits = min(work.chunk_states, work.tokens) * shape.vocabulary * (8 + (size if size < 4 else 0))
+    logits = rows * shape.vocabulary * (8 + (size if size < 4 else 0))
     gradient = 0 if work.lora_rank else (4 + size) * shape.head_parameters
     in_float32 = 4 * shape.head_parameters if work.device == "cpu" and size < 4 else 0
-    return states + logits + gradient + in_float32
+    return max(forward, states + logits + gradient) + in_float32
 
 
 def _layer(shape: ModelShape, work: Work) -> int:

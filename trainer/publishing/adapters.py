@@ -15,7 +15,7 @@ from services.clients.rollout_admin import WorkerAdmin
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import Transport
 from trainer.model.gathering import gather_state
-from trainer.model.policy import write_adapter
+from trainer.model.saving import write_adapter
 from trainer.publishing.disk import DiskPublisher, published_dtype, write_version
 
 

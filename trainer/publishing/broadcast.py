@@ -35,8 +35,9 @@ from services.weights.broadcast_group import SOURCE, broadcast_weights, join_wei
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.gathering import gather_state
-from trainer.model.policy import Policy, write_model
+from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.saving import write_model
 from trainer.publishing.disk import published_dtype, write_version
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.worker_group import LEAVE_SECONDS, GroupBrokenError, WorkerGroup

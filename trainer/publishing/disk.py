@@ -15,7 +15,7 @@ from services.weights.policy_store import PolicyStore
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.config import PublishedType, TrainerSettings
 from trainer.model.gathering import gather_state
-from trainer.model.policy import write_model
+from trainer.model.saving import write_model
 from trainer.publishing.publisher import Publisher
 from trainer.publishing.workers import PUBLISH_SECONDS, registered_workers, update_workers
 

@@ -40,6 +40,8 @@ class Publication:
             metrics |= self._probe_adapters()
         elif self.settings.publish_probe:
             metrics |= self._probe(batch)
+        if self.settings.engine_sleeps:
+            self.team.leave_gpu()  # the probes have gathered the parameters
         return metrics | {"seconds_publish": time.perf_counter() - started}
 
     def keep_on_volume(self, version: int) -> None:

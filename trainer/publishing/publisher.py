@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from services.core import memory
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
+from trainer.model.sharding import leave_gpu
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import ServiceThread
 
@@ -46,6 +48,10 @@ class Publisher(ABC):
         while True:
             if self._written != version:
                 self.write(version)
+            if not self.settings.keep_memory:
+                # Rollout workers on the same machine need room for the new weights beside the old. The version was
+                # gathered in memory that the update had left.
+                memory.release()
             try:
                 return self.update_workers(version)
             except VersionGoneError as error:
@@ -75,6 +81,9 @@ class Publisher(ABC):
             assert self.services is not None, "rank 0 has the services"
             return self.services.call(self.deliver(version))
 
+        if self.settings.engine_sleeps:
+            # Engines that wake for the version take their memory of the same GPU back.
+            leave_gpu(self.policy)
         metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
         return metrics
 

@@ -25,6 +25,8 @@ PUBLISH_SECONDS = 600.0
 """Longest wait for a worker to take a version, and for workers to come back. Even a slow volume (0.3 GB/s) gives a
 worker a model of 70B parameters, 140 GB, in less."""
 
+SLEEP_SECONDS = 60.0
+"""Longest wait for each answer of a worker that gives its memory away."""
 POLL_SECONDS = 0.2
 PROBE_SECONDS = 5.0
 
@@ -92,6 +94,26 @@ async def _is_updated(settings: TrainerSettings, url: str, version: int, update:
 def worker_admin(settings: TrainerSettings, url: str) -> WorkerAdmin:
     """Return a client of a worker that gives it PUBLISH_SECONDS for each answer."""
     return WorkerAdmin(url, token=settings.token, timeout=PUBLISH_SECONDS)
+
+
+async def put_workers_to_sleep(settings: TrainerSettings) -> None:
+    """Have every registered worker give its GPU's memory away; ``WorkerAdmin.hold`` wakes it for the next version.
+
+    A worker that does not fall asleep keeps its memory, and the step may do without.
+
+    Raises:
+        DependencyLostError: the router does not answer.
+    """
+
+    async def put_to_sleep(url: str) -> None:
+        async with WorkerAdmin(url, token=settings.token, timeout=SLEEP_SECONDS) as worker:
+            try:
+                await worker.sleep()
+            except (WorkerRefusedError, DependencyLostError) as error:
+                log.warning("worker does not sleep and keeps its memory", url=url, reason=str(error))
+
+    async with RouterAdmin(token=settings.token) as router:
+        await asyncio.gather(*map(put_to_sleep, await router.workers()))
 
 
 async def drop_workers(settings: TrainerSettings, urls: Sequence[str]) -> None:

@@ -52,6 +52,7 @@ class Clients:
             RolloutClient(
                 token=token,
                 vocab_size=vocab_size,
+                model_name=settings.model_name,
                 max_concurrency=settings.generation_concurrency,
                 deadline_seconds=settings.generation_deadline_seconds,
                 seed_each_completion=settings.engine_deterministic,

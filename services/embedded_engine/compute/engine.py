@@ -142,10 +142,28 @@ class Engine:
         """Continue decoding."""
 
         def resume() -> None:
+            if not self._cache.has_memory:
+                raise NotIdleError("memory is released: send /resume_memory_occupation first")
             self.is_paused = False
             self._abort_without_adapter()
 
         return self._between_steps(resume)
+
+    def occupy(self, *, has_memory: bool) -> Future[None]:
+        """Give the memory of keys and values away, or take it back; the weights stay.
+
+        The result is NotIdleError unless generation is paused, nothing runs, and there is something to change.
+        """
+
+        def change() -> None:
+            if not self.is_paused or self._scheduler.running or self._cache.has_memory == has_memory:
+                raise NotIdleError(
+                    "memory is released once, while generation is paused with retract or abort, and then resumed once"
+                )
+            self._scheduler.drop_caches()
+            self._cache.occupy(has_memory=has_memory)
+
+        return self._between_steps(change)
 
     def flush(self) -> Future[None]:
         """Drop cached keys and values; the result is NotIdleError while sequences run."""

@@ -28,13 +28,28 @@ class KVCache:
         self.max_rows = max_rows
         self.num_heads, self.head_dim = architecture.num_kv_heads, architecture.head_dim
         self.num_layers = architecture.num_layers
-        self._memory = _zeros((2, self.num_layers, max_tokens * self.num_heads * self.head_dim), dtype, device)
+        self._dtype, self._device = dtype, device
         self.row_length = 0
         self.rows = 0
-        self._view = self._memory
+        self.occupy(has_memory=True)
+
+    @property
+    def has_memory(self) -> bool:
+        """False once the memory was given away."""
+        return self._memory.numel() > 0
+
+    def occupy(self, *, has_memory: bool) -> None:
+        """Take the block of memory, or give it away while no sequence runs."""
+        self._memory = self._view = torch.empty(0)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        self._divide(min(ROW_STEP, max_tokens))
+        if not has_memory:
+            # A no-op where CUDA is not used.
+            torch.cuda.empty_cache()
+            return
+        shape = (2, self.num_layers, self.max_tokens * self.num_heads * self.head_dim)
+        self._memory = _zeros(shape, self._dtype, self._device)
+        self._divide(min(ROW_STEP, self.max_tokens))
 
     def capacity(self, length: int) -> int:
         """Return the number of sequences of up to ``length`` tokens that fit at once."""

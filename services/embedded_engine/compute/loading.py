@@ -12,8 +12,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from services.core import compute, gpus, memory
+from services.core import compute, gpus, memory, processors
 from services.core.errors import ConfigurationError
+from services.core.files import check_model_directory
 from services.core.logs import get_logger
 from services.embedded_engine.compute.kv_cache import KVCache
 from services.embedded_engine.compute.model import Model, Weights, pack_weights
@@ -71,6 +72,7 @@ def load(settings: EngineSettings) -> Loaded:
             of this node are missing.
     """
     gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
+    torch.set_num_threads(processors.threads())
     chosen = compute.decide(
         "ENGINE_DTYPE",
         settings.engine_dtype,
@@ -109,6 +111,7 @@ def _find_model(name: str) -> Path:
     Raises:
         ConfigurationError: ``name`` is neither.
     """
+    check_model_directory(name)
     if Path(name).is_dir():
         return Path(name)
     try:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import PretrainedConfig, modeling_rope_utils
 
 from services.embedded_engine.compute.adapters import Adapter, LayerAdapter, adapted
 from services.embedded_engine.compute.attention import attend, attend_causally, causal_mask, joins_rows, round_up
@@ -274,5 +273,7 @@ def _rotary_frequencies(config: PretrainedConfig) -> tuple[Tensor, float]:
     if kind == "default":
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return 1.0 / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
-    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    # An engine's own process imports transformers as if torch were absent, so that this module lacks torch.
+    modeling_rope_utils.torch = torch
+    frequencies, scaling = modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies.float(), scaling

@@ -6,6 +6,7 @@ Weights and version change together, between two steps, as a whole or not at all
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -94,17 +95,28 @@ def add_pause_routes(app: FastAPI) -> None:
     @app.post("/continue_generation", tags=["control"])
     async def continue_generation(http: Request) -> Response:
         """Continue decoding."""
-        await wait_for(state_of(http).engine.resume())
+        await _or_400(state_of(http).engine.resume())
         return JsonResponse({"success": True, "message": "generation continues"})
+
+    @app.post("/release_memory_occupation", tags=["control"])
+    async def release_memory_occupation(http: Request) -> Response:
+        """Give the memory of keys and values away; refused unless generation is paused with retract or abort."""
+        await _or_400(state_of(http).engine.occupy(has_memory=False))
+        log.info("memory released")
+        return Response()
+
+    @app.post("/resume_memory_occupation", tags=["control"])
+    async def resume_memory_occupation(http: Request) -> Response:
+        """Take the memory of keys and values back; refused unless it was released."""
+        await _or_400(state_of(http).engine.occupy(has_memory=True))
+        log.info("memory taken back")
+        return Response()
 
     @app.post("/flush_cache", tags=["control"])
     @app.get("/flush_cache", tags=["control"], include_in_schema=False)
     async def flush_cache(http: Request) -> Response:
         """Drop cached prompts; refused while requests run."""
-        try:
-            await wait_for(state_of(http).engine.flush())
-        except NotIdleError as error:
-            raise ProblemError(400, str(error)) from error
+        await _or_400(state_of(http).engine.flush())
         return JsonResponse({"success": True, "message": "cache flushed"})
 
 
@@ -215,6 +227,14 @@ def add_broadcast_routes(app: FastAPI) -> None:
 
         async with state.receiver_lock:
             return await _reply_to("broadcast update closed", end)
+
+
+async def _or_400(done: Future[None]) -> None:
+    """Wait for a call to the engine; a refusal of the engine is an answer with status 400."""
+    try:
+        await wait_for(done)
+    except NotIdleError as error:
+        raise ProblemError(400, str(error)) from error
 
 
 async def _change(state: EngineState, weights: Weights, version: str | None, *, flush_cache: bool) -> int:

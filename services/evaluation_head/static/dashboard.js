@@ -1,12 +1,13 @@
 // The dashboard. It follows the head over a WebSocket and reconnects by itself.
 
 import { forgetToken, hasToken, keepToken } from "./api.js";
-import { Chart, View } from "./chart.js";
+import { Chart } from "./chart.js";
 import { seriesColor } from "./colors.js";
 import { byId, setText, show } from "./dom.js";
 import { clock, number } from "./format.js";
 import { Live } from "./live.js";
 import { showDiscovered, showPolicies, showServers, showTiles } from "./tables.js";
+import { View } from "./view.js";
 
 const KEPT_SECONDS = 600;
 const PLOTS = [

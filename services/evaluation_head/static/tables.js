@@ -44,11 +44,13 @@ export function showServers(table, servers) {
       count(server.lost),
       count(number(server.returns.mean)),
       count(number(server.states)),
+      count(server.usage ? `${number(server.usage.cores, 2)} cores` : "–"),
+      count(server.usage ? `${number(server.usage.memory_bytes)}B` : "–"),
       count(duration(server.seconds_since_heard)),
       wide(server.detail ?? server.url ?? ""),
     ],
   }));
-  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">heard", ""];
+  const names = ["server", "state", "mode", "environment", "policy", ">active", ">finished", ">lost", ">mean return", ">states", ">processor", ">memory", ">heard", "detail"];
   fill(table, names, rows, "No server has come yet. Set EVAL_HEAD_ENDPOINT on an environment server, or let the head discover one.");
 }
 
@@ -82,7 +84,7 @@ export function showPolicies(table, policies) {
       wide(policy.trouble ?? policy.file ?? policy.url ?? ""),
     ],
   }));
-  fill(table, ["policy", "kind", ">version", "device", ">parameters", ">states", ">waiting", ">batch", ">compute", ""], rows, "");
+  fill(table, ["policy", "kind", ">version", "device", ">parameters", ">states", ">waiting", ">batch", ">compute", "detail"], rows, "");
 }
 
 const pill = (text, look) => h("span", { class: `pill ${look ?? "fair"}` }, text);

@@ -9,6 +9,9 @@ export class TokenError extends Error {}
 /** The server could not be reached, or failed. */
 export class UnreachableError extends Error {}
 
+/** The server answered, with a refusal. */
+export class RefusedError extends UnreachableError {}
+
 export const hasToken = () => sessionStorage.getItem(KEY) !== null;
 export const keepToken = (token) => sessionStorage.setItem(KEY, token);
 export const forgetToken = () => sessionStorage.removeItem(KEY);
@@ -29,7 +32,7 @@ export async function get(path, parameters = {}) {
     throw new UnreachableError(String(error.message ?? error));
   }
   if (response.status === 401) throw new TokenError();
-  if (!response.ok) throw new UnreachableError(await refusal(response));
+  if (!response.ok) throw new RefusedError(await refusal(response));
   return response.json();
 }
 

@@ -34,7 +34,7 @@ export function question(group, needle) {
   const text = (words) => h("pre", { tabindex: "0" }, marked(words, needle));
   const rendered = group.rendered_prompt ?? group.prompt;
   return [
-    h("div", { class: "prompt" }, h("h3", null, "Prompt"), text(group.prompt ?? "")),
+    h("div", { class: "prompt" }, h("h2", null, "Prompt"), text(group.prompt ?? "")),
     rendered === group.prompt ? null : h("details", null, h("summary", null, "As the model saw it"), text(rendered)),
     h("p", null, h("span", { class: "muted" }, "ground truth "), h("code", null, marked(String(group.ground_truth ?? ""), needle))),
   ];

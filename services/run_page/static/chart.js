@@ -1,5 +1,6 @@
 // One plot: lines or stacked areas on a canvas, with a second canvas above for the cursor.
 
+import { caption, saveButton, swatch } from "./caption.js";
 import { color } from "./colors.js";
 import { h, setText, show } from "./dom.js";
 import { count, duration, number } from "./format.js";
@@ -9,26 +10,10 @@ import { bounds, nearest, smooth, spread, stack } from "./series.js";
 
 export const HEIGHT = 200;
 const DRAG_PIXELS = 6;
-
-/** The state that all plots share: the x axis, its range, smoothing, and the cursor's position. */
-export class View extends EventTarget {
-  axis = "step";
-  smoothing = 0;
-  range = null;
-  /** The range of x of all data. */
-  extent = null;
-  cursor = null;
-
-  set(change) {
-    Object.assign(this, change);
-    this.dispatchEvent(new Event("cursor" in change && Object.keys(change).length === 1 ? "cursor" : "view"));
-  }
-
-  /** Returns a position on the x axis in words. */
-  place(x) {
-    return this.axis === "time" ? duration(x) : `step ${count(x)}`;
-  }
-}
+const NEAR = "300px";
+const FADED = 0.15;
+const MOST_TOLD = 12;
+const MOST_SPREADS = 3;
 
 export class Chart {
   /** ``spec``: id, title, unit, stacked, markers. ``update`` gives the lines. */
@@ -40,13 +25,14 @@ export class Chart {
     this.base = h("canvas", { "aria-hidden": "true" });
     this.top = h("canvas", { class: "top", tabindex: "0", role: "img" });
     this.tip = h("div", { class: "tip", hidden: true });
+    this.unit = h("span", { class: "muted" }, spec.unit);
     this.legend = h("div", { class: "legend" });
     this.spoken = h("p", { class: "spoken", "aria-live": "polite" });
     this.frame = h("div", { class: "frame" }, this.base, this.top, this.tip);
     this.element = h(
       "figure",
       { id: `plot-${spec.id}`, class: "card" },
-      caption(spec),
+      caption(spec.title, this.unit),
       this.legend,
       this.frame,
       this.spoken,
@@ -58,8 +44,15 @@ export class Chart {
   /** Takes new lines: [{label, color, dash, xs, ys, spread, entry}], ys with null for gaps. ``entry`` is the legend's key. */
   update(lines) {
     this.lines = lines;
+    this.isCrowded = new Set(lines.map((line) => line.run)).size > MOST_SPREADS;
     this.showLegend();
+    setText(this.unit, this.inUnit());
     this.draw();
+  }
+
+  /** Returns the unit, and what the bands or bars are if there are any. */
+  inUnit() {
+    return [this.spec.unit, this.isCrowded ? null : this.spec.spread].filter(Boolean).join(", ");
   }
 
   showLegend() {
@@ -107,6 +100,11 @@ export class Chart {
     top.addEventListener("blur", () => this.view.set({ cursor: null }));
     top.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.frame);
+    const observer = new IntersectionObserver(([entry]) => {
+      this.isNear = entry.isIntersecting;
+      this.paintBase();
+    }, { rootMargin: NEAR });
+    observer.observe(this.frame);
   }
 
   /** Moves the cursor to the step nearest to a pixel. */
@@ -159,10 +157,8 @@ export class Chart {
     this.drawn = this.visible().map((line) => this.prepared(line));
     if (this.spec.stacked) stack(this.drawn);
     this.plane = this.planeOf(width, HEIGHT);
-    const context = this.base.getContext("2d");
-    context.clearRect(0, 0, width, HEIGHT);
-    this.paint(context, this.plane);
-    const name = `${this.spec.title}, ${this.spec.unit}.`;
+    this.paintBase();
+    const name = `${this.spec.title}, ${this.inUnit()}.`;
     this.top.setAttribute("aria-label", `${name} ${this.describe()} Arrow keys move along the steps.`);
     this.drawCursor();
   }
@@ -171,7 +167,7 @@ export class Chart {
   prepared(line) {
     if (this.spec.stacked) return line;
     const smoothed = smooth(line.ys, this.view.smoothing);
-    const edges = line.spread && spread(smoothed, smooth(line.spread, this.view.smoothing));
+    const edges = !this.isCrowded && line.spread && spread(smoothed, smooth(line.spread, this.view.smoothing));
     return { ...line, smooth: smoothed, ...edges };
   }
 
@@ -183,6 +179,14 @@ export class Chart {
     );
     const heights = bounds(drawn.map(({ ys }) => ys), { xs: drawn.map(({ xs }) => xs), range }, 0.06) ?? [0, 1];
     return new Plane(width, height, range, this.spec.stacked ? [0, heights[1]] : heights);
+  }
+
+  /** Paints the plot if it is in the window or near; dozens of plots of dozens of runs would keep the page waiting. */
+  paintBase() {
+    if (!this.isNear || !this.plane) return;
+    const context = this.base.getContext("2d");
+    context.clearRect(0, 0, this.plane.width, HEIGHT);
+    this.paint(context, this.plane);
   }
 
   paint(context, plane) {
@@ -198,8 +202,9 @@ export class Chart {
         }
         if (line.lower && markers) paintErrors(context, plane, line, line.lower, line.upper);
         else if (line.lower) paintArea(context, plane, line, line.lower, line.upper, 0.14);
-        if (this.view.smoothing > 0) paintLine(context, plane, line, line.ys, { alpha: 0.25, width: 1, markers });
-        paintLine(context, plane, line, line.smooth, { markers });
+        const alpha = [null, line.run].includes(this.view.emphasis) ? 1 : FADED;
+        if (this.view.smoothing > 0) paintLine(context, plane, line, line.ys, { alpha: 0.25 * alpha, width: 1, markers });
+        paintLine(context, plane, line, line.smooth, { alpha, markers });
       }
     });
   }
@@ -208,7 +213,7 @@ export class Chart {
     const runs = new Set(this.drawn.map((line) => line.run));
     savePicture(this.spec.id, {
       title: this.spec.title,
-      unit: runs.size > 1 ? this.spec.unit : `${this.spec.unit} · ${[...runs]}`,
+      unit: runs.size > 1 ? this.inUnit() : `${this.inUnit()} · ${[...runs]}`,
       entries: this.drawn,
       paint: (context, width, height) => this.paint(context, this.planeOf(width, height)),
     });
@@ -236,7 +241,11 @@ export class Chart {
   describe() {
     const values = this.valuesAt(this.view.cursor);
     if (!values.length) return "No value.";
-    return `${this.view.place(values[0].x)}: ${values.map((entry) => `${entry.line.label} ${inWords(entry)}`).join(", ")}.`;
+    const told = values.map((entry) => `${entry.line.label} ${inWords(entry)}`);
+    const places = values.map(({ x }) => this.view.place(x));
+    // Without a cursor, each line tells its newest value, and runs may be at different steps.
+    if (new Set(places).size > 1) return `${told.map((words, n) => `${words} at ${places[n]}`).join(", ")}.`;
+    return `${places[0]}: ${told.join(", ")}.`;
   }
 
   drawCursor() {
@@ -273,32 +282,17 @@ export class Chart {
   }
 
   placeTip(x, values, width) {
-    const rows = values.map((entry) =>
+    const told = values.length > MOST_TOLD ? [...values].sort((a, b) => b.value - a.value).slice(0, MOST_TOLD) : values;
+    const rows = told.map((entry) =>
       h("div", null, swatch(entry.line), h("span", null, entry.line.label), h("b", null, inWords(entry))),
     );
-    this.tip.replaceChildren(h("div", { class: "muted" }, this.view.place(this.view.cursor)), ...rows);
+    const rest = values.length > told.length ? h("div", { class: "muted" }, `and ${count(values.length - told.length)} lower`) : "";
+    this.tip.replaceChildren(h("div", { class: "muted" }, this.view.place(this.view.cursor)), ...rows, rest);
     const left = x + 14 + this.tip.offsetWidth > width ? x - 14 - this.tip.offsetWidth : x + 14;
     this.tip.style.left = `${Math.max(0, left)}px`;
   }
 }
 
-/** Returns the caption of a plot: its title and unit. */
-export function caption({ title, unit }) {
-  return h("figcaption", null, h("strong", null, title), " ", h("span", { class: "muted" }, unit));
-}
-
-/** Returns a button that saves the plot as a picture. It comes last, so that the Tab key reaches the plot first. */
-export function saveButton(title, onclick) {
-  const label = `Save ${title} as a picture`;
-  return h("button", { type: "button", class: "save", "aria-label": label, title: label, onclick }, "PNG");
-}
-
 function inWords({ value, spread: around }) {
   return around === null ? number(value) : `${number(value)} ± ${number(around, 2)}`;
-}
-
-function swatch({ color: shown, dash }) {
-  const element = h("i", { class: dash.length ? "swatch dashed" : "swatch" });
-  element.style.setProperty("--swatch", shown);
-  return element;
 }

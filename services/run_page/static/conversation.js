@@ -32,7 +32,7 @@ function item(message) {
   return h(
     "li",
     { class: `message ${message.sampled ? "of-model" : ""}` },
-    h("h4", null, speaker(message)),
+    h("h3", null, speaker(message)),
     message.content || !calls.length ? h("pre", { tabindex: "0" }, message.content || "(nothing)") : null,
     calls.map((call) =>
       h("div", { class: "call" }, h("p", null, "calls ", h("code", null, call.name)), h("pre", { tabindex: "0" }, readable(call.arguments ?? ""))),

@@ -1,13 +1,16 @@
 // The metrics of a run that were read so far, by column.
 
-import { get } from "./api.js";
+import { RefusedError, get } from "./api.js";
+import { count } from "./format.js";
 
 export class RunData {
-  /** ``index`` is the run's place on the page, which decides its colour. */
-  constructor(overview, index) {
-    this.index = index;
-    this.isShown = true;
+  constructor(overview) {
     this.before = null;
+    /** The place of the run among those with curves, which decides its colour; null without curves. */
+    this.slot = null;
+    this.isShown = false;
+    /** Why the server refused the metrics. */
+    this.refusal = null;
     this.forget();
     this.take(overview);
   }
@@ -16,6 +19,8 @@ export class RunData {
   take(overview) {
     this.name = overview.name;
     this.path = overview.path;
+    this.written = overview.written;
+    this.damaged = overview.damaged;
     this.components = overview.components;
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
@@ -53,11 +58,26 @@ export class RunData {
     if (this.before) this.placeBefore();
   }
 
-  /** Reads the records appended since the last call; returns whether there were any. Calls ``progress`` between parts. */
+  /**
+   * Reads the records appended since the last call; returns whether there were any. Calls ``progress`` after each part. A
+   * refusal, for a file that cannot be read or is gone, is kept as ``refusal``.
+   */
   async read(progress) {
+    try {
+      return await this.readRest(progress);
+    } catch (error) {
+      if (!(error instanceof RefusedError)) throw error;
+      this.refusal = `metrics.jsonl: ${error.message}`;
+      return false;
+    }
+  }
+
+  async readRest(progress) {
     let changed = false;
+    const upTo = this.written;
     for (;;) {
       const reply = await get("api/metrics", { run: this.name, file: this.file, offset: this.offset });
+      this.refusal = null;
       if (reply.restarted) {
         this.forget();
         changed = true;
@@ -66,8 +86,9 @@ export class RunData {
       this.offset = reply.offset;
       this.unreadable += reply.unreadable;
       changed = this.append(reply.columns, reply.reward_counts) || changed;
+      if (!reply.more) this.readTo = upTo;
+      if (changed) progress();
       if (!reply.more) return changed;
-      progress();
     }
   }
 
@@ -82,6 +103,17 @@ export class RunData {
     this.length += steps.length;
     for (const column of this.columns.values()) while (column.length < this.length) column.push(null);
     return steps.length > 0;
+  }
+
+  /** Returns whether the run may have metrics that were not read. */
+  get isBehind() {
+    return !this.summary.status || this.readTo !== this.written;
+  }
+
+  /** Returns sentences on the run's files that could not be read. */
+  get damage() {
+    const lines = this.unreadable ? [`metrics.jsonl has ${count(this.unreadable)} broken ${this.unreadable === 1 ? "line" : "lines"}`] : [];
+    return [...this.damaged, this.refusal, ...lines].filter(Boolean);
   }
 
   /** Returns a column, or null if the run does not have it. */
@@ -100,7 +132,7 @@ export class RunData {
   /** Returns the mean of the newest ``count`` values of a column. */
   recent(name, count) {
     const values = (this.columns.get(name) ?? []).filter((value) => value !== null).slice(-count);
-    return values.length ? values.reduce((a, b) => a + b) / values.length : null;
+    return values.length ? mean(values) : null;
   }
 
   /** Returns each step's x: its number, or the seconds since the first step began. */
@@ -113,7 +145,31 @@ export class RunData {
     return steps.map((step, i) => (step === 0 ? 0 : times[i] === null ? null : times[i] - start));
   }
 
+  get steps() {
+    return (this.file && this.last("step")) || (this.summary.steps ?? null);
+  }
+
+  /** Returns the mean rewards of the first and the newest steps, as services/run_page/rewards.py counts them. */
+  get rewards() {
+    const rewards = (this.column("reward_mean") ?? []).filter((reward) => reward !== null);
+    if (!rewards.length) return [this.summary.reward_first ?? null, this.summary.reward_last ?? null];
+    const steps = Math.max(1, Math.min(3, Math.floor(rewards.length / 2)));
+    return [mean(rewards.slice(0, steps)), rewards.length > 1 ? mean(rewards.slice(-steps)) : null];
+  }
+
+  /** Returns the accuracy before training and the newest. */
+  get accuracies() {
+    return [this.before?.accuracy ?? null, (this.file ? this.last("accuracy") : null) ?? this.summary.accuracy_after ?? null];
+  }
+
+  /** Returns the standard error of the newest accuracy. */
+  get accuracyError() {
+    return (this.file ? this.last("accuracy_stderr") : null) ?? this.summary.accuracy_after_stderr ?? null;
+  }
+
   get status() {
     return this.summary.status ?? "running";
   }
 }
+
+const mean = (values) => values.reduce((a, b) => a + b) / values.length;

@@ -60,6 +60,14 @@ function two(value) {
   return String(value).padStart(2, "0");
 }
 
+/** Returns seconds since 1970 as a date and a time of day in the browser's time zone: 2026-01-31 12:00. */
+export function date(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const time = new Date(seconds * 1000);
+  const day = [time.getFullYear(), time.getMonth() + 1, time.getDate()].map(two).join("-");
+  return `${day} ${two(time.getHours())}:${two(time.getMinutes())}`;
+}
+
 /** Returns seconds since 1970 as a time of day in the browser's time zone. */
 export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString("en-GB");

@@ -1,7 +1,7 @@
 // The distribution of one step's rewards: the number of completions by reward.
 
-import { HEIGHT, caption, saveButton } from "./chart.js";
-import { seriesColor } from "./colors.js";
+import { caption, saveButton } from "./caption.js";
+import { HEIGHT } from "./chart.js";
 import { h, show } from "./dom.js";
 import { count, number } from "./format.js";
 import { Plane, paintAxes, paintColumns, size, within } from "./paint.js";
@@ -22,7 +22,7 @@ export class Histogram {
     this.element = h(
       "figure",
       { id: "plot-histogram", class: "card", hidden: true },
-      caption({ title: TITLE, unit: "number of completions by reward" }),
+      caption(TITLE, h("span", { class: "muted" }, "number of completions by reward")),
       h("div", { class: "muted choice" }, h("label", null, "Step ", this.chosen), " ", this.what),
       this.frame,
       saveButton(TITLE, () => this.save()),
@@ -34,7 +34,7 @@ export class Histogram {
   update(runs, step) {
     const newest = Math.max(...runs.map((run) => [...run.rewardCounts.keys()].at(-1) ?? 0));
     const shown = step || Number(this.chosen.value) || newest;
-    this.runs = runs.map((run) => ({ name: run.name, index: run.index, counts: run.rewardCounts.get(shown) ?? [] }));
+    this.runs = runs.map((run) => ({ name: run.name, color: run.color, counts: run.rewardCounts.get(shown) ?? [] }));
     this.step = shown;
     show(this.element, runs.some((run) => run.rewardCounts.size > 0));
     this.draw();
@@ -67,9 +67,9 @@ export class Histogram {
     const gap = Math.min(...rewards.slice(1).map((reward, i) => plane.x(reward) - plane.x(rewards[i])), plane.plotWidth);
     const column = Math.max(NARROWEST, Math.min(WIDEST, (0.85 * gap) / this.runs.length));
     within(context, plane, () => {
-      for (const [place, { index, counts }] of this.runs.entries()) {
+      for (const [place, { color, counts }] of this.runs.entries()) {
         const shift = (place - (this.runs.length - 1) / 2) * column;
-        paintColumns(context, plane, counts, { fill: seriesColor(index), width: column, shift });
+        paintColumns(context, plane, counts, { fill: color, width: column, shift });
       }
     });
   }
@@ -78,7 +78,7 @@ export class Histogram {
     savePicture(`rewards-of-step-${this.step}`, {
       title: `Rewards of step ${count(this.step)}`,
       unit: `number of completions by reward${this.runs.length === 1 ? ` · ${this.runs[0].name}` : ""}`,
-      entries: this.runs.map(({ name, index }) => ({ label: name, color: seriesColor(index), dash: [] })),
+      entries: this.runs.map(({ name, color }) => ({ label: name, color, dash: [] })),
       paint: (context, width, height) => this.paint(context, width, height),
     });
   }

@@ -1,6 +1,7 @@
 // The page as a whole: reads new data every few seconds while the page is visible, and shows the chosen tab.
 
 import { TokenError, UnreachableError, forgetToken, get, hasToken, keepToken } from "./api.js";
+import { Comparison } from "./comparison.js";
 import { look, showComponents } from "./components.js";
 import { RunData } from "./data.js";
 import { byId, h, setText, show } from "./dom.js";
@@ -8,7 +9,7 @@ import { clock, count, duration, number } from "./format.js";
 import { Plots } from "./plots.js";
 import { Samples } from "./samples.js";
 import { Settings } from "./settings.js";
-import { compare, summarise } from "./summary.js";
+import { summarise } from "./summary.js";
 
 const POLL_MILLISECONDS = 2000;
 const OVERVIEW_EVERY = 5;
@@ -27,6 +28,13 @@ const page = {
   }),
   samples: new Samples((error) => fail(error)),
   settings: new Settings(),
+  comparison: new Comparison(
+    () => {
+      page.plots.update(page.runs);
+      poll();
+    },
+    (run) => page.plots.view.set({ emphasis: run?.name ?? null }),
+  ),
 };
 
 async function start() {
@@ -65,17 +73,22 @@ function askToken(wasRefused) {
 
 let timer;
 let isPolling = false;
+let isDue = false;
 
 /** Reads new data, shows it, and schedules the next call. */
 async function poll() {
+  isDue = true;
   if (isPolling) return;
-  isPolling = true;
+  [isPolling, isDue] = [true, false];
   clearTimeout(timer);
   try {
     if (page.turns++ % OVERVIEW_EVERY === 0) await readOverview();
     page.now = page.isLive ? await get("api/now") : null;
     if (page.now) page.runs[0].takeBefore(page.now);
-    const changes = await Promise.all(page.runs.map((run) => run.read(draw)));
+    draw();
+    // The table has the outcome of a run that ended; its metrics are read for its curves only.
+    const isWanted = (run) => page.isLive || (run.isBehind && (run.slot !== null || !run.summary.status));
+    const changes = await Promise.all(page.runs.filter(isWanted).map((run) => run.read(drawSoon)));
     page.answered = Date.now() / 1000;
     show(byId("trouble"), false);
     draw();
@@ -92,11 +105,12 @@ async function readOverview() {
   const reply = await get("api/runs");
   page.isLive = reply.live;
   const known = new Map(page.runs.map((run) => [run.name, run]));
-  page.runs = reply.runs.map((overview, index) => {
-    const run = known.get(overview.name) ?? new RunData(overview, index);
+  page.runs = reply.runs.map((overview) => {
+    const run = known.get(overview.name) ?? new RunData(overview);
     run.take(overview);
     return run;
   });
+  page.comparison.take(page.runs);
   page.samples.take(page.runs);
   page.settings.update(page.runs);
   if (byId("token-form").hidden === false || !byId("tabs").childElementCount) {
@@ -108,7 +122,7 @@ async function readOverview() {
 function plan() {
   clearTimeout(timer);
   // A hidden page sends no requests; it catches up when it is visible again.
-  if (!document.hidden) timer = setTimeout(poll, POLL_MILLISECONDS);
+  if (!document.hidden) timer = setTimeout(poll, isDue ? 0 : POLL_MILLISECONDS);
 }
 
 function fail(error) {
@@ -146,16 +160,23 @@ function showTab() {
   draw();
 }
 
+let frame = null;
+
+/** Draws once for all that changes before the next frame. */
+function drawSoon() {
+  frame ??= requestAnimationFrame(draw);
+}
+
 function draw() {
+  frame = null;
   const { runs, now } = page;
   if (!runs.length) return;
   showHeader(runs, now);
   if (page.tab === "plots") {
-    const redraw = () => page.plots.update(runs);
-    const summary = runs.length > 1 ? compare(runs, redraw) : summarise(runs[0], now);
-    const focused = document.activeElement?.closest?.("#summary");
-    if (!focused) byId("summary").replaceChildren(summary);
-    redraw();
+    if (runs.length > 1) page.comparison.update();
+    const summary = runs.length > 1 ? page.comparison.element : summarise(runs[0], now);
+    if (byId("summary").firstChild !== summary) byId("summary").replaceChildren(summary);
+    page.plots.update(runs);
   }
   if (page.tab === "components" && now) showComponents(now);
 }
@@ -177,9 +198,10 @@ function showHeader(runs, now) {
   show(state, isOne);
   setText(state, word);
   state.className = `pill ${kind}`;
-  const model = run.settings.model_name ?? run.summary.model;
-  const dataset = run.summary.dataset ?? now?.components.find(({ name }) => name === "data-server")?.figures.source;
-  setText(byId("about"), isOne ? [model, dataset, run.summary.device].filter(Boolean).join(" · ") : "");
+  const source = now?.components.find(({ name }) => name === "data-server")?.figures.source;
+  const facts = (each) => [each.settings.model_name ?? each.summary.model, each.summary.dataset ?? source, each.summary.device];
+  const common = facts(run).filter((fact, n) => fact && runs.every((each) => facts(each)[n] === fact));
+  setText(byId("about"), common.join(" · "));
   const step = run.last("step") ?? 0;
   const total = now?.total_steps || (ended ? step : 0);
   show(byId("progress"), isOne && total > 0);
@@ -191,8 +213,10 @@ function showHeader(runs, now) {
     const took = ended ? `, ${duration(run.summary.seconds)} of training` : "";
     setText(byId("progress-text"), `step ${count(step)} of ${count(total)}${took}${left}`);
   }
-  const lost = run.unreadable ? `, ${run.unreadable} broken lines` : "";
-  const title = isOne ? `${number(run.last("reward_mean"))} · step ${count(step)} · ${run.name}${lost}` : `${runs.length} runs`;
+  const damage = isOne ? run.damage.join("; ") : "";
+  setText(byId("damage"), damage);
+  show(byId("damage"), damage !== "");
+  const title = isOne ? `${number(run.last("reward_mean"))} · step ${count(step)} · ${run.name}` : `${runs.length} runs`;
   if (document.title !== title) document.title = title;
 }
 

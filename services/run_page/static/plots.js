@@ -1,13 +1,14 @@
 // The plots of the page, with their common controls.
 
-import { Chart, View } from "./chart.js";
-import { seriesColor } from "./colors.js";
+import { Chart } from "./chart.js";
+import { runColor, seriesColor, valueOf } from "./colors.js";
 import { byId, h, show } from "./dom.js";
 import { saveCsv } from "./download.js";
 import { clock, count } from "./format.js";
 import { Histogram } from "./histogram.js";
 import { bounds } from "./series.js";
 import { PLOTS, plotOf } from "./specs.js";
+import { View } from "./view.js";
 
 const NOT_PLOTTED = new Set(["step", "time", "policy_version"]);
 const DASHES = [[], [6, 4], [2, 3], [9, 3, 2, 3], [1, 2]];
@@ -30,6 +31,7 @@ export class Plots {
     this.empty = h("p", { class: "muted" }, "No step yet.");
     byId("plots").replaceChildren(h("div", { id: "summary" }), this.controls(), this.empty, this.grid, this.others);
     this.view.addEventListener("view", () => this.redraw());
+    this.view.addEventListener("emphasis", () => this.charts.forEach((chart) => chart.paintBase()));
     this.view.addEventListener("cursor", () => this.moveCursor());
     byId("plots").addEventListener("choose", () => this.view.cursor !== null && this.chooseCursor());
     this.others.addEventListener("toggle", () => this.redraw());
@@ -63,13 +65,15 @@ export class Plots {
     const rows = runs.flatMap((run) =>
       run.column("step").map((_, at) => [run.name, ...names.map((name) => run.column(name)?.[at])]),
     );
-    saveCsv(`${runs.map((run) => run.name).join("-") || "run"}-metrics.csv`, ["run", ...names], rows);
+    const name = runs.length === 1 ? runs[0].name : `${count(runs.length)}-runs`;
+    saveCsv(`${name}-metrics.csv`, ["run", ...names], rows);
   }
 
   /** Shows the present data of ``runs``. */
   update(runs) {
     this.runs = runs;
     const shown = this.shown();
+    for (const run of shown) run.color = valueOf(runColor(run.slot));
     show(this.empty, !shown.length);
     const xs = new Map(shown.map((run) => [run, run.xs(this.view.axis)]));
     this.view.extent = bounds([...xs.values()], null, 0);
@@ -84,7 +88,7 @@ export class Plots {
   }
 
   place(spec, runs, xs, parent, used) {
-    const compares = runs.length > 1;
+    const compares = this.runs.length > 1;
     for (const [source, , spread] of spec.series) {
       for (const run of runs) for (const name of names(run, source)) used.add(name).add(spread?.(name));
     }
@@ -113,11 +117,11 @@ export class Plots {
         const own = label ?? spec.name?.(name) ?? name;
         const place = lines.length;
         const look = compares
-          ? { color: seriesColor(run.index), dash: DASHES[place % DASHES.length] }
+          ? { color: run.color, dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
         const spread = around ? run.column(around(name)) : null;
-        const full = compares ? `${run.name}${place ? `, ${own}` : ""}` : own;
+        const full = compares ? `${run.name}${place ? `: ${own}` : ""}` : own;
         lines.push({ label: full, run: run.name, xs, ys: values, spread, entry, ...look });
       }
     }

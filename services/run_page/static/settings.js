@@ -1,5 +1,6 @@
 // The outcomes of the runs and their components' settings, package versions and commits, side by side.
 
+import { text } from "./differences.js";
 import { byId, h } from "./dom.js";
 
 export class Settings {
@@ -9,7 +10,7 @@ export class Settings {
     this.onlyChanged = box();
     this.onlyDifferent = box();
     this.different = h("label", { hidden: true }, this.onlyDifferent, " only what differs");
-    this.table = h("div", { class: "scroll", tabindex: "0" });
+    this.table = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "settings by component" });
     byId("settings").replaceChildren(
       h(
         "div",
@@ -98,9 +99,4 @@ function differ(cells) {
 /** Returns the names in any of ``objects``, in their order. */
 function union(objects) {
   return [...new Set(objects.flatMap((object) => Object.keys(object)))];
-}
-
-function text(value) {
-  if (value === null || value === undefined) return "";
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }

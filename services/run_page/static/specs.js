@@ -9,19 +9,22 @@ const stderr = (metric) => `${metric}_stderr`;
 const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
-// the name of the metric drawn as a band around it. Several runs show `compared` instead; `name` labels metrics found by
+// the name of the metric drawn as a band around it. `spread` of the plot
+// says what the band is. Several runs show `compared` instead; `name` labels metrics found by
 // a pattern. Where a step lacks a metric but has `sparse`, the metric is 0.
 export const PLOTS = [
   {
     id: "reward",
     title: "Reward",
-    unit: "mean over completions, band: standard deviation",
+    unit: "mean over completions",
+    spread: "band: standard deviation",
     series: [["reward_mean", "reward", () => "reward_std"]],
   },
   {
     id: "accuracy",
     title: "Accuracy",
-    unit: "share of held-out prompts, bars: standard error",
+    unit: "share of held-out prompts",
+    spread: "bars: standard error",
     markers: true,
     series: [["accuracy", "greedy pass@1", stderr], [/^avg_at_\d+$/, null, stderr], [/^pass_at_\d+$/, null, stderr]],
     name: (metric) => metric.replace("_at_", "@"),

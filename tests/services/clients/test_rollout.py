@@ -8,11 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
+from transformers import Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from scripts.tiny_model import END, PAD
+from services.clients import rollout
 from services.clients.rollout import MAX_ROUNDS, PIECE_TOKENS, RolloutClient, SamplingParams, generation_seconds
 from services.core.endpoints import Endpoint
 from services.core.errors import DependencyLostError
@@ -221,10 +226,15 @@ async def test_an_aborted_completion_goes_on_from_its_tokens(router: Router) -> 
 
 async def test_a_worker_that_dies_in_a_long_completion_costs_one_piece(router: Router) -> None:
     length = 2 * PIECE_TOKENS + 10
-    router.answers = [counting(), 500, counting(), counting(), counting("stop", 3), counting("stop", 4)]
+
+    def goes_on(request: dict[str, Any]) -> Any:
+        is_last = len(request["input_ids"]) > 2 * PIECE_TOKENS
+        return (counting("stop", 3) if is_last else counting())(request)
+
+    # The pieces of both completions are asked for in any order.
+    router.answers = [goes_on, 500, *[goes_on] * 4]
     async with client(router) as rollouts:
         found = await rollouts.generate([1], SamplingParams(max_new_tokens=length), n=2)
-    # The pieces of the first are asked for in the same rounds as those of the second, in any order.
     asked = [len(request["input_ids"]) for request in router.requests]
     assert sorted(asked) == sorted([1, *[1 + PIECE_TOKENS] * 3, *[1 + 2 * PIECE_TOKENS] * 2])
     assert sum(request["sampling_params"]["n"] for request in router.requests) == 7
@@ -233,7 +243,7 @@ async def test_a_worker_that_dies_in_a_long_completion_costs_one_piece(router: R
         assert one.completion_ids == [place % 90 for place in range(1, 1 + count)]
         assert one.finish_reason is FinishReason.STOP
         assert [(span.version, span.start, span.end) for span in one.policy_versions] == [(4, 0, count)]
-    assert sorted(len(one.completion_ids) for one in found) == [2 * PIECE_TOKENS + 3, 2 * PIECE_TOKENS + 4]
+        assert count == 2 * PIECE_TOKENS + 3
 
 
 async def test_a_piece_that_the_engine_cuts_short_is_the_last(router: Router) -> None:
@@ -241,6 +251,53 @@ async def test_a_piece_that_the_engine_cuts_short_is_the_last(router: Router) ->
     async with client(router) as rollouts:
         [one] = await rollouts.generate([1], SamplingParams(max_new_tokens=3 * PIECE_TOKENS), n=1)
     assert (len(one.completion_ids), one.finish_reason) == (PIECE_TOKENS + 7, FinishReason.LENGTH)
+
+
+@pytest.fixture
+def byte_model(tmp_path: Path) -> str:
+    """A model directory whose tokenizer has a token a byte: byte b is token b + 2, and the end token is 1."""
+    letters = bytes_to_unicode()
+    vocabulary = {PAD: 0, END: 1} | {letters[byte]: 2 + byte for byte in range(256)}
+    Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=PAD, eos_token=END).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    return str(tmp_path)
+
+
+def writing(ids: list[int], aborts_at: int | None = None) -> Answer:
+    """The completion ``ids`` of the prompt [1], whose pieces are decoded one by one, as engines do."""
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        start = len(request["input_ids"]) - 1
+        piece = ids[start : start + (aborts_at or request["sampling_params"]["max_new_tokens"])]
+        kind = "abort" if aborts_at else "stop" if start + len(piece) == len(ids) else "length"
+        reply = completion(kind, 0)
+        reply["meta_info"]["output_token_logprobs"] = [[-0.5, token, None] for token in piece]
+        return reply | {"text": bytes(token - 2 for token in piece if token > 1).decode(errors="replace")}
+
+    return answer
+
+
+ENDS = {"end token": [1], "stop token": [2 + ord("$")], "stop text": [2 + byte for byte in b"Q:"]}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_character_that_two_pieces_share_is_whole(
+    router: Router, byte_model: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "8 \N{EURO SIGN} = \N{GRINNING FACE}"
+    ids = [2 + byte for byte in text.encode()] + ENDS[end]
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=ENDS["stop token"])
+    if end == "stop text":
+        # Then there are no pieces, but an aborted completion goes on.
+        params = SamplingParams(max_new_tokens=40, stop=("Q:",))
+        router.answers = [writing(ids, aborts_at=4), writing(ids)]
+    else:
+        monkeypatch.setattr(rollout, "PIECE_TOKENS", 4)
+        router.answers = [writing(ids)] * 4
+    async with client(router, model_name=byte_model) as rollouts:
+        [one] = await rollouts.generate([1], params, n=1)
+    assert one.completion_ids == ids
+    assert one.completion == text
 
 
 def test_long_completions_have_time_in_proportion() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.core.files import atomic_write
+from services.core.errors import ConfigurationError
+from services.core.files import atomic_write, check_model_directory
 
 
 @pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
@@ -31,3 +32,19 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
         atomic_write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("model", ["./model", "/no/model", "~/no-model", ".cache/models/other"])
+def test_a_models_directory_that_does_not_exist_is_named(model: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"MODEL_NAME={model}: the directory does not exist, seen from /"):
+        check_model_directory(model)
+
+
+def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
+    model = tmp_path / "smollm2-135m"
+    with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
+        check_model_directory(str(model))
+    model.mkdir()
+    check_model_directory(str(model))
+    check_model_directory("Qwen/Qwen2.5-0.5B-Instruct")
+    check_model_directory("gpt2")

@@ -34,6 +34,7 @@ CONSTANTS = {
     "SILENT_SECONDS": registry,
     "IDLE_SECONDS": registry,
     "PROBE_INTERVAL_SECONDS": driver,
+    "ENTRANCE_SECONDS": driver,
     "INTERVAL_SECONDS": discovery,
     "TIMEOUT_SECONDS": discovery,
     "ANSWER_SECONDS": language_policy,

@@ -44,6 +44,7 @@ class FakeSkyPilot:
     def __init__(self) -> None:
         self.clusters: dict[str, tuple[ClusterStatus, dict[int, str] | Exception]] = {}
         self.services: dict[str, list[dict[str, Any]]] = {}
+        self.service_endpoints: dict[str, str] = {}
         self.status_error: Exception | None = None
         self.serve_error: Exception | None = None
         self.seconds = 0.0
@@ -74,7 +75,10 @@ class FakeSkyPilot:
         return self._request({p: address for p, address in ports.items() if port in (None, p)})
 
     def _serve_status(self, service_names: Any) -> str:
-        records = [{"name": name, "replica_info": replicas} for name, replicas in self.services.items()]
+        records = [
+            {"name": name, "replica_info": replicas, "endpoint": self.service_endpoints.get(name)}
+            for name, replicas in self.services.items()
+        ]
         return self._request(self.serve_error or records)
 
     def _request(self, result: Any) -> str:

@@ -18,7 +18,16 @@ from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head import discovery
 from services.evaluation_head.discovery import given_servers
-from tests.browser import DESKTOP, PHONE, browser, chromium, is_wider_than_window, problems_of
+from tests.browser import (
+    DESKTOP,
+    PHONE,
+    browser,
+    chromium,
+    hidden_focus,
+    is_wider_than_window,
+    problems_of,
+    violations_of,
+)
 from tests.services.evaluation_head.policies import publish_wobbles
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import IDLE_SECONDS
@@ -81,6 +90,8 @@ def test_numbers_move_while_the_head_plays(open_page: Any, play: Any) -> None:
     expect(row).to_contain_text("connected")
     expect(row).to_contain_text("driven")
     expect(row).to_contain_text("CartPole-v1")
+    # Processor and memory of the server.
+    expect(row).to_contain_text(re.compile(r"cores\s*[\d.]+[MG]B"))
     expect(tile(page, "active episodes")).to_have_text("4")
     expect(tile(page, "mean return")).to_have_text(re.compile(r"\d"))
     expect(tile(page, "states a second")).not_to_have_text("0")
@@ -146,7 +157,9 @@ HOSTILE = "<img src=x onerror='window.hacked = 1'>"
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_dashboard_fits_a_phone_and_shows_text_as_text(open_page: Any, head: Any, scheme: str) -> None:
+def test_the_dashboard_fits_a_phone_is_accessible_and_shows_text_as_text(
+    open_page: Any, head: Any, scheme: str
+) -> None:
     with served_ready(head()) as url:
         report = {"server": "a-server-with-a-rather-long-name/1", "environment": "x" * 100, "state": [0, 0]}
         assert httpx.post(f"{url}/evaluate", json=report, timeout=IDLE_SECONDS, trust_env=False).status_code == 200
@@ -156,3 +169,5 @@ def test_the_dashboard_fits_a_phone_and_shows_text_as_text(open_page: Any, head:
         expect(page.locator("#servers")).to_contain_text("a-server-with-a-rather-long-name/1")
         assert not is_wider_than_window(page)
         assert page.evaluate("window.hacked") is None
+        assert violations_of(page) == []
+        assert hidden_focus(page, 8) == []

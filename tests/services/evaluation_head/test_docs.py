@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/evaluation_head.md").read_text()
 FENCES = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 HERE = [line for language, tag, text in FENCES if language == "bash" and not tag for line in text.splitlines()]
-ON_A_CLUSTER = [line for language, tag, text in FENCES if tag == "cluster" for line in text.splitlines()]
+ON_A_CLUSTER = [line for _, tag, text in FENCES if tag == "cluster" for line in re.split("\n|; ", text)]
 POLICIES = "runs/policies/cartpole"
 
 

@@ -109,6 +109,7 @@ async def test_a_server_that_pushes_is_not_driven_and_counts_once(
             found = row(stats, url.removeprefix("http://"))
             assert (found["mode"], found["states"]) == ("idle", 0)
             assert found["detail"] == "plays by itself, as env"
+            await stats_show(client, lambda stats: row(stats, url.removeprefix("http://"))["usage"] is not None)
     finally:
         server.should_exit = True
         thread.join(IDLE_SECONDS)

@@ -178,6 +178,15 @@ async def test_episodes_are_counted_once(serving: Any, head: Any) -> None:
         assert server["returns"] == {"count": 1, "mean": 5.0, "deviation": None}
 
 
+async def test_the_use_that_a_pushing_server_reports_is_shown(serving: Any, head: Any) -> None:
+    usage = {"cores": 0.8, "memory_bytes": 300_000_000}
+    async with serving(head()) as client:
+        await ask(client, state=[0, 0], server="s", usage=usage)
+        await ask(client, state=[0, 0], server="s")
+        [server] = (await client.get("/stats")).json()["servers"]
+        assert server["usage"] == usage
+
+
 async def test_an_idle_episode_counts_as_lost(serving: Any, head: Any) -> None:
     async with serving(head(IDLE_SECONDS=0.2)) as client:
         await ask(client, state=[0, 0], episodes=[{"episode": "a"}], server="s")

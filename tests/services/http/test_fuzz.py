@@ -13,8 +13,6 @@ from tests.waiting import IDLE_SECONDS
 BOUNDED = settings(
     max_examples=3,
     phases=[Phase.generate],
-    deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -159,7 +159,7 @@ operations = st.lists(
 
 
 @given(operations)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_history_leaves_snapshots_exact_and_nothing_behind(
     buffer: Any, group: Any, tmp_path_factory: pytest.TempPathFactory, history: list[tuple[str, Any]]
 ) -> None:

@@ -21,6 +21,11 @@ def length(response, completion_tokens=None, **rest):
     assert set(rest) == {"prompt", "ground_truth", "finish_reason"}, rest
     return float(completion_tokens or len(response))
 
+def distinct(completions, ground_truth, **rest):
+    """As TRL's documentation has it."""
+    assert set(rest) == {"prompts", "completion_tokens", "finish_reason"}, rest
+    return [len(set(text)) + float(truth) for text, truth in zip(completions, ground_truth, strict=True)]
+
 def moody(prompt, response):
     """Does what the response says."""
     match response:
@@ -55,6 +60,8 @@ def moody(prompt, response):
             os.kill(os.getpid(), signal.SIGKILL)
         case "pid":
             return os.getpid()
+        case "threads":
+            return float(os.environ["OMP_NUM_THREADS"])
     return 1.0
 '''
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from local_runner import spec
+from services.core import processors
 from services.core.errors import ConfigurationError
 from services.protocol.groups import RewardStatus
 from services.protocol.rewards import RewardItem
@@ -70,6 +71,20 @@ async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
         assert (bad.reward, bad.status) == (None, status)
         assert reason in (bad.reason or "")
         assert (before.reward, after.reward) == (1.0, 1.0)
+
+
+async def test_a_function_of_trls_form_gets_lists(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:distinct") as scorer:
+        results = await scorer.score([item("aab"), item("abc", "7")])
+        assert [result.reward for result in results] == [7.0, 10.0]
+
+
+async def test_workers_share_the_nodes_cores(scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(processors, "cores", lambda: 6)
+    async with scoring(reward_fn=f"{plugin}:moody", reward_workers=2) as scorer:
+        [scored] = await scorer.score([item("threads")])
+        assert scored.reward == 3.0
 
 
 async def test_several_rewards_are_weighted_and_each_is_told_by_name(scoring: Any, plugin: str) -> None:

@@ -51,9 +51,9 @@ class FakeNodes(Nodes):
         asyncio.run(self._update_workers(path, version))
         return path
 
-    def fault(self, rank: int, **fault: Any) -> None:
+    def fault(self, rank: int, engine: int = 0, **fault: Any) -> None:
         """Makes a node's engine go wrong, as fake_engine/sglang/launch_server.py says; without any, not any more."""
-        assert self.post(self.worker(rank), "/fault", fault).status_code == 200
+        assert self.post(self.worker(rank, engine), "/fault", fault).status_code == 200
 
     def wait_for_version(self, version: int, rank: int) -> None:
         """Waits until a node's engine serves a version."""

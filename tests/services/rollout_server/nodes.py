@@ -131,7 +131,7 @@ class Nodes:
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_NODES": str(self.count),
             "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-            "OMP_NUM_THREADS": "1",
+            "SKYPILOT_POD_CPU_CORE_LIMIT": "1",
             "HF_HUB_OFFLINE": "1",
             ENDPOINTS_VARIABLE: json.dumps(self.endpoints),
         }
@@ -193,7 +193,7 @@ class Nodes:
         """Whether a node's engine answers and serves a version."""
         try:
             return self.version(rank) == str(version)
-        except (httpx.HTTPError, ValueError):
+        except (httpx.HTTPError, KeyError, ValueError):
             return False
 
     def logs(self) -> str:

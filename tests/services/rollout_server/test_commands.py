@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +12,8 @@ import pytest
 from services.core.endpoints import Endpoint
 from services.core.errors import ConfigurationError
 from services.rollout_server.addresses import choose_addresses
-from services.rollout_server.child import API_KEY_FROM_TOKEN
-from services.rollout_server.commands import Command, choose_engine, engine_command, router_command
+from services.rollout_server.child import API_KEY_FROM_TOKEN, LAUNCHER_VARIABLE
+from services.rollout_server.commands import CHILD, Command, choose_engine, engine_command, router_command
 from services.rollout_server.placement import EnginePlace
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from tests.services.rollout_server.fake_nodes import FAKE_ENGINE
@@ -184,3 +185,22 @@ def test_sglang_serves_adapters_of_the_rank_that_is_trained() -> None:
         sglang(lora_rank=16, sglang_extra_flags="--lora-target-modules qkv_proj"), "--lora-target-modules"
     ) == ("qkv_proj")
     assert "--enable-lora" not in sglang().arguments
+
+
+def test_a_child_finds_modules_in_the_working_directory_unless_python_leaves_it_out(tmp_path):
+    for folder in ("own", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "sample.py").write_text(f"print({folder!r})")
+    environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid()), "PYTHONPATH": str(tmp_path / "elsewhere")}
+    command = [sys.executable, str(CHILD), "sample"]
+    for variables, found in (({}, "own"), ({"PYTHONSAFEPATH": "1"}, "elsewhere")):
+        said = subprocess.check_output(command, cwd=tmp_path / "own", env=environment | variables, text=True)
+        assert said == f"{found}\n"
+
+
+def test_an_engine_that_sleeps_has_a_memory_saver_on_a_gpu_only() -> None:
+    flags = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
+    assert flags <= set(sglang(engine_sleeps=True).arguments)
+    assert not flags & set(sglang().arguments)
+    on_cpu = engine_command(settings(engine_sleeps=True), EngineKind.SGLANG, BIND, EnginePlace())
+    assert not flags & set(on_cpu.arguments)

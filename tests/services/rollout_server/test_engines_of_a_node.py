@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
+from torch import Tensor
 
+from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
-from tests.waiting import wait_until
+from tests.services.rollout_server.nodes import TOKEN, free_ports
+from tests.waiting import IDLE_SECONDS, wait_until
+from trainer.config import TrainerSettings, Transport
+from trainer.model.policy import Policy
+from trainer.model.ranks import join_ranks
+from trainer.publishing import broadcast, make_publisher
+from trainer.service_thread import ServiceThread
 
 CONFIG = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864}
 
@@ -75,3 +86,82 @@ def test_an_engine_that_dies_is_restarted_alone(node: FakeNodes) -> None:
         traffic.wait_for_groups(6)
     left = {child.pid for child in node.nodes[0].children("sglang.launch_server")}
     assert len(left & set(engines)) == 3, "the other engines went on"
+
+
+class NumberPolicy:
+    """A policy of two tensors, all of whose weights are one number."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        yield "first", torch.full((2, 3), self.number, dtype=dtype)
+        yield "second", torch.full((4,), self.number, dtype=dtype)
+
+
+@pytest.fixture
+def publish(node: FakeNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[int, float]]]:
+    """A trainer that broadcasts the weights v as version v, and returns v and the number of workers that took it."""
+    (port,) = free_ports(1)
+    addresses = node.endpoints | {f"ppo-trainer-0:{WEIGHTS_BROADCAST_PORT}": f"127.0.0.1:{port}"}
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps(addresses))
+    monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "test")
+    # Torch, which the engines import for their first group, takes long on a busy machine.
+    monkeypatch.setattr(broadcast, "FORM_SECONDS", IDLE_SECONDS)
+
+    def write(policy: Any, state: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
+        directory.joinpath("weights.txt").write_text(str(policy.number))
+
+    monkeypatch.setattr(broadcast, "write_model", write)
+    settings = TrainerSettings.load(
+        model_name=str(node.model),
+        shared_dir=node.directory,
+        run_id="test",
+        jobgroup_token=TOKEN,
+        publish_transport=Transport.BROADCAST,
+    )
+    policy = NumberPolicy()
+    with join_ranks() as ranks, ServiceThread() as thread:
+        publisher = make_publisher(settings, cast("Policy", policy), ranks, thread)
+
+        def publish_next() -> tuple[int, float]:
+            newest = node.store.newest()
+            policy.number = newest.version + 1 if newest else 1
+            return policy.number, publisher.publish(policy.number)["workers"]
+
+        yield publish_next
+        publisher.close()
+
+
+def told(node: FakeNodes, path: str, field: str) -> list[Any]:
+    return [node.get(node.worker(0, engine), path).json()[field] for engine in range(4)]
+
+
+def test_a_broadcast_reaches_every_rank_of_every_engine_and_counts_the_engines(
+    node: FakeNodes, publish: Callable[[], tuple[int, float]]
+) -> None:
+    wait_registered(node)
+    with Traffic(node) as traffic:
+        version, workers = publish()
+        assert workers == 4
+        before = len(traffic.groups)
+        traffic.wait_for_groups(12)
+        assert told(node, "/model_info", "weight_version") == [str(version)] * 4
+    assert version in traffic.versions(since=before)
+    ranks = told(node, "/server_info", "group_ranks")
+    assert sorted(rank for of_engine in ranks for rank in of_engine) == list(range(1, 9))
+    # Each engine counts its tensor-parallel ranks on from its first one.
+    assert all(last == first + 1 for first, last in ranks)
+
+
+def test_an_engine_that_fails_in_a_broadcast_leaves_alone_and_is_in_the_next(
+    node: FakeNodes, publish: Callable[[], tuple[int, float]]
+) -> None:
+    wait_registered(node)
+    assert publish()[1] == 4
+    node.fault(0, engine=2, receive=True)
+    version, workers = publish()
+    assert workers < 4
+    wait_registered(node)
+    assert told(node, "/model_info", "weight_version") == [str(version)] * 4
+    assert publish()[1] == 4

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
+from services.clients.rollout_admin import ASLEEP, RouterAdmin, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion
@@ -97,6 +97,10 @@ class Trainer:
         self.weights[version] = {n: p.clone() for n, p in self._policy.full_parameters(torch.float32)}
         workers = self._publisher.publish(version)["workers"]
         return version, workers
+
+    def put_workers_to_sleep(self) -> None:
+        """Has all workers sleep, as a trainer on the same GPU before its update."""
+        self._thread.call(workers_module.put_workers_to_sleep(self._settings))
 
     def probe(self) -> dict[str, float]:
         """Compares the workers' log-probabilities with the trainer's own, as after each publication."""
@@ -223,6 +227,29 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
             assert workers == 2
             traffic.wait_for_answers()
     assert [two.version(rank) for rank in (0, 1)] == [str(last)] * 2
+    assert checked_versions(trainer, traffic) == {first, first + 1, last}
+
+
+@pytest.mark.parametrize("lora_rank", [0, RANK], ids=["whole", "adapters"])
+def test_engines_that_slept_serve_the_next_version_alone(two: Nodes, trainer: Trainer, lora_rank: int) -> None:
+    if lora_rank:
+        start_anew(two)
+    trainer.use(lora_rank=lora_rank, engine_sleeps=True)
+    trainer.publish()
+    trainer.put_workers_to_sleep()
+    asleep = [f"{two.store.newest().version}{ASLEEP}"] * 2  # type: ignore[union-attr]
+    assert [two.version(rank) for rank in (0, 1)] == asleep
+    # Another trainer, since that one died.
+    trainer.use(lora_rank=lora_rank, engine_sleeps=True)
+    last, workers = trainer.publish()
+    assert workers == 2
+    with Traffic(two, ADAPTER_NAME if lora_rank else None) as traffic:
+        pass
+    assert checked_versions(trainer, traffic) == {last}
+
+
+def checked_versions(trainer: Trainer, traffic: Traffic) -> set[int]:
+    """Compares every token with the version that it is said to be of; returns the versions."""
     score = scorer(trainer)
     seen = set()
     for prompt, completion in traffic.answers:
@@ -234,7 +261,7 @@ def test_every_token_is_of_the_version_that_it_is_said_to_be_of(
             assert completion.logprobs[span.start : span.end] == pytest.approx(
                 wanted[span.start : span.end], abs=engine_tolerance()
             )
-    assert seen == {first, first + 1, last}
+    return seen
 
 
 def start_anew(nodes: Nodes) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,7 +45,8 @@ def served_ready(app: FastAPI) -> Iterator[str]:
         yield url
 
 
-def view(*runs: Path, token: str | None = None) -> FastAPI:
-    """The page over finished runs."""
+def view(*runs: Path, token: str | None = None, names: Sequence[str] = ()) -> FastAPI:
+    """The page over finished runs, each with its directory's name unless ``names`` are given."""
     settings = Settings(jobgroup_token=SecretStr(token) if token else None)
-    return create_view_app(settings, [RunDirectory(run.name, run) for run in runs])
+    directories = zip(names or [run.name for run in runs], runs, strict=True)
+    return create_view_app(settings, [RunDirectory(name, run) for name, run in directories])

@@ -98,9 +98,34 @@ def test_broken_lines_are_counted_and_left_out(tmp_path):
     assert read.unreadable == 1
 
 
+def test_lines_and_counts_of_the_wrong_form_are_left_out(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    lines = [
+        '{"step":null}',
+        "[1]",
+        "\0\0",
+        '{"step":1,"reward_counts":"many"}',
+        '{"step":2,"reward_counts":[[1,2],[3]]}',
+    ]
+    (run.path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    read = run.metrics(Position())
+    assert (steps_of(read), read.unreadable, read.reward_counts) == ([1, 2], 3, [None, [[1, 2]]])
+
+
+def test_a_damaged_file_is_named_and_counts_as_empty(tmp_path):
+    run = RunDirectory("run", write_run(tmp_path / "run", 1))
+    (run.path / "config.json").write_text("[]")
+    (run.path / "summary.json").write_bytes(b"\xff{")
+    overview = run.overview()
+    assert (overview.components, overview.summary) == ({}, {})
+    assert [damage.split()[0] for damage in overview.damaged] == ["config.json", "summary.json"]
+
+
 def test_a_run_that_has_just_begun_is_empty(tmp_path):
     run = RunDirectory("run", tmp_path / "not-there-yet")
-    assert (run.components(), run.summary(), run.metrics(Position()).columns) == ({}, {}, {})
+    overview = run.overview()
+    assert (overview.components, overview.summary, overview.damaged, overview.written) == ({}, {}, [], None)
+    assert run.metrics(Position()).columns == {}
     write_run(run.path, 1)
     assert read_all(run, Position())[0] == [1]
 
@@ -115,8 +140,7 @@ def test_a_directory_of_runs_stands_for_all_of_them(tmp_path):
 def test_runs_of_the_same_name_are_told_apart(tmp_path):
     paths = [write_run(tmp_path / volume / "grpo-1", 1) for volume in ("one", "two")]
     names = [run.name for run in find_runs([*paths, paths[0]])]
-    assert len(set(names)) == 2
-    assert all(name.endswith("grpo-1") for name in names)
+    assert names == ["one/grpo-1", "two/grpo-1"]
 
 
 def test_what_is_no_run_is_refused_with_what_would_be_one(tmp_path):

@@ -43,7 +43,7 @@ def test_an_episode_of_several_branches_is_one_answer(open_page, run):
 def test_a_conversation_has_speakers_tool_calls_and_results(open_page, run):
     reader = opened(open_page(view(run), "/#samples"))
     messages = reader.locator(".message")
-    expect(messages.locator("h4")).to_have_text(["User", "Model", "Result of calculate", "Model"])
+    expect(messages.locator("h3")).to_have_text(["User", "Model", "Result of calculate", "Model"])
     expect(messages.nth(1).locator(".call")).to_have_text(
         re.compile(r'calls calculate\s*{\s*"expression": "12\*31"\s*}')
     )
@@ -151,7 +151,7 @@ def test_what_models_and_tools_wrote_stays_text(open_page, run):
 def test_an_episode_is_readable_in_light_and_dark_and_fits_a_phone(open_page, run, scheme):
     page = open_page(view(run), "/#samples", viewport=PHONE, has_touch=True, is_mobile=True, color_scheme=scheme)
     reader = opened(page)
-    for selector in (".of-model h4", ".call", ".choices [aria-pressed=true]"):
+    for selector in (".of-model h3", ".call", ".choices [aria-pressed=true]"):
         assert contrast(reader.locator(selector).first) >= 4.5, selector
     reader.get_by_role("button", name="Tokens").click()
     expect(reader.locator(".tokens")).to_be_visible()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 
-fast = settings(max_examples=100, deadline=None, derandomize=True)
+fast = settings(max_examples=100)
 
 
 @st.composite

@@ -57,7 +57,7 @@ BY_GROUP: dict[str, Callable[[list[float]], list[float]]] = {"grpo": grpo, "dr_g
 
 
 @pytest.mark.parametrize("method", BY_GROUP)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(groups=st.lists(rewards_of_a_group, min_size=1, max_size=5), shuffle=st.randoms(use_true_random=False))
 def test_group_advantages_are_the_formula_whatever_the_order_and_numbering_of_groups(
     method: str, groups: list[list[float]], shuffle: Any
@@ -118,7 +118,7 @@ def test_every_advantage_that_can_be_chosen_has_its_function() -> None:
     assert {*ADVANTAGE_FUNCTIONS, "gae"} == set(ADVANTAGES)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(length=st.integers(0, 300), limit=st.integers(2, 200), share=st.floats(0.01, 1))
 def test_the_overlong_penalty_falls_from_0_to_minus_1_over_the_buffer(length: int, limit: int, share: float) -> None:
     buffer = max(int(limit * share), 1)

@@ -100,7 +100,7 @@ def test_aggregations_are_the_formulas(seed: int, method: Aggregation) -> None:
 
 
 @pytest.mark.parametrize("method", list(Aggregation))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(0, 9), max_size=3))
 def test_a_step_cut_into_micro_batches_adds_up_to_the_same_loss(
     method: Aggregation, seed: int, cuts: list[int]

@@ -18,7 +18,7 @@ from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import Arrays, make_learner, resume_and_train, run_state, train_and_save
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS
-from trainer.checkpoints import manifest
+from trainer.checkpoints import checkpoint, manifest
 from trainer.checkpoints.checkpoint import CheckpointStore
 from trainer.model.ranks import Ranks, join_ranks
 
@@ -212,6 +212,16 @@ def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, 
     assert state.step == 1
     _, weights = resume_and_train(alone, model, tmp_path, GROUPS, 1)
     assert greatest_difference(weights, before) == 0
+
+
+def test_a_checkpoint_that_training_waits_for_is_written_without_a_copy(
+    alone: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "async_save", None)
+    learner = make_learner(alone, model)
+    CheckpointStore(tmp_path, 1, alone).save(learner.policy, learner.optimizer, run_state(learner, 1), wait=True)
+    _, weights = resume_and_train(alone, model, tmp_path, GROUPS, 1)
+    assert greatest_difference(weights, rank_jobs.weights_of(learner.policy)) == 0
 
 
 def test_no_checksum_is_computed_while_training_waits(

@@ -25,6 +25,7 @@ from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 
 DATA = {"training prompts": "40 (digest 1a)", "order": "shuffled, DATA_SEED 0, CURRICULUM off"}
+FIRST = "grpo-1-20260101-000000"
 OLD, NEW = (f"sky-managed-2026-0{month}-01-00-00-00-000000_grpo_ppo-trainer_1-4" for month in (1, 2))
 
 
@@ -173,7 +174,7 @@ def settings_of(directory: Path, monkeypatch: pytest.MonkeyPatch, task_id: str |
 @pytest.fixture
 def succeeded(tmp_path: Path) -> Path:
     """A volume on which the first job of an old controller has succeeded."""
-    directory = tmp_path / "runs" / "grpo-1"
+    directory = tmp_path / "runs" / FIRST
     directory.mkdir(parents=True)
     summary = {"status": "succeeded", "steps": 12, "job": "1 of 2026-01-01-00-00-00-000000"}
     (directory / "summary.json").write_text(json.dumps(summary))
@@ -186,13 +187,19 @@ def test_a_job_that_has_succeeded_has_nothing_left_to_do(succeeded: Path, monkey
     assert has_succeeded(settings_of(succeeded, monkeypatch, collector)), "it is a task of the same job"
 
 
-@pytest.mark.parametrize("task_id", [NEW, None])
-def test_a_job_of_the_same_number_does_not_go_on_with_a_run_that_has_succeeded(
-    succeeded: Path, monkeypatch: pytest.MonkeyPatch, task_id: str | None
+def test_a_job_of_the_same_number_of_a_new_controller_is_a_run_of_its_own(
+    succeeded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(succeeded, monkeypatch, task_id)
-    if task_id is None:
-        (succeeded / "runs" / "grpo-1").rename(settings.run_dir)
+    settings = settings_of(succeeded, monkeypatch, NEW)
+    assert settings.run_id == "grpo-1-20260201-000000"
+    assert not has_succeeded(settings)
+
+
+def test_a_run_without_a_job_does_not_go_on_after_it_has_succeeded(
+    succeeded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(succeeded, monkeypatch, None)
+    (succeeded / "runs" / FIRST).rename(settings.run_dir)
     with pytest.raises(ConfigurationError) as refused:
         has_succeeded(settings)
     assert "has succeeded after 12 steps, as job 1 of 2026-01-01" in str(refused.value)
@@ -200,19 +207,21 @@ def test_a_job_of_the_same_number_does_not_go_on_with_a_run_that_has_succeeded(
 
 
 def test_a_run_that_is_asked_for_by_name_is_gone_on_with(succeeded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not has_succeeded(settings_of(succeeded, monkeypatch, NEW, run_id="grpo-1"))
+    assert not has_succeeded(settings_of(succeeded, monkeypatch, NEW, run_id=FIRST))
 
 
-@pytest.mark.parametrize("status", ["failed", "interrupted", None])
-def test_a_run_that_has_not_succeeded_is_gone_on_with_by_whichever_job(
+@pytest.mark.parametrize("status", ["failed", None])
+def test_a_run_that_has_not_ended_is_gone_on_with_after_a_restart_of_the_controller(
     succeeded: Path, monkeypatch: pytest.MonkeyPatch, status: str | None
 ) -> None:
-    summary = succeeded / "runs" / "grpo-1" / "summary.json"
+    summary = succeeded / "runs" / FIRST / "summary.json"
     if status is None:
         summary.unlink()
     else:
         summary.write_text(json.dumps({"status": status}))
-    assert not has_succeeded(settings_of(succeeded, monkeypatch, NEW))
+    settings = settings_of(succeeded, monkeypatch, NEW)
+    assert settings.run_id == FIRST
+    assert not has_succeeded(settings)
 
 
 def test_another_job_that_goes_on_with_a_run_says_so(

@@ -22,8 +22,9 @@ from tests.trainer import rank_jobs
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.tiny import FAMILIES, plain_logprobs, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
-from trainer.model.policy import load_policy, save_pretrained
+from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
+from trainer.model.saving import save_pretrained
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.common import models
 from benchmarks.common.training import Work, run
 from trainer.config import TrainerSettings
-from trainer.model.policy import load_config
+from trainer.model.loading import load_config
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import PROCESSOR_PROCESS_BYTES, needed
 from trainer.preflight.work import work_of

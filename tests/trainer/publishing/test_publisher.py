@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError
 
+from services.core import memory
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
-from trainer.model import policy as policies
+from trainer.model import saving
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.publishing import Publisher, disk, make_publisher
@@ -97,6 +98,23 @@ def test_a_version_that_is_deleted_before_workers_have_it_is_written_again(
     assert publisher.store.path(1).is_dir()
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_memory_is_released_when_the_version_is_written_and_before_workers_load_it(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    publisher = make(tmp_path, alone)
+    publisher.settings = publisher.settings.model_copy(update={"keep_memory": keeps})
+    released = []
+    with ExitStack() as stack:
+        volume = ForgetfulVolume(publisher.store, 0, stack, monkeypatch)
+        monkeypatch.setattr(
+            memory, "release", lambda: released.append((publisher.store.path(1).is_dir(), volume.loads))
+        )
+        publisher.publish(1)
+    assert volume.loads == 1
+    assert released == ([] if keeps else [(True, 0)])
+
+
 def test_a_version_that_disappears_each_time_ends_the_run(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +149,7 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     publisher = make(tmp_path, alone, transport)
-    monkeypatch.setattr(policies, "save_torch_state_dict", fail)
+    monkeypatch.setattr(saving, "save_torch_state_dict", fail)
     if transport is Transport.BROADCAST:
         publisher.write(0)  # beside the training, so that the next version meets the error
     with pytest.raises(DiskFullError, match=r"the disk is full: .*/policy/.* cannot be written"):

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.clients.rollout_admin import WorkerAdmin
+from services.clients.rollout_admin import ASLEEP, WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from tests.fake_service import FakeService, fake_service
 from trainer.config import TrainerSettings
 from trainer.publishing import workers
-from trainer.publishing.workers import update_workers, worker_admin
+from trainer.publishing.workers import put_workers_to_sleep, update_workers, worker_admin
 
 SECONDS_TO_LOAD = 0.8
 
@@ -69,3 +69,50 @@ async def test_each_answer_of_a_worker_may_take_the_publishing_deadline(worker: 
     # More than any request to a worker takes otherwise.
     async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
         assert control.timeout == workers.PUBLISH_SECONDS
+
+
+async def test_a_worker_that_falls_asleep_is_marked_before_its_memory_goes(
+    worker: FakeService, router: FakeService
+) -> None:
+    # An engine that dies in between has neither the mark nor the sleep.
+    ok: dict[str, Any] = {}
+    done = ("/pause_generation", "/update_weight_version", "/release_memory_occupation")
+    worker.routes |= {f"POST {route}": lambda _: ok for route in done}
+    await put_workers_to_sleep(TrainerSettings.load())
+    posts = [name.removeprefix("POST ") for name, _ in worker.requests if name.startswith("POST")]
+    assert posts == [done[0], *done]
+    assert [request["mode"] for request in worker.asked("POST /pause_generation")] == ["retract", "abort"]
+    assert worker.asked("POST /update_weight_version")[0]["new_version"] == f"1{ASLEEP}"
+
+
+async def test_a_worker_that_does_not_fall_asleep_ends_no_step(worker: FakeService, router: FakeService) -> None:
+    worker.routes["POST /pause_generation"] = lambda _: 500
+    await put_workers_to_sleep(TrainerSettings.load())
+    assert worker.asked("POST /pause_generation")
+    assert not router.asked("DELETE /workers/w")
+
+
+async def test_a_sleeping_worker_wakes_before_a_change_of_weights(worker: FakeService) -> None:
+    version = {"weight_version": f"7{ASLEEP}"}
+
+    def rename(request: dict[str, Any]) -> dict[str, Any]:
+        version["weight_version"] = request["new_version"]
+        return {}
+
+    worker.routes |= {
+        "GET /model_info": lambda _: version,
+        "POST /update_weight_version": rename,
+        "POST /resume_memory_occupation": lambda _: {},
+        "POST /pause_generation": lambda _: {},
+    }
+    async with worker_admin(TrainerSettings.load(), worker.endpoint.url) as control:
+        for _ in range(2):  # a worker that is awake is not woken
+            await control.hold(finishes_requests=False)
+    assert version == {"weight_version": "7"}
+    posts = [name for name, _ in worker.requests if name.startswith("POST")]
+    assert posts == [
+        "POST /resume_memory_occupation",
+        "POST /update_weight_version",
+        "POST /pause_generation",
+        "POST /pause_generation",
+    ]

@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from services.core.errors import ConfigurationError
 from services.core.seeds import derive_seed
-from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan, joined
 from trainer.algorithm.advantages import Outcomes
+from trainer.algorithm.importance import importance_weights
 from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import group_metrics, reward_counts
@@ -175,6 +176,22 @@ def test_kl_in_the_reward_of_an_episode_is_that_of_all_its_sequences() -> None:
 def test_a_failed_episode_moves_nobody() -> None:
     made = group(experience(None, episode=0), experience(1.0, episode=1), experience(0.0, episode=2))
     assert advantages(made) == advantages(group(experience(1.0), experience(0.0)))
+
+
+def test_a_continued_completion_is_as_old_as_its_oldest_token_and_corrected_token_by_token() -> None:
+    old, new = (VersionSpan(version=version, start=0, end=2) for version in (3, 5))
+    begun = experience(1.0, logprobs=[-2.0, -1.0], policy_versions=[old], finish_reason=FinishReason.ABORT)
+    whole = joined(begun, experience(1.0, logprobs=[-0.5, -0.25], policy_versions=[new]))
+    made = group(experience(0.0, policy_versions=[new]), Experience(**dict(whole), result=begun.result))
+    assert made.policy_version == 3
+    assert group_metrics([made], 6)["staleness_max"] == 3
+    trained = training_group(made, SETTINGS).sequences[1]
+    assert trained.behaviour_logprobs == [-2.0, -1.0, -0.5, -0.25]
+    # The newer policy gives the tokens that it sampled the log-probabilities that they have.
+    now = torch.tensor([-3.0, 0.0, -0.5, -0.25])
+    one = torch.zeros(4, dtype=torch.int64)
+    weights = importance_weights(SETTINGS.importance_correction, now, torch.tensor(trained.behaviour_logprobs), one, 1)
+    assert weights.tolist() == pytest.approx([math.exp(-1.0), 2.0, 1.0, 1.0])
 
 
 def test_the_sequences_of_an_episode_have_one_reward() -> None:

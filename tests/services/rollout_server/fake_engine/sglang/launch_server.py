@@ -2,7 +2,8 @@
 
 Its weights are one number, read from ``weights.txt`` of the model directory, and every token that it generates is that
 number: whoever reads a completion sees which weights made it, whatever version it is said to be of. POST /fault makes
-it go wrong.
+it go wrong. A broadcast brings the number in tensors, by a process group that each tensor-parallel rank joins by
+itself, as SGLang's weight_updater.py does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,9 @@ class Engine:
         self.changed = threading.Condition()
         self.is_wedged = threading.Event()
         self.tensor_parallel = tensor_parallel
+        self.groups: dict[str, list[Any]] = {}
+        self.left: list[Any] = []
+        self.group_ranks: list[int] = []
 
     def generate(self, request: dict[str, Any]) -> Any:
         if self.fault.get("generate_status"):
@@ -144,6 +150,46 @@ class Engine:
                 self.updating = False
                 self.changed.notify_all()
 
+    def join_group(self, request: dict[str, Any]) -> Any:
+        if request["group_name"] in self.groups:
+            return 400, {"success": False, "message": "a group of that name exists"}
+        self.group_ranks = [request["rank_offset"] + rank for rank in range(self.tensor_parallel)]
+        self.groups[request["group_name"]] = in_threads(lambda rank: join(request, rank), self.group_ranks)
+        return 200, {"success": True}
+
+    def leave_group(self, request: dict[str, Any]) -> Any:
+        groups = self.groups.pop(request["group_name"], None)
+        # Kept, because a group's end would wait for a broadcast that never ends.
+        self.left.append(groups)
+        return (400 if groups is None else 200), {"success": groups is not None}
+
+    def receive(self, request: dict[str, Any]) -> Any:
+        """All ranks receive all tensors, unless the group is left; weights change if all have the same number."""
+        import torch
+
+        name = request["group_name"]
+
+        def receive(group: Any) -> set[float]:
+            found: set[float] = set()
+            for dtype, shape in zip(request["dtypes"], request["shapes"], strict=True):
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+                work = group.broadcast(tensor, 0)
+                while not work.is_completed():
+                    time.sleep(TOKEN_SECONDS)
+                    if name not in self.groups:
+                        return set()
+                found |= set(tensor.flatten().tolist())
+            return found
+
+        if self.fault.pop("receive", None):
+            return 400, {"success": False, "message": "a fault of the tests"}
+        found = set[float]().union(*in_threads(receive, self.groups[name]))
+        if len(found) != 1 or not self.update_is_open:
+            return 400, {"success": False, "message": f"received {found}, update is open: {self.update_is_open}"}
+        self.weights = int(found.pop())
+        self.version = request["weight_version"] or self.version
+        return 200, {"success": True}
+
     def check_health(self) -> Any:
         """As SGLang does: a paused engine keeps the health check's token waiting, and one that generates is well."""
         self.wait_for_scheduler()
@@ -168,7 +214,25 @@ class Engine:
             "dp_size": 1,
             "tp_size": self.tensor_parallel,
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "group_ranks": self.group_ranks,
         }
+
+
+def join(request: dict[str, Any], rank: int) -> Any:
+    """Joins as torch's _new_process_group_helper does, which allows one rank of a group in a process."""
+    from datetime import timedelta
+
+    from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+    limit = timedelta(seconds=60)
+    name, size = request["group_name"], request["world_size"]
+    store = TCPStore(request["master_address"], request["master_port"], size, is_master=False, timeout=limit)
+    return ProcessGroupGloo(PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store))), rank, size, limit)
+
+
+def in_threads(work: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(items)) as threads:
+        return list(threads.map(work, items))
 
 
 def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]:
@@ -200,6 +264,9 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
                 "/update_weights_from_disk": engine.update,
                 "/begin_weight_update": engine.begin_update,
                 "/end_weight_update": engine.end_update,
+                "/init_weights_update_group": engine.join_group,
+                "/destroy_weights_update_group": engine.leave_group,
+                "/update_weights_from_distributed": engine.receive,
                 "/fault": self._set_fault,
             }
             if not self._is_allowed():

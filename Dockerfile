@@ -1,0 +1,36 @@
+# Images of a job group's nodes with everything that their `setup` installs: `make image` builds all three.
+#
+# pip still installs the checkout that SkyPilot uploads, which takes seconds and no network, and what has changed in
+# pyproject.toml since. python:3.11-bookworm and SGLang's image are those of jobgroup.yaml.
+
+FROM python:3.11-bookworm AS python
+# What SkyPilot installs in each pod that lacks it.
+RUN apt-get update && apt-get install -y --no-install-recommends \
+    curl gcc netcat-openbsd openssh-server patch pciutils rsync wget && rm -rf /var/lib/apt/lists/*
+# pip builds the checkout with this setuptools. The variable's 0 turns isolation off: pip negates it.
+RUN pip install --no-cache-dir 'setuptools>=77'
+ENV PIP_NO_BUILD_ISOLATION=0
+COPY . /tmp/checkout
+WORKDIR /tmp/checkout
+
+# data-server, reward-server, replay-buffer, gateway, environment-server, collector, and docs/cluster/clean.yaml.
+FROM python AS services
+RUN pip install --no-cache-dir --constraint constraints.txt '.[data,reward,replay,gateway,environment,collector,local]'
+RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
+WORKDIR /root
+
+FROM python AS trainer
+RUN pip install --no-cache-dir --constraint constraints.txt 'torch==2.14.1' '.[trainer,evaluation]'
+RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
+WORKDIR /root
+
+FROM lmsysorg/sglang:v0.5.23-cu130 AS rollout
+RUN apt-get update && apt-get install -y --no-install-recommends \
+    curl gcc netcat-openbsd openssh-server patch pciutils rsync wget && rm -rf /var/lib/apt/lists/*
+RUN pip install --no-cache-dir 'setuptools>=77'
+ENV PIP_NO_BUILD_ISOLATION=0
+COPY . /tmp/checkout
+WORKDIR /tmp/checkout
+RUN pip install --no-cache-dir '.[sglang]'
+RUN PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . && pip uninstall --yes skypilot-grpo
+WORKDIR /root

@@ -1,0 +1,180 @@
+"""A training run within one process, without services: the trainer's update, the buffer's draw, the embedded engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.results.runs import Result, Run, Settings, result_of
+from benchmarks.results.tasks import REWARDS, Reward, with_model
+from services.core.seeds import derive_seed
+from services.data_server.batches import Batches
+from services.data_server.settings import DataSettings
+from services.embedded_engine.compute.engine import Engine
+from services.embedded_engine.compute.loading import load
+from services.embedded_engine.compute.sequences import Sequence as Completion
+from services.embedded_engine.http.requests import SamplingParams, make_request
+from services.embedded_engine.settings import EngineSettings
+from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
+from services.protocol.prompts import Cursor, Split
+from services.replay_buffer.priorities import PriorityIndex
+from trainer.algorithm.critic_targets import with_critic_targets
+from trainer.algorithm.packing import TrainingGroup
+from trainer.algorithm.training_groups import training_group, with_advantages
+from trainer.config import TrainerSettings
+from trainer.model.critic import CriticLearner
+from trainer.model.gathering import gather_state
+from trainer.model.learner import Learner
+from trainer.model.policy import load_policy
+from trainer.model.ranks import Ranks, join_ranks
+from trainer.publishing.disk import published_dtype
+from trainer.rollouts.batch import Batch
+from trainer.rollouts.evaluate import sample_metrics
+from trainer.rollouts.replay import within_kl
+
+
+def train(run: Run) -> Result:
+    """Train in this process by the run's settings, evaluate the trained policy, and return the measurements."""
+    started = time.process_time()
+    result = result_of(run)
+    with join_ranks() as ranks, with_model(run.settings) as settings:
+        InProcess(settings, REWARDS[settings["REWARD_FN"]], ranks).train(result)
+    result.processor_seconds = time.process_time() - started
+    return result
+
+
+class InProcess:
+    """A run of the trainer that generates, scores, stores, replays, updates and publishes in this process."""
+
+    def __init__(self, settings: Settings, reward: Reward, ranks: Ranks) -> None:
+        """Load everything by ``settings``, which are environment variables of the trainer, the data and the engine."""
+        given = {name.lower(): value for name, value in settings.items()}
+        self.settings = TrainerSettings.load(**given)
+        self.reward, self.ranks = reward, ranks
+        self.data = Batches.load(DataSettings.load(**given))
+        self.cursor = Cursor()
+        self.policy = load_policy(self.settings, ranks)
+        needs_reference = self.settings.kl_coef > 0 and not self.policy.has_adapters
+        reference = load_policy(self.settings, ranks, trainable=False) if needs_reference else None
+        self.learner = Learner(self.settings, self.policy, ranks, reference, self.settings.max_steps)
+        self.critic = CriticLearner(self.learner) if self.settings.has_critic else None
+        self.loaded = load(EngineSettings.load(**given))
+        self.engine = Engine(self.loaded, on_failure=print)
+        self.index = PriorityIndex()
+        self.stored: list[Group] = []
+        """All groups by sequence number."""
+        self.position: dict[str, int] = {}
+        """The position of each group in the index."""
+
+    def train(self, result: Result) -> None:
+        """Train for MAX_STEPS steps, evaluate, and write the measurements to ``result``."""
+        self.engine.start()
+        try:
+            for step in range(self.settings.max_steps):
+                self._step(step, result)
+            self._evaluate(result)
+        finally:
+            self.engine.stop()
+
+    def _step(self, step: int, result: Result) -> None:
+        """Take one step in the order of TrainingLoop.step; the policy's version is the number of steps before it."""
+        started = time.perf_counter()
+        batch = Batch(self.settings)
+        while batch.missing:
+            prompts, self.cursor = self.data.batch(Split.TRAIN, self.cursor, batch.missing)
+            seeds = [derive_seed(self.settings.seed, prompt["epoch"], prompt["position"]) for prompt in prompts]
+            sampling = SamplingParams(n=self.settings.group_size, temperature=self.settings.temperature)
+            batch.add(self._make_groups(prompts, seeds, sampling, step))
+        fresh = batch.groups
+        self._store(fresh)
+        replayed = self._draw(step, fresh)
+        kept = within_kl(replayed, self.learner.logprobs(replayed), self.settings.replay_max_kl) if replayed else []
+        groups = [*(training_group(group, self.settings) for group in fresh), *kept]
+        n_steps = self.settings.updates_per_batch
+        reference = self.learner.reference_logprobs(groups) if self.settings.kl_in_reward else None
+        if self.critic is None:
+            groups = with_advantages(groups, self.settings, reference)
+        else:
+            groups = with_critic_targets(groups, self.settings, self.critic.values(groups), reference)
+        self.learner.update(groups, step, n_steps=n_steps)
+        if self.critic is not None and self.critic.trains_alone(step):
+            self.critic.update(groups, step, n_steps=n_steps)
+        for group in groups:
+            self.index.set_priority(self.position[group.group_id], group.mean_absolute_advantage)
+        state = gather_state(self.policy.full_parameters(published_dtype(self.settings)), self.ranks, copy=True)
+        self.engine.change_weights(self.loaded.pack(state), str(step + 1), keeps_caches=False).result()
+        result.rewards.append(float(np.mean([group.rewards for group in batch.scored])))
+        result.tokens.append(sum(len(e.completion_ids) for group in batch.scored for e in group.experiences))
+        result.seconds.append(time.perf_counter() - started)
+        for name, count in (("replayed", len(kept)), ("left_out", len(replayed) - len(kept))):
+            result.figures[name] = result.figures.get(name, 0) + count
+
+    def _evaluate(self, result: Result) -> None:
+        """Sample EVAL_SAMPLES answers at temperature 1 to each of EVAL_PROMPTS held-out prompts."""
+        settings = self.settings
+        if not settings.eval_prompts or not settings.eval_samples:
+            return
+        prompts, _ = self.data.batch(Split.TEST, Cursor(), settings.eval_prompts)
+        seeds = [derive_seed(settings.seed, "evaluation", prompt["id"]) for prompt in prompts]
+        sampling = SamplingParams(n=settings.eval_samples, temperature=1.0)
+        groups = self._make_groups(prompts, seeds, sampling, settings.max_steps)
+        measured = sample_metrics([[e.result for e in group.experiences] for group in groups], settings.eval_samples)
+        result.accuracy = measured[f"avg_at_{settings.eval_samples}"]
+        result.accuracy_error = measured[f"avg_at_{settings.eval_samples}_stderr"]
+        result.prompts, result.samples = len(groups), settings.eval_samples
+
+    def _make_groups(
+        self, prompts: Sequence[Mapping[str, Any]], seeds: Sequence[int], sampling: SamplingParams, version: int
+    ) -> list[Group]:
+        """Sample completions of each prompt with its seed by the policy of that version."""
+        requests = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            own = {"max_new_tokens": self.settings.max_new_tokens, "sampling_seed": seed}
+            params = sampling.model_copy(update=own)
+            requests.append(make_request(prompt["prompt_ids"], params, self.loaded))
+            self.engine.submit(requests[-1])
+        return [
+            Group(
+                group_id=f"{prompt['epoch']}-{prompt['position']}",
+                prompt=prompt["prompt"],
+                ground_truth=prompt["ground_truth"],
+                prompt_ids=prompt["prompt_ids"],
+                experiences=[self._score(sequence, prompt, version) for sequence in request.done.result().sequences],
+            )
+            for prompt, request in zip(prompts, requests, strict=True)
+        ]
+
+    def _score(self, sequence: Completion, prompt: Mapping[str, Any], version: int) -> Experience:
+        text = self.loaded.decode_text(sequence.output_ids, True)
+        assert sequence.finish is not None
+        return Experience(
+            completion=text,
+            completion_ids=sequence.output_ids,
+            logprobs=sequence.logprobs,
+            policy_versions=[VersionSpan(version=version, start=0, end=len(sequence.output_ids))],
+            finish_reason=FinishReason(sequence.finish["type"]),
+            result=RewardResult(reward=self.reward(prompt["prompt"], text, prompt["ground_truth"])),
+        )
+
+    def _store(self, groups: Sequence[Group]) -> None:
+        highest = self.index.highest_priority()
+        for group in groups:
+            self.position[group.group_id] = self.index.add(len(self.stored), group.policy_version, highest)
+            self.stored.append(group)
+
+    def _draw(self, step: int, fresh: Sequence[Group]) -> list[TrainingGroup]:
+        settings = self.settings
+        if settings.replay_groups == 0 or (step + 1) % settings.replay_every:
+            return []
+        draws = self.index.draw(
+            settings.replay_groups,
+            np.random.default_rng(derive_seed(settings.seed, "replay", step)),
+            exponent=settings.replay_exponent,
+            correction=settings.replay_correction,
+            least_version=max(step - settings.replay_max_staleness, 0),
+            exclude=[self.position[group.group_id] for group in fresh],
+        )
+        return [training_group(self.stored[d.sequence], settings, weight=d.weight, is_replayed=True) for d in draws]

@@ -1,0 +1,89 @@
+"""Tasks of several turns: an agent with and without its tool, an environment, and self-play."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks import agent, environment
+from benchmarks.common.job import Job
+from benchmarks.results import job_figures
+from benchmarks.results.job_figures import AFTER, Figures
+from benchmarks.results.plots import curves
+from benchmarks.results.runs import Part, Result, Results, Run, Settings
+from benchmarks.results.tables import paragraph, table
+from benchmarks.results.tasks import seeded
+
+SEEDS = range(3)
+VARIANT = "GRPO"
+SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY": "true"}
+PLAYED = environment.SETTINGS | SHARED | {"ROLLOUT": "environment"}
+
+AGENT, ENVIRONMENT, SELF_PLAY = "tool agent", "guessing game", "Nim against itself"
+LEGAL, OPTIMAL = "eval_environment_legal_moves", "eval_environment_optimal_moves"
+CALLS, PARSED = "tool_calls_mean", "tool_calls_parsed"
+
+
+def train_agent(run: Run) -> Result:
+    """Run the agent's job group, and evaluate the trained model without agent and tool, too."""
+    return job_figures.train(run, job_group=agent.JOB_GROUP, columns=(CALLS, PARSED), more=without_tool)
+
+
+def without_tool(job: Job) -> Figures:
+    """Return the trained model's greedy accuracy on the held-out questions without the tool."""
+    with TemporaryDirectory() as directory:
+        return {f"without_tool{AFTER}": agent.without_tool(job.run_dir / "model", Path(directory))}
+
+
+train_environment = partial(
+    job_figures.train, job_group=environment.JOB_GROUP, nodes={"environment-server": 1}, columns=(LEGAL, OPTIMAL)
+)
+NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
+BY_TASK = {
+    AGENT: Run(AGENT, VARIANT, 0, agent.SETTINGS | SHARED | {"ROLLOUT": "agent"}, train_agent),
+    ENVIRONMENT: Run(ENVIRONMENT, VARIANT, 0, PLAYED, train_environment),
+    SELF_PLAY: Run(SELF_PLAY, VARIANT, 0, PLAYED | NIM, train_environment),
+}
+RUNS = [replace(run, seed=seed, settings=seeded(run.settings, seed)) for seed in SEEDS for run in BY_TASK.values()]
+
+
+def show(results: Results) -> str:
+    """Return the section: table, figures of the three tasks, and curves."""
+    text = """
+    SmolLM2-135M with the settings of `demo-agent.env` and `demo-environment.env`. The tool agent answers products
+    of two numbers of two digits, which the model cannot compute; "without the tool" is the trained model's greedy
+    accuracy when it gets the question alone. The guessing game has numbers from 1 to 7 and three guesses, which
+    good play always wins. In Nim the model plays both seats, so its rewards cancel and its accuracy says nothing.
+    What counts is the share of legal moves and, among legal moves where one wins, the share that the exact solution
+    plays (Bouton's theorem). Moves drawn at random among the legal ones are optimal in 44% of these positions.
+    """
+    texts = {AGENT: "products, by a tool", ENVIRONMENT: "a number by three guesses", SELF_PLAY: "two or three heaps"}
+    rows = [
+        ("tool calls an episode, in training", AGENT, job_figures.before_and_after(results, CALLS)),
+        ("accuracy without the tool, after training", AGENT, job_figures.after(results, "without_tool")),
+        ("legal moves, greedy, held-out deals", SELF_PLAY, job_figures.before_and_after(results, LEGAL)),
+        ("optimal moves, greedy, held-out deals", SELF_PLAY, job_figures.before_and_after(results, OPTIMAL)),
+    ]
+    plots = [
+        curves(f"episodes-{number}", results, task, task)
+        for number, task in enumerate((AGENT, ENVIRONMENT))
+        if any(result.task == task for result in results)
+    ]
+    figures = table(("figure", "task", "median (least to most)"), [row for row in rows if row[2]])
+    return "\n\n".join([paragraph(text), job_figures.task_table(results, texts), figures, *plots])
+
+
+def summary(results: Results) -> list[str]:
+    """Return the sentences of the summary."""
+    link = "[Tasks of several turns](#tasks-of-several-turns)"
+    optimal = job_figures.before_and_after(results, OPTIMAL)
+    legal = job_figures.before_and_after(results, LEGAL)
+    return [
+        *job_figures.sentences([result for result in results if result.task != SELF_PLAY], link),
+        *([f"{link}, self-play of Nim: legal moves {legal}, optimal moves {optimal}."] if legal else []),
+    ]
+
+
+PART = Part("episodes", "Tasks of several turns", RUNS, show, summary)

@@ -1,0 +1,169 @@
+"""Runs of training with their results, one line of JSON each, and the parts of the page that they belong to."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+
+from benchmarks.common import harness
+from benchmarks.common.harness import ROOT
+from services.core.processors import cores
+
+KEPT = ROOT / "docs/results"
+"""Directory of the results' data and plots."""
+
+Settings = dict[str, str]
+"""Environment variables of trainer, engine, data-server and reward-server."""
+
+OF_THE_MACHINE = (
+    "CHECKPOINT_EVERY",
+    "CUDA_VISIBLE_DEVICES",
+    "KEEP_MEMORY",
+    "MALLOC_ARENA_MAX",
+    "MIN_WORKERS",
+    "SHARD_PARAMETERS",
+)
+"""Settings that change no number of a result; a line in which only these differ is not made again."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run to make."""
+
+    task: str
+    variant: str
+    """The name of the settings in tables and plots."""
+    seed: int
+    settings: Settings
+    """All settings that differ from the defaults; a model that is made for the run has no MODEL_NAME here."""
+    train: Callable[[Run], Result]
+    """Makes the run."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Task, variant and seed, which a part has once."""
+        return self.task, self.variant, self.seed
+
+
+@dataclass
+class Result:
+    """The measurements of a run."""
+
+    task: str
+    variant: str
+    seed: int
+    settings: Settings
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step's fresh completions."""
+    tokens: list[int] = field(default_factory=list)
+    """Generated tokens of each step, those of an evaluation excluded."""
+    seconds: list[float] = field(default_factory=list)
+    """Time of each step by the clock, which the machine's other work lengthens."""
+    accuracy: float | None = None
+    """Share of right answers on held-out prompts after the last step."""
+    accuracy_error: float | None = None
+    """Standard error of the accuracy, by prompt."""
+    prompts: int = 0
+    """Held-out prompts of the accuracy (n)."""
+    samples: int = 0
+    """Answers to each of these prompts, sampled at temperature 1; 0: one greedy answer."""
+    processor_seconds: float = 0.0
+    """Processor time of the run; that of a job group includes the start of its processes."""
+    processor: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Further numbers of a part's own."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """The key of the run that this is the result of."""
+        return self.task, self.variant, self.seed
+
+    @property
+    def area(self) -> float:
+        """Mean reward over all steps: the area under the reward curve, divided by its steps."""
+        return sum(self.rewards) / len(self.rewards)
+
+    @property
+    def final(self) -> float:
+        """Mean reward of the last three steps."""
+        return sum(self.rewards[-3:]) / len(self.rewards[-3:])
+
+
+Results = Sequence[Result]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the page."""
+
+    name: str
+    """The name in commands and of its files in docs/results/."""
+    title: str
+    runs: Sequence[Run]
+    """All runs, in the order in which they are made."""
+    show: Callable[[Results], str]
+    """Writes the part's plots to KEPT and returns the section's Markdown, without its heading."""
+    summary: Callable[[Results], Sequence[str]]
+    """Returns the part's sentences of the summary, with figures taken from the results."""
+
+    @property
+    def file(self) -> Path:
+        """The file of the results, a line of JSON each."""
+        return KEPT / f"{self.name}.jsonl"
+
+    def results(self) -> list[Result]:
+        """Return the results that are kept of the part's runs, in the order of the runs."""
+        lines = self.file.read_bytes().splitlines() if self.file.exists() else []
+        kept = {result.key: result for result in (Result(**orjson.loads(line)) for line in lines)}
+        made = [(run, kept[run.key]) for run in self.runs if run.key in kept]
+        return [result for run, result in made if _learned(result.settings) == _learned(run.settings)]
+
+    def make(self, seeds: int | None = None) -> None:
+        """Make the missing runs of a task's first ``seeds`` seeds (None: all), and add each to the file."""
+        had = {result.key for result in self.results()}
+        wanted = {
+            (task, seed)
+            for task in {run.task for run in self.runs}
+            for seed in sorted({run.seed for run in self.runs if run.task == task})[:seeds]
+        }
+        missing = [run for run in self.runs if run.key not in had and (run.task, run.seed) in wanted]
+        for number, run in enumerate(missing, start=1):
+            result = run.train(run)
+            result.processor = processor()
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("ab") as lines:
+                lines.write(orjson.dumps(result) + b"\n")
+            where = f"{self.name} {number}/{len(missing)}: {run.task}, {run.variant}, seed {run.seed}"
+            harness.say(f"{where}: mean reward {result.area:.3f}, {result.processor_seconds:.0f} processor seconds")
+
+
+def _learned(settings: Settings) -> Settings:
+    return {name: value for name, value in settings.items() if name not in OF_THE_MACHINE}
+
+
+def result_of(run: Run) -> Result:
+    """Return a result without measurements, for ``Run.train`` to fill."""
+    return Result(run.task, run.variant, run.seed, dict(run.settings))
+
+
+def by_variant(results: Results, task: str) -> Mapping[str, list[Result]]:
+    """Return the results of a task by variant, in their first order."""
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        if result.task == task:
+            found.setdefault(result.variant, []).append(result)
+    return found
+
+
+def processor() -> str:
+    """Return the name of this machine's processor and the number of cores."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {cores()} cores"

@@ -1,0 +1,92 @@
+"""The memory of one GPU that engine and trainer share, at its two fullest moments, with the settings of one-gpu.env.
+
+The trainer's bytes are those of its preflight. The engine's weights, keys and values follow from the model;
+``ENGINE_ASLEEP`` and ``ENGINE_AWAKE``, which are the rest of it, are assumed and not measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.common.harness import ROOT
+from benchmarks.scaling import report
+from benchmarks.scaling.models import CONFIGS
+from benchmarks.scaling.plan import WEIGHT_BYTES, Model
+from benchmarks.scaling.roofline import MEMORY
+from local_runner.spec import env_file
+from services.rollout_server.settings import RolloutSettings
+from trainer.config import TrainerSettings
+from trainer.preflight.limits import ENGINE_ASLEEP, Limits
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import GIB, Need, needed
+from trainer.preflight.work import USABLE, choose, work_of
+
+PRESET = ROOT / "one-gpu.env"
+LABELS = ("0.5B", "1.5B")
+CARDS = {"16 GB": 16_000 * 2**20, "24 GB": MEMORY["L4"]}
+"""Bytes that programs see of a card."""
+ENGINE_AWAKE = 3 * GIB
+"""Assumed memory of SGLang while it generates, beside weights, keys and values: ENGINE_ASLEEP, and activations."""
+BETWEEN_STEPS = ("weights", "moments", "reference", "critic", "CUDA")
+"""The parts that the trainer keeps on the GPU while the engine generates."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The bytes of a card at its two fullest moments."""
+
+    card: int
+    training: int
+    """The trainer within a step, and the engine asleep."""
+    generating: int
+    """The trainer between steps, and the engine awake."""
+    host: int
+    """Memory of the machine: the trainer's, and the sleeping engine's weights."""
+    recomputes: bool
+
+    @property
+    def usable(self) -> float:
+        """The bytes that can be filled, as the trainer's preflight reckons them."""
+        return USABLE * (self.card - ENGINE_ASLEEP) + ENGINE_ASLEEP
+
+    @property
+    def fits(self) -> bool:
+        """True when both moments fit."""
+        return max(self.training, self.generating) <= self.usable
+
+
+def shared(model: Model, settings: TrainerSettings, engine_tokens: int, card: int) -> Shared:
+    """Return the memory of a model's training and generation on a card of so many bytes."""
+    limits = Limits(device=card - ENGINE_ASLEEP, host=0, shm=0, volume=0)
+    flat = work_of(settings, model.shape, memory=card, nodes=1, ranks_per_node=1, compute_bytes=WEIGHT_BYTES)
+    work = choose(settings, model.shape, flat, limits)
+    need: Need = needed(model.shape, work)
+    weights = WEIGHT_BYTES * model.parameters
+    engine = weights + int(engine_tokens * model.kv_bytes) + ENGINE_AWAKE
+    return Shared(
+        card=card,
+        training=need.total("device") + ENGINE_ASLEEP,
+        generating=sum(need.device.get(part, 0) for part in BETWEEN_STEPS) + engine,
+        host=need.total("host") + weights,
+        recomputes=work.has_checkpointing,
+    )
+
+
+def table() -> str:
+    """Return the memory of each model, with adapters and whole, on each card."""
+    preset = {name.lower(): value for name, value in env_file(PRESET).items()}
+    settings, tokens = TrainerSettings.load(**preset), RolloutSettings.load(**preset).engine_max_total_tokens
+    assert tokens is not None, "the preset gives it"
+    rows = []
+    for label in LABELS:
+        name, config = CONFIGS[label]
+        model = Model(label, name, ModelShape.of(config))
+        for rank in (settings.lora_rank, 0):
+            for card, memory in CARDS.items():
+                found = shared(model, settings.model_copy(update={"lora_rank": rank}), tokens, memory)
+                sizes = (f"{size / GIB:.1f}" for size in (found.training, found.generating, found.usable, found.host))
+                flags = ("yes" if flag else "no" for flag in (found.recomputes, found.fits))
+                rows.append([f"{label} {'adapters' if rank else 'whole'}", card, *sizes, *flags])
+    return "\n".join(
+        report.table(["GiB", "card", "training", "generating", "usable", "host", "recomputes", "fits"], rows)
+    )

@@ -1,0 +1,211 @@
+"""A run of a job group on this machine from Python: ``from skypilot_grpo import train``.
+
+The local runner is a process of its own, because a notebook has an event loop already, and because a user's program may
+have modules of this project's names. So this module imports none of the project's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+ROOT = Path(__file__).resolve().parents[1]
+REFUSAL = "run_local: "
+"""The beginning of the line in which the local runner refuses a setting."""
+RECORD = "runner.json"
+"""The file of a run directory in which the local runner records how the run ended."""
+
+
+class RunError(RuntimeError):
+    """A failed run: the component that ended it, such as ``ppo-trainer-0``, its exit code, and its log."""
+
+    def __init__(self, message: str, exit_code: int, component: str | None = None, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.component = component
+        self.log = log
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, by its directory, whose files README.md lists."""
+
+    directory: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json: steps, rewards, accuracy on held-out prompts before and after."""
+        content: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return content
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """The metrics by step: a row a step, a column a metric of docs/metrics.md."""
+        import pandas
+
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return pandas.DataFrame([json.loads(line) for line in lines]).set_index("step")
+
+    @property
+    def model(self) -> Path:
+        """The directory of the trained model, for ``from_pretrained``."""
+        return self.directory / "model"
+
+
+def train(
+    *,
+    nodes: Mapping[str, int] | None = None,
+    job_group: str | os.PathLike[str] = "jobgroup.yaml",
+    run_id: str | None = None,
+    shared_dir: str | os.PathLike[str] = "",
+    **settings: Any,
+) -> Run:
+    """Run a job group on this machine to its end, print its progress, and return the run.
+
+    Ctrl-C ends the run within ten seconds and leaves a checkpoint of the last completed step; another ends it at once.
+
+    Args:
+        nodes: the number of nodes of a task, by its name; 1 by default.
+        job_group: a job group's YAML, here or among this project's files.
+        run_id: the name of the run; that of a former run resumes it.
+        shared_dir: the directory in whose ``runs/`` the run is.
+        settings: the variables of docs/configuration.md, in lower case. ``dataset`` and ``dataset_test`` may be rows,
+            too: dicts, or a ``datasets.Dataset``. A setting that takes ``module:function``, such as ``reward_fn``, may
+            be a function, also of a notebook or a script.
+
+    Raises:
+        ValueError: a setting is unknown or its value is not allowed.
+        RunError: the run failed.
+    """
+    directory = Path(shared_dir, "runs", run_id or time.strftime("grpo-%Y%m%d-%H%M%S"))
+    is_new = not directory.exists()
+    inputs = directory / "inputs"
+    inputs.mkdir(parents=True, exist_ok=run_id is not None)
+    variables = {name.upper(): _text(name, value, inputs) for name, value in settings.items() if value is not None}
+    command = [sys.executable, "-P", str(ROOT / "scripts/grpo.py"), "run", str(job_group), "--small", "--by-program"]
+    command += ["--run-id", directory.name, "--shared-dir", str(Path(shared_dir))]
+    command += [f"--num-nodes={task}={count}" for task, count in (nodes or {}).items()]
+    # The values are in the environment, because other users of the machine can read a command line.
+    command += [f"--env={name}" for name in variables]
+    (directory / RECORD).unlink(missing_ok=True)
+    # A notebook asks for the colours of a terminal, upon which the runner would redraw its view four times a second.
+    fixed = {"PYTHONPATH": _python_path(inputs), "FORCE_COLOR": ""}
+    exit_code, last_line = _execute(command, os.environ | variables | fixed)
+    if exit_code and last_line.startswith(REFUSAL):
+        if is_new:
+            shutil.rmtree(directory)
+        raise ValueError(last_line.removeprefix(REFUSAL))
+    if exit_code:
+        raise _failure(directory, exit_code, last_line)
+    return Run(directory)
+
+
+def _text(name: str, value: Any, inputs: Path) -> str:
+    """Return the value of a variable; rows and functions are written to ``inputs``, and their names returned."""
+    if isinstance(value, str | os.PathLike):
+        return str(value)
+    if callable(value):
+        return _write_function(name, value, inputs)
+    if name in ("dataset", "dataset_test"):
+        return str(_write_rows(inputs / f"{name}.jsonl", value))
+    return json.dumps(value)
+
+
+def _write_rows(path: Path, rows: Iterable[Any]) -> Path:
+    """Write rows as JSON Lines.
+
+    Raises:
+        TypeError: a row is no dict, or has a value that JSON has not.
+    """
+    with path.open("w") as file:
+        for number, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise TypeError(f"row {number} of {path.stem} is {row!r}; give rows as dicts")
+            file.write(json.dumps(dict(row)) + "\n")
+    return path
+
+
+def _write_function(setting: str, function: Callable[..., Any], inputs: Path) -> str:
+    """Write a module with the function, pickled by value, and return ``module:function``.
+
+    By value, because components cannot import a notebook or script; the modules that these import, they can.
+    """
+    import cloudpickle
+
+    home = inspect.getmodule(function)
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    by_value = home is not None and not (getattr(home, "__file__", None) or installed[0]).startswith(installed)
+    if by_value:
+        cloudpickle.register_pickle_by_value(home)
+    try:
+        pickled = cloudpickle.dumps(function)
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(home)
+    name = getattr(function, "__name__", "")
+    name = name if name.isidentifier() else "function"
+    module = f"given_{setting}"
+    (inputs / f"{module}.py").write_text(f"import pickle\n\n{name} = pickle.loads({pickled!r})\n")
+    return f"{module}:{name}"
+
+
+def _python_path(inputs: Path) -> str:
+    """Return a PYTHONPATH with ``inputs``, the directory of the script that runs here, and the present PYTHONPATH."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    paths = [str(inputs.resolve()), str(Path(script).resolve().parent) if script else "", os.environ.get("PYTHONPATH")]
+    return os.pathsep.join(filter(None, paths))
+
+
+def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run the local runner, print what it prints, and return its exit code and last line."""
+    line = ""
+    # A session of its own keeps an interrupt of this process from reaching it twice.
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as runner:
+        assert runner.stdout is not None
+        try:
+            for line in runner.stdout:
+                print(line, end="", flush=True)
+        except BaseException:
+            try:
+                # Closes its standard input, upon which it stops in order.
+                print(runner.communicate()[0], end="", flush=True)
+            except KeyboardInterrupt:
+                runner.send_signal(signal.SIGINT)
+            raise
+    return runner.returncode, line.strip()
+
+
+def _failure(directory: Path, exit_code: int, last_line: str) -> RunError:
+    """Return the error of a failed run, by the record that the runner has left of it."""
+    path = directory / RECORD
+    record = json.loads(path.read_text()) if path.exists() else {"reason": f"the local runner failed: {last_line}"}
+    component = record.get("failed")
+    if component is None:
+        return RunError(f"run {directory}: {record['reason']}", exit_code)
+    log = directory / "logs" / f"{component}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    cause = next((line for line in reversed(lines) if line.startswith("error: ")), "")
+    message = "; ".join(filter(None, [f"{component} failed with exit code {exit_code}", cause, f"see {log}"]))
+    return RunError(message, exit_code, component, log)

@@ -1,0 +1,151 @@
+"""Copy what a run has made to this machine: ``python -m scripts.fetch RUN_ID [--what model]``.
+
+The run is on the volume of a cluster, and a small pod that mounts the volume sends the files by rsync. For a run of the
+local runner, whose volume is ``runs/`` here, ``--to`` says where to copy to.
+
+Files arrive in a hidden directory. It gets its name once the SHA-256 of every file equals the one on the volume. The
+command given again goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from local_runner import directory
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.files import replace_directory
+
+POD = Path(__file__).with_suffix(".yaml")
+MOUNT = "/shared/runs"
+PROGRAMS = ("sky", "ssh", "rsync")
+LAUNCH_OPTIONS = ("--yes", "--down", "--idle-minutes-to-autostop=30")
+"""The pod goes half an hour after its last connection even when this command is killed."""
+
+Digests = dict[str, str]
+"""SHA-256 by path."""
+
+
+def main(
+    run_id: Annotated[str, typer.Argument(metavar="RUN_ID", help="The run's id.")],
+    what: Annotated[
+        str, typer.Option(help="A directory of the run: model, policy/v000012, checkpoints, or `.` for all of it.")
+    ] = "model",
+    to: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: runs/RUN_ID/WHAT.")] = None,
+) -> None:
+    """Copy what a run has made from a cluster's volume to this machine."""
+    here = (directory.named_run(run_id) or directory.RUNS / run_id) / what
+    target = to or here
+
+    def work() -> None:
+        if target.exists():
+            raise ConfigurationError(f"{target} is there already; remove it, or give another --to")
+        partial = target.with_name(f".{target.resolve().name}.partial")
+        if here.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(here, partial, symlinks=True)
+            expected = local_digests(here)
+        else:
+            check_programs()
+            partial.mkdir(parents=True, exist_ok=True)
+            with pod(run_id) as host:
+                expected = remote_digests(host, f"{MOUNT}/{run_id}", what)
+                source = f"{host}:{MOUNT}/{run_id}/{what}/"
+                run("rsync", "-rlt", "--partial", "--delete", "--info=progress2", source, f"{partial}/")
+        check(partial, expected)
+        replace_directory(partial, target)
+        print(f"{target}: {len(expected)} files, each with the SHA-256 that it has on the volume")
+
+    sys.exit(exit_code_of(work))
+
+
+def check_programs() -> None:
+    """Check that this machine has the programs that fetch from a cluster.
+
+    Raises:
+        ConfigurationError: some are not installed.
+    """
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if missing:
+        raise ConfigurationError(
+            f"{', '.join(missing)} not found on PATH; fetching from a cluster needs {', '.join(PROGRAMS)}"
+        )
+
+
+@contextmanager
+def pod(run_id: str) -> Iterator[str]:
+    """Launch the pod, and yield the host name that SkyPilot gives it in the SSH configuration; end it afterwards."""
+    name = f"fetch-{hashlib.sha256(run_id.encode()).hexdigest()[:8]}"
+    try:
+        run("sky", "launch", "--cluster", name, *LAUNCH_OPTIONS, str(POD))
+        yield name
+    finally:
+        run("sky", "down", "--yes", name)
+
+
+def remote_digests(host: str, run_dir: str, what: str) -> Digests:
+    """Return the digests of a directory's files as the pod computes them.
+
+    Raises:
+        ConfigurationError: there is no such directory on the volume.
+    """
+    listing = f"cd {shlex.quote(f'{run_dir}/{what}')} && find . -type f -exec sha256sum {{}} +"
+    done = subprocess.run(["ssh", host, listing], capture_output=True, text=True, check=False)
+    if done.returncode:
+        there = subprocess.run(["ssh", host, f"ls -t {MOUNT}"], capture_output=True, text=True, check=False)
+        raise ConfigurationError(
+            f"{run_dir}/{what} cannot be read on the volume: {done.stderr.strip()}; the runs there, newest first: "
+            f"{', '.join(there.stdout.split()) or 'none'}"
+        )
+    pairs = (line.split("  ./", 1) for line in done.stdout.splitlines())
+    return {path: digest for digest, path in pairs}
+
+
+def local_digests(folder: Path) -> Digests:
+    """Return the digests of all files below a directory of this machine."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()):
+        with path.open("rb") as file:
+            found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def check(folder: Path, expected: Digests) -> None:
+    """Compare the files that arrived with those on the volume.
+
+    Raises:
+        DependencyLostError: there are none, or some differ or are missing.
+    """
+    found = local_digests(folder)
+    wrong = sorted(path for path in expected.keys() | found.keys() if expected.get(path) != found.get(path))
+    if wrong or not expected:
+        raise DependencyLostError(
+            f"{folder}: {', '.join(wrong[:5]) or 'nothing'} arrived otherwise than on the volume; a run under way may "
+            "have changed it. Give the command again"
+        )
+
+
+def run(*command: str) -> None:
+    """Run a command in view.
+
+    Raises:
+        DependencyLostError: the command failed.
+    """
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise DependencyLostError(
+            f"{shlex.join(command)} ended with {done.returncode}; give the command again to go on"
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,257 @@
+"""Launch a job group of a given size with SkyPilot: ``python -m scripts.launch --model Qwen/Qwen3-8B --gpus H100:8``.
+
+It writes the job group's YAML for the model, the nodes and the GPUs that are given, with the memory, the volume and the
+settings that follow from them; shows what differs from the file of the repository and what it takes on the cluster; and
+launches it.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from typer import Option
+
+from benchmarks.scaling.plan import ASSUMED, Layout, Model, publish_seconds, publishing
+from benchmarks.scaling.report import min_workers, table
+from local_runner import nodes, spec, variables
+from local_runner.environment import Run
+from local_runner.settings_classes import READERS
+from scripts.launch import job_group_text, skypilot
+from scripts.launch.sizes import Tier, derive, find_model, gibibytes, parse_gpus
+from services.core import logs
+from services.core.endpoints import Task
+from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from trainer.config import TrainerSettings
+
+ROOT = Path(__file__).parents[2]
+VOLUME = ROOT / "volume.yaml"
+CONTROLLER = "and, once for all jobs, SkyPilot's controller: 4 CPUs, 16 GB"
+IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
+"""The Dockerfile's target by task; all other tasks have ``services``."""
+
+Count = Annotated[int | None, Option(min=1, help="Nodes; default: as in the file.")]
+
+
+def main(
+    model: Annotated[
+        str | None,
+        Option(help="A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings."),
+    ] = None,
+    rollout_nodes: Count = None,
+    trainer_nodes: Count = None,
+    gpus: Annotated[
+        str | None, Option(help="GPUs of a node, such as H100:8, or H100:8,A100-80GB:8 in the order to try.")
+    ] = None,
+    rollout_gpus: Annotated[str | None, Option(help="GPUs of a rollout node; default: --gpus.")] = None,
+    asynchronous: Annotated[bool, Option("--async", help="Generate while the step trains.")] = False,
+    agent: Annotated[str | None, Option(help="MODULE:FUNCTION of an agent that answers the prompts.")] = None,
+    environment: Annotated[str | None, Option(help="The environment whose episodes the model plays.")] = None,
+    env: Annotated[list[str] | None, Option(help="NAME=VALUE, a setting. Repeatable.")] = None,
+    env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines; --env wins. Repeatable.")] = None,
+    secret: Annotated[list[str] | None, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
+    image: Annotated[str | None, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
+    output: Annotated[Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/MODEL.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
+) -> None:
+    """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
+    try:
+        logs.configure("launch", "error")
+        given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
+        found = find_model(model or given.get("MODEL_NAME", ""))
+        given["MODEL_NAME"] = found.name
+        file, chosen = _job_group(
+            asynchronous=asynchronous,
+            agent=agent or given.get("AGENT"),
+            environment=environment or given.get("ENVIRONMENT"),
+        )
+        secrets = spec.assignments(secret or [], "--secret")
+        before = file.read_text()
+        tiers = _tiers(before, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
+        derived = {"MIN_WORKERS": str(min_workers(tiers[Task.ROLLOUT_SERVER].nodes))}
+        group = spec.load(file, spec.Overrides(derived | given | chosen, secrets))
+        variables.check_names(group, given | chosen | secrets, {})
+        changes, volume = _sizes(group, found, tiers)
+        volume = max(volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
+        changes |= _variables(group, derived | given | chosen)
+        changes |= _images(group, image)
+        directory = output or Path(".cache/launch") / found.name.rstrip("/").rpartition("/")[2].lower()
+        text = job_group_text.edited(before, changes)
+        files = _write(directory, file.name, text, volume)
+        _show(before, text, volume, derived.keys() - given.keys())
+        _advise(found, tiers, derived | given | chosen)
+        print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
+        job = _ask_skypilot(files, secrets, dry_run=dry_run)
+        if job is None:
+            _tell_commands(files, secrets)
+        else:
+            print(f"job {job}; its log: sky jobs logs {job} ppo-trainer; to end it: sky jobs cancel {job}")
+    except ConfigurationError as error:
+        print(f"launch: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_CONFIGURATION) from error
+
+
+def _job_group(*, asynchronous: bool, agent: str | None, environment: str | None) -> tuple[Path, dict[str, str]]:
+    """Return the job group's file, and the variables that say the same.
+
+    Raises:
+        ConfigurationError: an agent and an environment are given.
+    """
+    if agent and environment:
+        raise ConfigurationError("give --agent or --environment, not both: each answers the prompts")
+    mode = {"MODE": "async"} if asynchronous else {}
+    if agent:
+        return ROOT / "jobgroup-agent.yaml", {"AGENT": agent} | mode
+    if environment:
+        return ROOT / "jobgroup-environment.yaml", {"ENVIRONMENT": environment} | mode
+    return ROOT / ("jobgroup-async.yaml" if asynchronous else "jobgroup.yaml"), {}
+
+
+def _tiers(
+    text: str, rollout_nodes: int | None, trainer_nodes: int | None, gpus: str | None, rollout_gpus: str | None
+) -> dict[str, Tier]:
+    """Return the nodes of rollout-server and ppo-trainer: what is given, else what the file has."""
+    written = {document["name"]: document for document in list(yaml.safe_load_all(text))[1:]}
+    tiers = {}
+    for task, count, given in (
+        (Task.ROLLOUT_SERVER, rollout_nodes, rollout_gpus or gpus),
+        (Task.TRAINER, trainer_nodes, gpus),
+    ):
+        choices = given or ",".join(written[task]["resources"]["accelerators"])
+        tiers[task.value] = Tier(count or written[task]["num_nodes"], parse_gpus(choices))
+    return tiers
+
+
+def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> tuple[dict[tuple[str, str], str], int]:
+    """Check all settings, and return the sizes that follow from them: values by task and key, and the volume's GiB."""
+    with nodes.allocate(group) as addresses:
+        run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
+        variables.check_values(run)
+        trainer = next(task for task in group.tasks if task.name == Task.TRAINER)
+        settings = variables.load_settings(run, trainer, TrainerSettings)
+    return derive(settings, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
+
+
+def _variables(group: spec.JobGroup, given: Mapping[str, str]) -> dict[tuple[str, str], str]:
+    """Return the variables as values to write, each into the tasks that read it; a library's variable into all."""
+    readers: dict[str, set[str]] = {}
+    for reader in READERS:
+        for field in reader.settings_class().model_fields:
+            readers.setdefault(field.upper(), set()).update(reader.tasks)
+    return {
+        (task.name, f"{job_group_text.ENVS}.{name}"): job_group_text.scalar(value)
+        for name, value in given.items()
+        for task in group.tasks
+        if name in task.declared or task.name in readers.get(name.upper(), {task.name})
+    }
+
+
+def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], str]:
+    """Return each task's image among those of `make image` as a value to write; nothing without an ``image``."""
+    if image is None:
+        return {}
+    parts = {task.name: IMAGES.get(task.name, "services") for task in group.tasks}
+    return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
+
+
+def _write(directory: Path, name: str, text: str, volume: int) -> tuple[Path, Path]:
+    """Write the job group and the volume, and return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = directory / name, directory / VOLUME.name
+    files[0].write_text(text)
+    lines = VOLUME.read_text().splitlines()
+    files[1].write_text("\n".join(f"size: {volume}Gi" if line.startswith("size:") else line for line in lines) + "\n")
+    # Refuses what SkyPilot would ignore, such as a key that is there twice.
+    spec.load(files[0])
+    return files
+
+
+def _show(before: str, after: str, volume: int, derived: set[str]) -> None:
+    """Print what differs from the file, and what the job group takes on the cluster."""
+    old, new = job_group_text.values(before), job_group_text.values(after)
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for (task, key), value in new.items():
+        if value != old.get((task, key)):
+            name = key.rpartition(".")[2]
+            origin = "derived" if name in derived or name == "memory" else "given"
+            rows.setdefault((key, old.get((task, key), "-"), value, origin), []).append(task)
+    size = str(yaml.safe_load(VOLUME.read_text())["size"])
+    if gibibytes(size) != volume:
+        rows["size", size, f"{volume}Gi", "derived"] = [VOLUME.name]
+    lines = [[", ".join(tasks), *row] for row, tasks in rows.items()]
+    print(_left(["changed in", "key", "file", "here", "source"], lines))
+    print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
+    print(f"a volume of {volume} GiB, {CONTROLLER}")
+
+
+def _advise(model: Model, tiers: Mapping[str, Tier], variables_: Mapping[str, str]) -> None:
+    """Print what the planner would change although it must be tried on the cluster first."""
+    rollout, trainer = tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER]
+    layout = Layout(rollout.nodes, rollout.choices[0].count, trainer.nodes, trainer.choices[0].count)
+    transport, seconds = publishing(model, layout)
+    if transport != "disk" and not {"PUBLISH_TRANSPORT", "LORA_RANK"}.intersection(variables_):
+        print(
+            f"publishing takes about {publish_seconds(model, layout)['disk']:.0f} s a step through a volume of "
+            f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
+            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}"
+        )
+
+
+def _left(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose columns are aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+
+
+def _footprint(text: str) -> list[list[str]]:
+    """Return the nodes, GPUs, CPUs and gigabytes that each task asks for at least, and their sums."""
+    rows = []
+    for task in list(yaml.safe_load_all(text))[1:]:
+        resources, count = task["resources"], task.get("num_nodes", 1)
+        gpus = max((choice.count for one in resources.get("accelerators", []) for choice in parse_gpus(one)), default=0)
+        sizes = [gpus, *(int(resources[key].rstrip("+")) for key in ("cpus", "memory"))]
+        rows.append([task["name"], count, *(count * size for size in sizes)])
+    rows.append(["together", *(sum(column) for column in list(zip(*rows, strict=True))[1:])])
+    return [list(map(str, row)) for row in rows]
+
+
+def _ask_skypilot(files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool) -> int | None:
+    """Have SkyPilot check the files, and launch them unless it is a dry run; return the job's number.
+
+    Raises:
+        ConfigurationError: SkyPilot is not installed and needed, or refuses the files.
+    """
+    python = skypilot.interpreter()
+    if python is None:
+        if dry_run:
+            return None
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
+    if dry_run and error.startswith("ConnectionError"):
+        print(f"SkyPilot's loader could not check it without a network: {error}")
+        return None
+    if error:
+        raise ConfigurationError(f"SkyPilot refuses it: {error}; try `sky check kubernetes` and `sky api info`")
+    if dry_run:
+        print("SkyPilot's loader accepts it")
+    return job
+
+
+def _tell_commands(files: tuple[Path, Path], secrets: Mapping[str, str]) -> None:
+    """Print the commands that launch the files."""
+    options = [part for name in secrets for part in ("--secret", name)]
+    if not ROOT.samefile("."):
+        # SkyPilot uploads the current directory.
+        print(f"to launch it, first: cd {shlex.quote(str(ROOT))}")
+        files = files[0].resolve(), files[1].resolve()
+    print(f"to launch it: sky volumes apply {shlex.quote(str(files[1]))}")
+    print(f"              {shlex.join(['sky', 'jobs', 'launch', str(files[0]), *options])}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,139 @@
+"""The download of a model into the Hugging Face cache, by one process for all nodes that share the cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import huggingface_hub
+from filelock import SoftFileLease, Timeout
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from services.core.errors import ConfigurationError, DependencyLostError, first_line
+from services.core.files import check_model_directory
+from services.core.logs import get_logger
+
+log = get_logger(__name__)
+
+LEASE_SECONDS = 120.0
+"""The time after which another node takes over from a killed downloader. NFS shows other nodes a file's new time after
+up to 60 s."""
+REPORT_SECONDS = 30.0
+"""The time between two lines of the log about a download."""
+POLL_SECONDS = 1.0
+READ_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
+"""The files of a model that trainer and engines read."""
+UNREAD_FILES = ["original/*", "consolidated*"]
+"""The same weights in the formats of other programs."""
+COMPLETE = ".complete"
+"""Marks a model's directory in the cache as complete."""
+
+
+def download_model(model: str) -> None:
+    """Wait until the cache has the whole model; download it unless another process does.
+
+    A directory needs no download. A model that is complete in the cache is used as it is, even if the hub has a newer
+    one. One process downloads while it keeps a lease, a file in the cache that it refreshes. If it is killed, another
+    process downloads the files that are not complete.
+
+    When the hub does not list the model, this returns, because whoever loads the model says why it cannot be had.
+
+    Args:
+        model: a name on the hub, or a directory.
+
+    Raises:
+        ConfigurationError: the directory does not exist, or the cache cannot be written.
+        DependencyLostError: a download broke off.
+    """
+    check_model_directory(model)
+    if Path(model).expanduser().is_dir() or constants.is_offline_mode():
+        return
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    except HFValidationError:
+        return
+    if (folder / COMPLETE).exists():
+        return
+    with _leased(folder.parent / ".locks" / f"{folder.name}.lease", model):
+        if not (folder / COMPLETE).exists():
+            _download(model, folder)
+
+
+@contextmanager
+def _leased(path: Path, model: str) -> Iterator[None]:
+    # Not the hub's own locks: on volumes without working flock every node gets them.
+    lease = SoftFileLease(path, lease_duration=LEASE_SECONDS)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                lease.acquire(timeout=REPORT_SECONDS, poll_interval=POLL_SECONDS)
+                break
+            except Timeout:
+                log.info("waiting for the model: another process downloads it", model=model, cache=str(path.parents[1]))
+    except OSError as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: the cache {path.parents[1]} cannot be written: {first_line(error)}; set HF_HUB_CACHE "
+            "to a directory that can, or HF_HUB_OFFLINE=1 if it has the model"
+        ) from error
+    try:
+        yield
+    finally:
+        lease.release()
+
+
+def _download(model: str, folder: Path) -> None:
+    disable_progress_bars()
+    try:
+        files = huggingface_hub.snapshot_download(
+            model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES, dry_run=True
+        )
+    except Exception as error:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
+        log.warning("the hub does not list the model's files", model=model, reason=first_line(error))
+        return
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    if missing:
+        log.info("downloading the model", model=model, gigabytes=missing / 1e9, cache=str(folder.parent))
+    try:
+        with _reported(model, folder, missing):
+            huggingface_hub.snapshot_download(model, allow_patterns=READ_FILES, ignore_patterns=UNREAD_FILES)
+        (folder / COMPLETE).touch()
+    except Exception as error:
+        raise DependencyLostError(
+            f"MODEL_NAME={model}: the download to {folder} broke off: {first_line(error)}; a restart goes on with the "
+            "files that are missing"
+        ) from error
+    if missing:
+        log.info("downloaded the model", model=model)
+
+
+@contextmanager
+def _reported(model: str, folder: Path, missing: int) -> Iterator[None]:
+    """Log how far the download is, every REPORT_SECONDS of the block."""
+    before, done = _size(folder), threading.Event()
+
+    def report() -> None:
+        while not done.wait(REPORT_SECONDS):
+            log.info("downloading the model", model=model, gigabytes=(_size(folder) - before) / 1e9, of=missing / 1e9)
+
+    reporter = threading.Thread(target=report, name="download-report", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        done.set()
+        reporter.join()
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the model's files, partial ones included."""
+    total = 0
+    for path in folder.glob("blobs/*"):
+        with suppress(FileNotFoundError):  # renamed meanwhile, because it is complete
+            total += path.stat().st_size
+    return total

@@ -1,0 +1,70 @@
+"""The default name of a run under SkyPilot: equal in all tasks of a job and after recoveries, and never used twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+
+UNDER_WAY_SECONDS = 24 * 3600
+"""A run that has written nothing for so long is over. A step, or a wait for nodes, may take hours."""
+ENDED = ("succeeded", "interrupted")
+"""The states of summary.json with which a run is over; after a failure SkyPilot restarts the trainer."""
+
+
+def default_run_id(shared_dir: Path) -> str:
+    """Return ``{group}-{job}-{time}``, by the time at which SkyPilot's jobs controller took up the job.
+
+    A restarted controller takes its jobs up anew, and other tasks of the job may still run under the former name. So
+    a run of the same group and job that is under way on the volume keeps its name. A controller that was made anew
+    counts its jobs from 1, and its jobs get other names than those of the former controller that have ended.
+
+    Args:
+        shared_dir: the volume.
+
+    Returns:
+        Outside SkyPilot the group's name, or ``local``.
+    """
+    found, group = parse_task_id(), os.environ.get("SKYPILOT_JOBGROUP_NAME", "local")
+    if not found:
+        return group
+    name = f"{group}-{found['job']}"
+    own = f"{name}-{datetime.strptime(found['time'], '%Y-%m-%d-%H-%M-%S-%f'):%Y%m%d-%H%M%S}"
+    runs = shared_dir / "runs"
+    if (runs / own).is_dir():
+        return own
+    former = max(
+        (path for path in runs.glob(f"{name}-*") if re.fullmatch(r"\d{8}-\d{6}", path.name[len(name) + 1 :])),
+        default=None,
+    )
+    return former.name if former is not None and _is_under_way(former) else own
+
+
+def parse_task_id() -> dict[str, str] | None:
+    """Return the managed job's number (``job``) and when its controller took it up (``time``); None without SkyPilot.
+
+    A restarted jobs controller has another time, and a controller that was made anew counts jobs from 1 again.
+    """
+    # sky-managed-<time>_<group>_<task>_<job>-<task number>
+    match = re.fullmatch(r"sky-managed-(?P<time>[^_]*)_.*?_(?P<job>\d+)-\d+", os.environ.get("SKYPILOT_TASK_ID", ""))
+    return match.groupdict() if match else None
+
+
+def job_id() -> str | None:
+    """Return the managed job's number with its time, the same in all tasks of a job; None without SkyPilot."""
+    found = parse_task_id()
+    return f"{found['job']} of {found['time']}" if found else None
+
+
+def _is_under_way(run_dir: Path) -> bool:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        summary = {}
+    if summary.get("status") in ENDED:
+        return bool(summary.get("job") == job_id())
+    written = max(path.stat().st_mtime for path in (run_dir, *run_dir.glob("*")))
+    return time.time() - written < UNDER_WAY_SECONDS

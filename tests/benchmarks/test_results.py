@@ -1,0 +1,198 @@
+"""docs/results.md: its data, the runs that make it, the test of equivalence, and a run in one process."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmarks.results import in_process, job_runs, pages, plots, runs
+from benchmarks.results.equivalence import Comparison, Verdict, compare, t_quantile
+from benchmarks.results.runs import Part, Result, Run, result_of
+from benchmarks.results.tables import comparison, paragraph, ranking
+from benchmarks.results.tasks import TINY, seeded, with_model
+from services.embedded_engine.settings import EngineSettings
+from trainer.config import TrainerSettings
+
+PARTS = pages.load_parts()
+RUNS = [run for part in PARTS for run in part.runs]
+
+
+def result(variant: str, seed: int, reward: float, accuracy: float | None = None) -> Result:
+    return Result("tiny", variant, seed, {}, [reward] * 4, [10] * 4, [1.0] * 4, accuracy, 0.05, 8, 4)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory of data and plots."""
+    monkeypatch.setattr(runs, "KEPT", tmp_path)
+    monkeypatch.setattr(plots, "KEPT", tmp_path)
+    return tmp_path
+
+
+def test_the_page_is_that_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(plots, "KEPT", tmp_path)
+    assert pages.page(PARTS) == pages.PAGE.read_text(), "run `.venv/bin/python -m benchmarks.results --page-only`"
+    text = pages.PAGE.read_text()
+    headings = {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall("^#+ (.*)", text, re.M)
+    }
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= headings
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in runs.KEPT.glob("*.svg")}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_parts_runs_have_keys_of_their_own_and_its_first_seed_comes_first(part: Part) -> None:
+    keys = [run.key for run in part.runs]
+    assert len(set(keys)) == len(keys)
+    for task in {run.task for run in part.runs}:
+        seeds = [run.seed for run in part.runs if run.task == task]
+        assert seeds == sorted(seeds), "an interruption would leave variants with different seeds"
+
+
+def test_the_programs_take_the_settings_of_every_run() -> None:
+    for settings in {orjson.dumps(run.settings): run.settings for run in RUNS}.values():
+        given = {name.lower(): value for name, value in (settings | {"MODEL_NAME": "model"}).items()}
+        TrainerSettings.load(**given)
+        EngineSettings.load(**given)
+
+
+def test_quantiles_of_students_t() -> None:
+    table = {(0.95, 2): 2.9200, (0.95, 4): 2.1318, (0.975, 1): 12.706, (0.95, 200): 1.6525}
+    for (probability, degrees), quantile in table.items():
+        assert t_quantile(probability, degrees) == pytest.approx(quantile, abs=1e-3)
+    assert t_quantile(0.5, 3) == pytest.approx(0, abs=1e-6)
+
+
+def test_equivalence_is_shown_by_the_whole_interval_and_differences_are_taken_seed_by_seed() -> None:
+    base = [result("base", seed, reward) for seed, reward in enumerate([0.1, 0.5, 0.9])]
+    own = [result("own", seed, reward) for seed, reward in enumerate([0.11, 0.51, 0.92])]
+    compared = compare(own, base, lambda r: r.area, 0.05)
+    assert compared is not None
+    # The differences are 0.01, 0.01 and 0.02: mean 0.0133, standard error 0.00333.
+    assert (compared.mean, compared.high - compared.mean) == pytest.approx((0.04 / 3, 2.92 * 0.01 / 3), rel=1e-3)
+    assert compared.verdict is Verdict.EQUAL
+    assert compared.is_signed
+    assert replace(compared, margin=0.02).verdict is Verdict.OPEN
+    assert replace(compared, margin=0.003).verdict is Verdict.DIFFERENT
+    assert Comparison(3, 0.0, -0.06, 0.06, 0.05).verdict is Verdict.OPEN
+    assert compare(own[:1], base, lambda r: r.area, 0.05) is None
+    assert compare(own, base, lambda r: r.accuracy, 0.05) is None
+
+
+def test_tables_and_sentences_have_the_figures_of_the_data() -> None:
+    base = [result("GRPO", seed, reward, 0.5) for seed, reward in enumerate([0.1, 0.5, 0.9])]
+    better = [result("PPO", seed, reward + 0.1, 0.75) for seed, reward in enumerate([0.1, 0.5, 0.9])]
+    *_, first, second = comparison([*base, *better], "tiny", "GRPO").splitlines()
+    assert first == "| GRPO | 3 | 0.500 (0.100 to 0.900) |  | 0.50 (0.50 to 0.50) |  | 40 | 0 |"
+    assert "+0.100 (+0.100 to +0.100): different" in second
+    assert "+0.250 (+0.250 to +0.250): different" in second
+    same = [replace(one, variant="same") for one in base]
+    order = "higher: PPO (+0.100); the same to the last digit: same; accuracy higher: PPO (+0.25)"
+    assert ranking([*base, *better, *same], "tiny", "GRPO") == order
+    assert paragraph("  two\n lines ") == "two lines"
+
+
+def test_variants_without_two_seeds_in_common_say_so() -> None:
+    base = [result("GRPO", seed, 0.5, 0.5) for seed in range(2)]
+    alone, unmeasured = [result("PPO", 0, 0.6, 0.6)], [result("GSPO", seed, 0.5) for seed in range(2)]
+    rows = comparison([*base, *alone, *unmeasured], "tiny", "GRPO").splitlines()[2:]
+    first, second, third = (row.split(" | ") for row in rows)
+    assert (first[3], first[5]) == ("", "")
+    assert (second[3], second[5]) == ("needs two seeds", "needs two seeds")
+    assert third[3].endswith(": equal")
+    assert third[5] == ""
+    part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
+    told = pages.provenance(part, [*base, *alone], "command")
+    assert "seeds: 0, 1 (variants with fewer: 1, the least has 1);" in told
+    assert "seeds: 0, 1;" in pages.provenance(part, base, "command")
+
+
+def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
+    made: list[Run] = []
+
+    def train(run: Run, *, stop_at: int | None = None) -> Result:
+        if len(made) == stop_at:
+            raise KeyboardInterrupt
+        made.append(run)
+        return replace(result(run.variant, run.seed, 0.5), settings=run.settings)
+
+    planned = [
+        Run("tiny", name, seed, {"SEED": str(seed)}, partial(train, stop_at=3)) for seed in (0, 1) for name in "ab"
+    ]
+    part = Part("part", "A part", planned, lambda _: "text", lambda _: [])
+    with pytest.raises(KeyboardInterrupt):
+        part.make()
+    assert [(r.variant, r.seed) for r in part.results()] == [("a", 0), ("b", 0), ("a", 1)]
+    assert "3 runs of 4" in pages.page([part])
+    others = [replace(run, train=train) for run in planned]
+    replace(part, runs=others).make(seeds=1)
+    assert len(made) == 3
+    # A line whose settings are no longer the run's is made again, unless they concern the machine alone.
+    others[1] = replace(others[1], settings={"SEED": "0", "KEEP_MEMORY": "true"})
+    others[0] = replace(others[0], settings={"SEED": "0", "GROUP_SIZE": "4"})
+    replace(part, runs=others).make()
+    assert [(run.variant, run.seed) for run in made[3:]] == [("a", 0), ("b", 1)]
+    assert len((kept / "part.jsonl").read_bytes().splitlines()) == 5
+
+
+def test_plots_show_curves_and_heat_maps(kept: Path) -> None:
+    curves = [result("base", 0, 0.5), result("own", 0, 0.6)]
+    assert plots.curves("curves", curves, "tiny", "Curves") == "![Curves](results/curves.svg)"
+    first = (kept / "curves.svg").read_bytes()
+    assert b"own" in first
+    plots.curves("curves", curves, "tiny", "Curves")
+    assert (kept / "curves.svg").read_bytes() == first
+    plots.heat_maps("map", "Map", [plots.HeatMap("panel", ("r",), ("c", "d"), [[0.25, float("nan")]])])
+    assert "0.25" in (kept / "map.svg").read_text()
+
+
+def test_a_run_in_one_process_replays_evaluates_and_repeats_itself() -> None:
+    settings = seeded(TINY, 0) | {"MAX_STEPS": "3", "EVAL_PROMPTS": "4", "EVAL_SAMPLES": "2"}
+    plain = in_process.train(Run("tiny", "plain", 0, settings, in_process.train))
+    replay = in_process.train(Run("tiny", "replay", 0, settings | {"REPLAY_GROUPS": "2"}, in_process.train))
+    again = in_process.train(Run("tiny", "again", 0, settings, in_process.train))
+    assert again.rewards == plain.rewards
+    assert plain.rewards[:2] == replay.rewards[:2], "the first step has nothing to replay"
+    assert plain.rewards != replay.rewards
+    assert plain.figures == {"replayed": 0, "left_out": 0}
+    assert replay.figures["replayed"] + replay.figures["left_out"] == 4
+    assert all(0 < tokens <= 64 * 8 for tokens in plain.tokens)
+    assert (plain.prompts, plain.samples) == (4, 2)
+    assert plain.accuracy is not None
+    assert plain.processor_seconds > 0
+
+
+@pytest.mark.slow
+def test_a_job_group_has_the_rewards_of_a_run_in_one_process() -> None:
+    settings = seeded(TINY, 3) | {"MAX_STEPS": "4", "EVAL_PROMPTS": "8", "EVAL_SAMPLES": "2"}
+    alone = in_process.train(Run("tiny", "alone", 3, settings, in_process.train))
+    job = job_runs.train(Run("tiny", "job", 3, settings, job_runs.train))
+    assert job.rewards == alone.rewards
+    assert job.tokens == alone.tokens
+    assert (job.accuracy, job.accuracy_error) == (alone.accuracy, alone.accuracy_error)
+    assert job.processor_seconds > alone.processor_seconds
+
+
+def test_a_job_groups_measurements_are_those_of_its_metrics() -> None:
+    run = Run("tiny", "job", 0, {"EVAL_SAMPLES": "4"}, job_runs.train)
+    step = {"reward_mean": 0.5, "completion_tokens": 20.0, "seconds_step": 2.0, "staleness_mean": 1.0}
+    last = {"avg_at_4": 0.25, "avg_at_4_stderr": 0.1, "eval_prompts": 9.0, "eval_left_out": 1.0}
+    measured = job_runs.measured(run, [step, step | last])
+    assert (measured.rewards, measured.tokens, measured.seconds) == ([0.5, 0.5], [20, 20], [2.0, 2.0])
+    assert (measured.accuracy, measured.accuracy_error, measured.prompts, measured.samples) == (0.25, 0.1, 8, 4)
+    assert measured.figures == {"staleness": 1.0}
+    assert result_of(run).settings == {"EVAL_SAMPLES": "4"}
+
+
+def test_a_model_is_made_only_for_settings_without_one() -> None:
+    with with_model({"MODEL_NAME": "given"}) as settings:
+        assert settings == {"MODEL_NAME": "given"}
+    with with_model({}) as settings:
+        assert (Path(settings["MODEL_NAME"]) / "config.json").exists()
+    assert not Path(settings["MODEL_NAME"]).exists()

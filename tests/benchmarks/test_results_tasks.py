@@ -1,0 +1,109 @@
+"""The parts of the results page about tasks and TRL: valid settings, and figures that are those of the runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import orjson
+import pytest
+
+from benchmarks.common.job import Job
+from benchmarks.results import job_figures
+from benchmarks.results.parts import beside_trl, gsm8k, tasks
+from benchmarks.results.runs import Result, Run
+from benchmarks.results.tasks import with_model
+from services.core.errors import ConfigurationError
+from trainer.config import TrainerSettings
+
+
+def test_levels_come_in_order_and_all_questions_of_a_run_are_asked_once() -> None:
+    for run in tasks.RUNS:
+        if "reasoning_gym" in run.settings["DATASET"]:
+            assert run.settings["CURRICULUM"] == "source"
+            asked = int(run.settings["MAX_STEPS"]) * int(run.settings["BATCH_SIZE"])
+            held_out = float(run.settings["DATASET_HELD_OUT"])
+            assert asked <= tasks.QUESTIONS * (1 - held_out) + 1
+            assert int(run.settings["EVAL_PROMPTS"]) <= tasks.QUESTIONS * held_out + 1
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A finished run of two steps, evaluated before and after."""
+    lines = [
+        {"step": 1, "legal": 0.5, "reward_mean": 0.1},
+        {"step": 2, "legal": None, "reward_mean": 0.2},
+        {"step": 3, "legal": 0.75, "reward_mean": 0.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    (tmp_path / "summary.json").write_bytes(orjson.dumps({"accuracy_before": 0.25}))
+    with subprocess.Popen(["true"]) as process:
+        return Job(process, tmp_path, tmp_path / "messages.txt")
+
+
+def test_figures_are_of_the_first_and_the_last_step_that_have_them(job: Job) -> None:
+    assert job_figures.first_and_last(job, ["legal", "absent"]) == {"legal_before": 0.5, "legal_after": 0.75}
+    assert job_figures.accuracy_before(job) == {"accuracy_before": 0.25}
+
+
+def result(task: str, seed: int, accuracy: float, **figures: float) -> Result:
+    return Result(
+        *(task, "GRPO", seed, {}, [0.1, 0.2, 0.3, 0.4, 0.5], [1] * 5, [1.0] * 5, accuracy, 0.05, 52),
+        processor_seconds=120.0,
+        figures=figures,
+    )
+
+
+def test_a_task_without_runs_says_so_in_its_row() -> None:
+    results = [result("gcd", seed, 0.4 + seed / 10, accuracy_before=0.1) for seed in range(3)]
+    _, _, gcd, absent = job_figures.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()
+    assert gcd == (
+        "| gcd: divisors | 3 | 0.10 (0.10 to 0.10) to 0.40 (0.40 to 0.40) "
+        "| 0.10 (0.10 to 0.10) to 0.50 (0.40 to 0.60) | 52 | 0.05 (0.05 to 0.05) | 2 (2 to 2) |"
+    )
+    assert absent == "| countdown: numbers | 0 | not run |  |  |  |  |"
+    [sentence] = job_figures.sentences(results, "[Tasks](#tasks)")
+    assert sentence == "[Tasks](#tasks), held-out accuracy before and after training: gcd 0.10 to 0.50 (3 seeds)."
+
+
+def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Run] = []
+
+    def train(run: Run, **_: object) -> Result:
+        made.append(run)
+        return Result(run.task, run.variant, run.seed, dict(run.settings))
+
+    monkeypatch.setattr(job_figures, "train", train)
+    monkeypatch.setenv(gsm8k.DIRECTORY, str(tmp_path))
+    (tmp_path / "train.jsonl").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"test\.jsonl"):
+        gsm8k.train(gsm8k.RUNS[0])
+    (tmp_path / "test.jsonl").write_text("{}")
+    kept = gsm8k.train(gsm8k.RUNS[0])
+    assert made[0].settings["DATASET"] == str(tmp_path / "train.jsonl")
+    assert kept.settings == gsm8k.RUNS[0].settings
+
+
+def test_trl_gets_the_prompts_of_the_run_in_their_order(tmp_path: Path) -> None:
+    settings = beside_trl.RUNS[0].settings | {"MAX_STEPS": "2"}
+    with with_model(settings) as given:
+        loaded = TrainerSettings.load(**{name.lower(): value for name, value in given.items()})
+        file = beside_trl.write_questions(given, loaded, tmp_path)
+        other = beside_trl.write_questions(given | {"DATA_SEED": "1"}, loaded, tmp_path.parent)
+    prompts = [orjson.loads(line)["prompt"] for line in file.read_bytes().splitlines()]
+    assert len(prompts) == 2 * int(settings["BATCH_SIZE"])
+    assert len(set(prompts)) == len(prompts)
+    assert prompts != [orjson.loads(line)["prompt"] for line in other.read_bytes().splitlines()]
+    assert beside_trl.options(loaded)["adam_beta2"] == loaded.adam_beta2
+
+
+def test_the_stages_of_a_run_are_compared_seed_by_seed() -> None:
+    def run(variant: str, seed: int, shift: float) -> Result:
+        rewards = [0.1 * seed + shift] * 10 + [0.5 + shift] * 10
+        return Result("tiny", variant, seed, {}, rewards)
+
+    results = [run(beside_trl.OURS, seed, 0.25) for seed in range(3)]
+    results += [run(beside_trl.TRL, seed, 0.0) for seed in range(3)]
+    _, _, first, second = beside_trl.stages(results, "tiny").splitlines()
+    assert first == "| 1 to 10 | 0.350 | 0.100 | +0.250 (+0.250 to +0.250) |"
+    assert second == "| 11 to 20 | 0.750 | 0.500 | +0.250 (+0.250 to +0.250) |"

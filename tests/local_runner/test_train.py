@@ -1,0 +1,132 @@
+"""``train``: a run from Python, with rows and functions of the caller's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from local_runner.train import RunError, train
+from tests.local_runner.runner import HEADER, task
+from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
+
+WRITES = """
+cd runs/$RUN_ID
+echo '{"step": 1, "reward_mean": 0.25}' > metrics.jsonl; echo '{"step": 2, "reward_mean": 0.5}' >> metrics.jsonl
+echo "{\\"learning_rate\\": $LEARNING_RATE, \\"nodes\\": $SKYPILOT_NUM_NODES}" > summary.json
+"""
+LOADS = """
+python -c '
+import json, os
+from services.core.functions import load_function
+function = load_function("REWARD_FN", os.environ["REWARD_FN"])
+rows = [json.loads(line) for line in open(os.environ["DATASET"])]
+print(os.environ["REWARD_FN"], [function(response=row["question"]) for row in rows])
+'
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def group(*tasks: str) -> str:
+    Path("group.yaml").write_text(HEADER + "".join(tasks))
+    return "group.yaml"
+
+
+def test_a_run_has_its_summary_its_metrics_and_its_model(here, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a notebook
+    done = train(job_group=group(task("ppo-trainer", WRITES)), nodes={"ppo-trainer": 2}, learning_rate=2e-5)
+    assert done.summary == {"learning_rate": 2e-5, "nodes": 2}
+    assert done.metrics["reward_mean"].to_dict() == {1: 0.25, 2: 0.5}
+    assert done.model == done.directory / "model"
+    printed = capfd.readouterr().out
+    assert "ppo-trainer-1 ended, exit code 0\n" in printed
+    assert "scripts." not in printed  # the commands for a terminal
+    assert "\x1b" not in printed
+
+
+def test_a_setting_that_is_unknown_or_not_allowed_is_refused_as_by_the_runner(here):
+    job_group = group(task("ppo-trainer", "exit 0"))
+    for settings in ({"learning_rat": 1}, {"group_size": "many", "keep_memory": True}):
+        options = [f"--env={name.upper()}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", "scripts.run_local", job_group, *options]
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stderr.strip()
+        with pytest.raises(ValueError, match=r"LEARNING_RATE|GROUP_SIZE is 'many'") as refused:
+            train(job_group=job_group, **settings)
+        assert f"run_local: {refused.value}" == told
+    assert not any(here.glob("runs/*"))
+
+
+def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here):
+    command = "[ $SKYPILOT_NODE_RANK = 0 ] && exec sleep 60; echo 'error: no such model'; exit 78"
+    job_group = group(task("ppo-trainer", "exec sleep 60"), task("rollout-server", command))
+    with pytest.raises(RunError, match=r"rollout-server-1 failed .* 78; error: no such model; see runs/") as raised:
+        train(job_group=job_group, nodes={"rollout-server": 2})
+    assert (raised.value.component, raised.value.exit_code) == ("rollout-server-1", 78)
+    assert "no such model" in raised.value.log.read_text()
+
+
+def longest(response: str, most: int = 10) -> float:
+    """Calls another function of this module, which components cannot import."""
+    return share(len(response), most)
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (longest, "given_reward_fn:longest"),
+        (lambda response: share(len(response), 10), "given_reward_fn:function"),
+        (functools.partial(longest, most=10), "given_reward_fn:function"),
+    ],
+)
+def test_components_have_the_rows_and_the_function(here, function, name):
+    import datasets  # which takes a second
+
+    rows = datasets.Dataset.from_list([{"question": "1" * length, "answer": "1"} for length in (1, 5)])
+    readers = (task(name, "exec sleep 60") for name in ("data-server", "reward-server"))
+    job_group = group(task("ppo-trainer", LOADS), *readers)
+    done = train(job_group=job_group, reward_fn=function, dataset=rows, run_id="mine")
+    assert done.directory == Path("runs/mine")
+    assert (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[1:] == [f"{name} [0.1, 0.5]"]
+
+
+def test_a_row_that_is_no_dict_is_refused(here):
+    with pytest.raises(TypeError, match="row 0 of dataset is 'what'; give rows as dicts"):
+        train(dataset=["what"])
+
+
+STOPS = "trap 'touch stopped; exit 0' TERM; touch started; while :; do sleep 0.05; done"
+# Python has no handler where the tests' own shell ignores SIGINT, as it does for jobs in the background.
+SCRIPT = """
+import signal
+from local_runner.train import train
+signal.signal(signal.SIGINT, signal.default_int_handler)
+train(job_group='group.yaml', run_id='mine')
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
+    group(task("ppo-trainer", STOPS))
+    with (here / "output.txt").open("w") as output:
+        program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=output, stderr=output)
+    wait_until((here / "started").exists, "the run", progress=lambda: bytes_in(here))
+    program.send_signal(number)
+    assert program.wait(LIMIT_SECONDS) == -number
+    record = here / "runs/mine/runner.json"
+    wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
+    assert (here / "stopped").exists()
+    assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"

@@ -1,0 +1,105 @@
+"""A trainer takes of a GPU that it shares with an engine what the preflight says, in a step and between steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.hooks import RemovableHandle
+from transformers import PretrainedConfig
+
+from benchmarks.scaling.models import CONFIGS
+from benchmarks.scaling.one_gpu import BETWEEN_STEPS, LABELS, PRESET
+from local_runner.spec import env_file
+from tests.pretend_cuda.learner import packed_sequences, pretended_policy, pretended_ranks, without_compilation
+from tests.pretend_cuda.test_memory import DEPTHS, with_layers
+from trainer.config import TrainerSettings
+from trainer.model.optimizer import make_optimizer
+from trainer.model.sharding import leave_gpu
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import needed
+from trainer.preflight.work import work_of
+
+pytestmark = pytest.mark.cuda
+
+SEQUENCE = 1024
+
+
+@pytest.fixture(autouse=True)
+def _countable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave layers to eager execution, and let MemTracker, which hooks every parameter, pass over frozen ones."""
+    without_compilation(monkeypatch)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        monkeypatch.setattr(Tensor, name, partialmethod(_register, getattr(Tensor, name)))
+
+
+def _register(tensor: Tensor, register: Any, hook: Any) -> Any:
+    return register(tensor, hook) if tensor.requires_grad else RemovableHandle(OrderedDict())
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes of the device at the fullest moment of a step, and after it."""
+
+    step: int
+    between: int
+
+
+def settings_of(**changes: Any) -> TrainerSettings:
+    """Return the preset's settings, with what the preflight chooses on a small card."""
+    preset = {name.lower(): value for name, value in env_file(PRESET).items()}
+    return TrainerSettings.load(**preset | {"activation_checkpointing": True, "shard_parameters": True} | changes)
+
+
+def counted(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
+    batch = packed_sequences(settings.micro_batch_tokens, SEQUENCE)
+    with pretended_ranks() as ranks, FakeTensorMode(allow_non_fake_inputs=True):
+        trained = pretended_policy(config, settings, ranks, has_checkpointing=True)
+        optimizer = make_optimizer(settings, trained)
+        batch = batch.to(ranks.device)
+        tracker: Any = MemTracker()
+        tracker.track_external(trained, optimizer)
+        with tracker:
+            trained(batch).logprobs.sum().backward()
+            step = _on_device(tracker, "peak")
+            optimizer.step()
+            optimizer.zero_grad()
+            leave_gpu(trained)
+            between = _on_device(tracker, "current")
+    return Bytes(step, between - sum(t.nbytes for t in vars(batch).values() if hasattr(t, "nbytes")))
+
+
+def _on_device(tracker: Any, moment: str) -> int:
+    snapshot = tracker.get_tracker_snapshot(moment)
+    total: int = next(found["Total"] for device, found in snapshot.items() if device.type == "cuda")
+    return total
+
+
+def foreseen(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
+    """Return what the preflight says of the first step, in which there are no moments yet, and of the time after it."""
+    shape = ModelShape.of(config)
+    memory = torch.cuda.get_device_properties(0).total_memory  # a larger card computes more logits at once
+    work = work_of(settings, shape, memory=memory, nodes=1, ranks_per_node=1, compute_bytes=2)
+    parts = needed(shape, work).device
+    step = sum(size for part, size in parts.items() if part not in ("gradients", "moments", "CUDA"))
+    return Bytes(step, sum(parts.get(part, 0) for part in BETWEEN_STEPS if part != "CUDA"))
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_trainer_takes_the_bytes_of_the_table(label: str) -> None:
+    config, settings = CONFIGS[label][1], settings_of()
+    few, more = (counted(with_layers(config, layers), settings) for layers in DEPTHS)
+    # Each further layer adds the same, and the tracker takes minutes for all.
+    layers = (config.num_hidden_layers - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
+    step = more.step + layers * (more.step - few.step)
+    between = more.between + layers * (more.between - few.between)
+    expected = foreseen(config, settings)
+    assert step == pytest.approx(expected.step, rel=0.01)
+    assert between == pytest.approx(expected.between, rel=0.02), "nothing else is kept while the engine generates"

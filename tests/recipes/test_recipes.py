@@ -1,0 +1,152 @@
+"""Recipes: each is launched as its file says, as a dry run, and takes a step with the tiny model on a few rows."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from transformers import Qwen2Config, Qwen3Config
+
+from benchmarks.results.in_process import InProcess
+from benchmarks.results.runs import Result
+from local_runner import spec
+from recipes.reverse_text import likeness
+from services.reward_server.app import create_app
+from services.reward_server.settings import RewardSettings
+from tests.scripts.test_launch import launch
+from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from tests.waiting import wait_until
+from trainer.model.ranks import join_ranks
+
+RECIPES = {file.stem: file for file in sorted((ROOT / "recipes").glob("*.env"))}
+OF_COMPLETIONS = [name for name, file in RECIPES.items() if "ENVIRONMENT" not in spec.env_file(file)]
+
+SHARED: dict[str, Any] = {"vocab_size": 151936, "num_hidden_layers": 28, "num_key_value_heads": 8}
+SHAPES = {
+    "Qwen/Qwen2.5-1.5B-Instruct": Qwen2Config(
+        **SHARED | {"num_key_value_heads": 2}, hidden_size=1536, intermediate_size=8960, num_attention_heads=12
+    ),
+    "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": Qwen3Config(
+        **SHARED, hidden_size=1024, intermediate_size=3072, num_attention_heads=16, head_dim=128
+    ),
+    "PrimeIntellect/Qwen3-1.7B-Wordle-SFT": Qwen3Config(
+        **SHARED, hidden_size=2048, intermediate_size=6144, num_attention_heads=16, head_dim=128
+    ),
+}
+"""The shapes of models that only the hub has."""
+
+
+def command(file: Path) -> list[str]:
+    """Return the arguments of the launch at a recipe's top."""
+    line = next(line for line in file.read_text().splitlines() if line.startswith("#   python"))
+    program, arguments = shlex.split(line.removeprefix("#   "))[:3], shlex.split(line.removeprefix("#   "))[3:]
+    assert program == ["python", "-m", "scripts.launch"]
+    assert arguments[arguments.index("--env-file") + 1] == str(file.relative_to(ROOT))
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The job group that each recipe's own command writes."""
+    directory = tmp_path_factory.mktemp("launches")
+    files = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr("scripts.launch.skypilot.interpreter", lambda: None)
+        for name, file in RECIPES.items():
+            arguments, model = command(file), spec.env_file(file)["MODEL_NAME"]
+            if model in SHAPES:
+                SHAPES[model].save_pretrained(directory / f"{name}-model")
+                arguments += ["--model", str(directory / f"{name}-model")]
+            launch(directory / name, *arguments)
+            [files[name]] = (directory / name).glob("jobgroup*.yaml")
+    return files
+
+
+def test_there_are_recipes_and_each_names_its_source_and_says_that_it_was_not_run() -> None:
+    assert len(RECIPES) >= 6
+    for name, file in RECIPES.items():
+        top = "\n".join(line for line in file.read_text().splitlines() if line.startswith("#"))
+        for said in ("Not run here", "To compare with", "Differences"):
+            assert said in top, (name, said)
+        assert any(source in top for source in ("verl-data", "inclusionAI/AReaL", "PrimeIntellect-ai/prime-rl")), name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_launch_has_the_recipes_settings(launched: dict[str, Path], name: str) -> None:
+    settings = spec.env_file(RECIPES[name])
+    tasks = {task.name: task.environment for task in spec.load(launched[name]).tasks}
+    for setting in ("BATCH_SIZE", "GROUP_SIZE", "LEARNING_RATE", "ADVANTAGE"):
+        assert tasks["ppo-trainer"][setting] == settings[setting]
+    assert ("environment-server" in tasks) == ("ENVIRONMENT" in settings)
+
+
+def test_skypilot_accepts_the_job_groups(launched: dict[str, Path], tmp_path: Path) -> None:
+    assert skypilot_facts()  # skips the test where there is no SkyPilot
+    catalog = tmp_path / ".sky/catalogs/v8/common/accelerators.csv"
+    catalog.parent.mkdir(parents=True)
+    catalog.write_text("AcceleratorName,Clouds\nH100,\"['Kubernetes']\"\n")
+    program = """
+import sys
+from sky.utils import dag_utils
+for file in sys.argv[1:]:
+    dag = dag_utils.load_job_group_from_yaml(file)
+    dag.validate()
+    print(len(dag.tasks))
+"""
+    done = subprocess.run(
+        [SKYPILOT, "-c", program, *map(str, launched.values())],
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.isdecimal()]) == len(RECIPES)
+
+
+@pytest.mark.parametrize("name", OF_COMPLETIONS)
+def test_a_step_with_the_tiny_model(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    recipe = spec.env_file(RECIPES[name])
+    rows = tmp_path / "rows.jsonl"
+    kinds = {
+        "gsm8k": lambda n: {"question": f"What is {n} + 2?", "answer": f"It is the sum.\n#### {n + 2}"},
+        "PrimeIntellect/Reverse-Text-RL": lambda n: {"prompt": f"{n} - 2 = {n - 2}"},
+    }
+    rows.write_text("".join(json.dumps(kinds[recipe["DATASET"]](n)) + "\n" for n in range(9)))
+    small = {"DATASET": str(rows), "DATASET_TEST": str(rows), "MODEL_NAME": str(tiny_model), "MAX_STEPS": "1"}
+    settings = recipe | small | {"BATCH_SIZE": "4", "MAX_NEW_TOKENS": "8", "COMPUTE_TYPE": "float32"}
+    seen: list[tuple[str, str]] = []
+
+    with TestClient(create_app(RewardSettings.load(reward_fn=recipe["REWARD_FN"], reward_workers=1))) as server:
+        wait_until(lambda: server.get("/health").is_success, "the reward-server is up", every=0.05)
+
+        def reward(prompt: str, text: str, truth: str) -> float:
+            """Score by the reward-server; the fixed part gives every group an advantage."""
+            seen.append((prompt, truth))
+            item = {"prompt": prompt, "response": text, "ground_truth": truth}
+            result = server.post("/reward", json=item).json()
+            assert result["status"] == "scored", result
+            return float(result["reward"]) + len(seen) % 2
+
+        with join_ranks() as ranks:
+            run = InProcess(settings, reward, ranks)
+            before = [p.detach().clone() for p in run.policy.parameters() if p.requires_grad]
+            run.train(result := Result("recipe", name, 0, settings))
+            after = [p.detach() for p in run.policy.parameters() if p.requires_grad]
+    assert len(result.rewards) == 1
+    assert len(seen) == 4 * int(recipe["GROUP_SIZE"])
+    assert any((a != b).any() for a, b in zip(before, after, strict=True))
+    truths = {truth for _, truth in seen}
+    assert truths <= ({str(n + 2) for n in range(9)} | {f"{n} - 2 = {n - 2}" for n in range(9)}), truths
+
+
+def test_the_likeness_of_reversed_text() -> None:
+    assert likeness("Here: <reversed_text> cba </reversed_text>", "abc") == 1.0
+    assert likeness("cba", "abc") == 0.0
+    assert 0 < likeness("<reversed_text>cbx</reversed_text>", "abc") < 1

@@ -1,0 +1,76 @@
+"""Two models answer each line side by side: the one that a run has made, and the one that it began as."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from local_runner.speaker import Speaker
+from scripts import chat
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose model answers nothing: each of its tokens is as likely, and the first one ends the answer."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "grpo-1"
+    (run / "model").mkdir(parents=True)
+    for path in tiny_model.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            (run / "model" / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tiny_model / "model.safetensors")
+    save_file({name: torch.zeros_like(value) for name, value in weights.items()}, run / "model/model.safetensors")
+    (run / "metrics.jsonl").touch()
+    components = {"ppo-trainer": {"settings": {"model_name": str(tiny_model)}}}
+    (run / "config.json").write_text(json.dumps({"components": components}))
+    return run
+
+
+def test_both_answers_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("3+4=\n\n2+2="))
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as ended:
+        chat.main(max_new_tokens=4)
+    said = capsys.readouterr().out
+    assert ended.value.code == 0
+    tables = said.split("┏")[1:]
+    assert len(tables) == 2
+    assert all(str(tiny_model) in table and "runs/grpo-1/model" in table for table in tables)
+    rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in said.splitlines() if line.startswith("│")]
+    expected = Speaker(str(tiny_model), {}).answer("3+4=", 4, 0)
+    assert rows[0][0] == expected != rows[0][1]
+
+
+def test_a_conversation_has_the_system_prompt_and_the_earlier_turns(tiny_model):
+    speaker = Speaker(str(tiny_model), {"system_prompt": "1+1=2", "prompt_style": "chat"})
+    answer = speaker.answer("3+4=", 4, 0)
+    assert [turn["content"] for turn in speaker.messages] == ["1+1=2", "3+4=", answer]
+    plain = Speaker(str(tiny_model), {"prompt_style": "plain"})
+    plain.answer("3+4=", 4, 0)
+    assert plain.messages == []
+
+
+def test_a_line_that_the_engine_refuses_is_answered_by_the_reason(tiny_model):
+    assert Speaker(str(tiny_model), {}).answer("1" * 9000, 4, 0).startswith("error: the prompt has 9000 tokens")
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("model/config.json", "runs/grpo-1 has no model/, which a run writes at its end; runs with a model: "),
+        ("config.json", "runs/grpo-1/config.json does not name the model that the run began as"),
+    ],
+)
+def test_a_run_that_cannot_be_talked_to_is_refused_in_one_line(run_dir, capfd, missing, said):
+    (run_dir / missing).unlink()
+    with pytest.raises(SystemExit) as ended:
+        chat.main()
+    assert ended.value.code == 78
+    [line] = capfd.readouterr().err.splitlines()
+    assert said in line

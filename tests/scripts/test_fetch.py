@@ -1,0 +1,131 @@
+"""A run's files arrive whole and checked, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skypilot_facts import skypilot_facts
+from tests.waiting import LIMIT_SECONDS
+
+ROOT = Path(__file__).parents[2]
+FILES = {"config.json": b"{}", "weights/model.safetensors": bytes(range(256)) * 400}
+# The pod: SkyPilot's commands are noted, and its host is this machine, with the volume elsewhere.
+SKY = """#!/bin/bash
+echo "$1 ${*: -1}" >> "$CALLS"
+"""
+SSH = """#!/bin/bash
+shift
+command="$*"
+[[ -n $SURPRISE && $command == *sha256sum* ]] && echo "$SURPRISE"
+exec bash -c "${command//\\/shared\\/runs/$VOLUME}"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """A directory to work in, beside the volume of a cluster with a run."""
+    for name, content in FILES.items():
+        path = tmp_path / "volume/grpo-1/model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    for name, content in {"sky": SKY, "ssh": SSH}.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(content)
+        program.chmod(0o755)
+    (tmp_path / "work").mkdir()
+    return tmp_path
+
+
+def fetch(tmp_path: Path, *arguments: str, surprise: str = "") -> tuple[int, str]:
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "VOLUME": str(tmp_path / "volume"),
+        "CALLS": str(tmp_path / "calls"),
+        "SURPRISE": surprise,
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.fetch", *arguments],
+        cwd=tmp_path / "work",
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def calls(tmp_path: Path) -> list[str]:
+    """SkyPilot's commands in short: the pod is launched and always taken down again."""
+    lines = (tmp_path / "calls").read_text().splitlines()
+    (name,) = {line.split()[1] for line in lines if line.startswith("down")}
+    return [line.replace(name, "POD").replace(str(ROOT), "") for line in lines]
+
+
+needs_rsync = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+
+@needs_rsync
+def test_a_model_is_fetched_by_a_pod_also_after_an_interruption(cluster):
+    partial = cluster / "work/runs/grpo-1/.model.partial"
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_bytes(b"{")
+    (partial / "of-another-time").touch()
+    code, said = fetch(cluster, "grpo-1")
+    assert code == 0, said
+    assert files(cluster / "work/runs/grpo-1") == {f"model/{name}": content for name, content in FILES.items()}
+    assert "2 files" in said
+    assert calls(cluster) == ["launch /scripts/fetch.yaml", "down POD"]
+    code, said = fetch(cluster, "grpo-1")
+    assert (code, "is there already" in said) == (78, True), said
+
+
+@needs_rsync
+def test_files_that_differ_from_the_volume_do_not_look_complete(cluster):
+    code, said = fetch(cluster, "grpo-1", "--what", "model/weights", "--to", "here", surprise=f"{'0' * 64}  ./missing")
+    assert (code, "here.partial: missing arrived otherwise" in said) == (33, True), said
+    assert [path.name for path in (cluster / "work").iterdir()] == [".here.partial"]
+    assert calls(cluster) == ["launch /scripts/fetch.yaml", "down POD"]
+
+
+@needs_rsync
+def test_a_run_that_the_volume_does_not_have_is_named_with_those_it_has(cluster):
+    code, said = fetch(cluster, "grpo-2")
+    assert code == 78, said
+    assert "/shared/runs/grpo-2/model cannot be read on the volume" in said
+    assert "newest first: grpo-1" in said
+    assert calls(cluster)[-1] == "down POD"
+
+
+def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster):
+    (cluster / "volume").rename(cluster / "work/runs")
+    code, said = fetch(cluster, "grpo-1", "--to", "copied/model")
+    assert code == 0, said
+    assert files(cluster / "work/copied/model") == FILES
+    assert not (cluster / "calls").exists()
+
+
+def test_without_its_programs_it_names_them_and_leaves_nothing(cluster, monkeypatch):
+    (cluster / "bin/sky").unlink()
+    monkeypatch.setenv("PATH", str(cluster / "bin"))
+    code, said = fetch(cluster, "grpo-1")
+    assert code == 78, said
+    assert "sky, rsync not found on PATH; fetching from a cluster needs sky, ssh, rsync" in said
+    assert not list((cluster / "work").iterdir())
+
+
+def test_skypilot_reads_the_pod_as_a_small_one_with_the_volume():
+    (pod,) = skypilot_facts()["files"]["scripts/fetch.yaml"]["tasks"].values()
+    assert (pod["volumes"], pod["accelerators"], pod["num_nodes"]) == ({"/shared": "grpo-shared"}, [], 1)

@@ -1,0 +1,253 @@
+"""``scripts.launch`` writes a job group of the size that is asked for, and refuses what cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from benchmarks.scaling import report, roofline
+from benchmarks.scaling.plan import MODELS, Batch, Layout, work
+from local_runner import spec
+from scripts.launch import job_group_text, skypilot
+from scripts.launch.__main__ import main
+from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
+from trainer.preflight.sizes import needed
+
+APP = typer.Typer()
+APP.command()(main)
+
+
+def launch(tmp_path: Path, *arguments: str) -> tuple[str, str]:
+    """Return what a dry run prints, and the YAML that it writes."""
+    done = CliRunner().invoke(APP, [*arguments, "--dry-run", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    [path] = tmp_path.glob("jobgroup*.yaml")
+    return done.output, path.read_text()
+
+
+def refusal(tmp_path: Path, *arguments: str) -> str:
+    """Return why a launch is refused."""
+    done = CliRunner().invoke(APP, [*arguments, "--dry-run", "--output", str(tmp_path)])
+    assert done.exit_code != 0, done.output
+    assert not list(tmp_path.glob("*"))
+    return done.output
+
+
+@pytest.fixture(autouse=True)
+def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave SkyPilot out, since asking it takes seconds."""
+    monkeypatch.setattr(skypilot, "interpreter", lambda: None)
+
+
+@pytest.mark.parametrize("label", ["0.5B", "8B", "70B"])
+def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str) -> None:
+    given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
+    nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
+    _, text = launch(tmp_path, "--model", MODELS[label].name, *nodes, *given)
+    values = job_group_text.values(text)
+    layout = Layout(5, 8, 6, 8)
+    need = needed(MODELS[label].shape, work(MODELS[label], Batch(), 6, 8))
+    for (task, key), value in report.changes(MODELS[label], layout, need).items():
+        assert values[task, key] == (f"[{value}]" if "accelerators" in key else value), (task, key)
+    volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
+    assert volume["size"] == f"{report.volume_gibibytes(need)}Gi"
+    assert volume["config"]["access_mode"] == "ReadWriteMany"
+    assert values["ppo-trainer", "envs.MIN_WORKERS"] == "2"
+
+
+@pytest.mark.parametrize(("written", "expected"), [("1Ti", "1024Gi"), ("100Gi", "200Gi"), ("200", "200Gi")])
+def test_a_volume_is_at_least_as_large_as_its_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, expected: str
+) -> None:
+    file = tmp_path / "volume.yaml"
+    file.write_text((ROOT / "volume.yaml").read_text().replace("size: 200Gi", f"size: {written}"))
+    monkeypatch.setattr("scripts.launch.__main__.VOLUME", file)
+    launch(tmp_path / "out", "--model", "0.5B")
+    assert yaml.safe_load((tmp_path / "out" / "volume.yaml").read_text())["size"] == expected
+
+
+def test_a_dry_run_without_a_network_says_that_skypilot_could_not_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(skypilot, "interpreter", lambda: Path("python"))
+    monkeypatch.setattr(skypilot, "ask", lambda *_, **__: (None, "ConnectionError: no catalogue"))
+    output, _ = launch(tmp_path, "--model", "0.5B")
+    assert "SkyPilot's loader could not check it without a network: ConnectionError: no catalogue" in output
+
+
+def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Path) -> None:
+    told, text = launch(tmp_path, "--model", "8B", "--rollout-nodes", "4", "--gpus", "H100:8", "--env", "MAX_STEPS=9")
+    before = (ROOT / "jobgroup.yaml").read_text()
+    old, new = job_group_text.values(before), job_group_text.values(text)
+    changed = {key for key in new if new[key] != old.get(key)}
+    assert old.keys() <= new.keys()
+    assert changed == {
+        ("ppo-trainer", "resources.accelerators"),
+        ("ppo-trainer", "resources.memory"),
+        ("ppo-trainer", "envs.MODEL_NAME"),
+        ("ppo-trainer", "envs.MAX_STEPS"),
+        ("ppo-trainer", "envs.MIN_WORKERS"),
+        ("data-server", "envs.MODEL_NAME"),
+        ("rollout-server", "envs.MODEL_NAME"),
+        ("rollout-server", "num_nodes"),
+        ("rollout-server", "resources.accelerators"),
+    }
+    assert [line for line in before.splitlines() if "#" in line] == [line for line in text.splitlines() if "#" in line]
+    sources = {
+        (line.split("  ")[0], line.split()[-4]): line.split()[-1]
+        for line in told.splitlines()
+        if line.endswith(("given", "derived")) and "[" not in line
+    }
+    assert sources["ppo-trainer", "resources.memory"] == sources["ppo-trainer", "envs.MIN_WORKERS"] == "derived"
+    assert sources["ppo-trainer", "envs.MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
+    # The sums over nodes: 2 x 8 and 4 x 8 GPUs.
+    assert "together            9    48" in told
+
+
+def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
+    told, text = launch(
+        tmp_path, "--model", "0.5B", "--rollout-nodes", "1", "--trainer-nodes", "1", "--gpus", "L4:1", "--async"
+    )
+    assert (tmp_path / "jobgroup-async.yaml").exists()
+    assert job_group_text.values(text)["ppo-trainer", "envs.MIN_WORKERS"] == "1"
+    assert "together            7     2" in told
+
+
+def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_path: Path) -> None:
+    variables = ["LORA_RANK=8", "NCCL_DEBUG=INFO", "DATASET=arithmetic", "WANDB_MODE=offline"]
+    given = [part for variable in variables for part in ("--env", variable)]
+    told, text = launch(tmp_path, "--model", "0.5B", *given, "--secret", "HF_TOKEN=a-secret", "--agent", "mine:solve")
+    tasks = {document["name"]: document["envs"] for document in list(yaml.safe_load_all(text))[1:]}
+    assert {name for name, envs in tasks.items() if "LORA_RANK" in envs} >= {"ppo-trainer", "rollout-server"}
+    assert "LORA_RANK" not in tasks["reward-server"]
+    assert all(envs["NCCL_DEBUG"] == "INFO" for envs in tasks.values())
+    assert tasks["data-server"]["DATASET"] == tasks["ppo-trainer"]["DATASET"] == "arithmetic"
+    assert tasks["ppo-trainer"]["AGENT"] == "mine:solve"
+    assert "a-secret" not in text + told
+    assert "--secret HF_TOKEN" in told
+
+
+def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
+    _, text = launch(tmp_path, "--model", str(tiny_model), "--gpus", "h100:2,A100-80GB:4")
+    values = job_group_text.values(text)
+    assert values["ppo-trainer", "resources.accelerators"] == "[H100:2, A100-80GB:4]"
+    assert values["ppo-trainer", "envs.MODEL_NAME"] == str(tiny_model)
+    group = spec.load(next(tmp_path.glob("jobgroup.yaml")))
+    assert {task.gpus_per_node for task in group.tasks} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "8B", "--gpus", "V100:1"], "V100 is unknown; known are H100"),
+        (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
+        (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
+        (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
+        (["--model", "8B"], r"needs 81.4 GiB of GPU memory"),
+        (["--model", "32B", "--gpus", "L4:1"], "it fits with --rollout-gpus L4:4"),
+        (["--model", "70B", "--gpus", "A10G:1"], "it fits with --rollout-gpus A10G:8"),
+        (["--model", "no-such-directory/model"], "its config.json cannot be used"),
+        (["--model", "0.5B", "--env", "BATCHSIZE=4"], "the nearest setting is BATCH_SIZE"),
+        (["--model", "0.5B", "--env", "BATCH_SIZE=none"], "BATCH_SIZE"),
+        (["--model", "0.5B", "--agent", "a:b", "--environment", "c:d"], "not both"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert said in refusal(tmp_path, *arguments)
+
+
+def test_without_skypilot_a_launch_says_how_to_install_it(tmp_path: Path) -> None:
+    done = CliRunner().invoke(APP, ["--model", "0.5B", "--output", str(tmp_path)])
+    assert done.exit_code == 78
+    assert "pip install 'skypilot[kubernetes]==" in done.output
+
+
+def test_the_memory_of_known_gpus_is_that_of_the_planner() -> None:
+    assert {gpu.name: gpu.memory for gpu in roofline.GPUS}.items() <= roofline.MEMORY.items()
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """SkyPilot's interpreter, with a home that has SkyPilot's list of GPUs, which it would fetch."""
+    assert skypilot_facts()  # skips the test where there is no SkyPilot
+    catalog = tmp_path / "home/.sky/catalogs/v8/common/accelerators.csv"
+    catalog.parent.mkdir(parents=True)
+    names = ("H100", "H200", "A100-80GB", "L40S")
+    catalog.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},\"['Kubernetes']\"\n" for name in names))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return SKYPILOT
+
+
+def test_skypilot_checks_what_is_written(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skypilot, "interpreter", lambda: python)
+    told, text = launch(tmp_path / "out", "--model", "8B", "--gpus", "H100:8,A100-80GB:8", "--secret", "HF_TOKEN=x")
+    assert "SkyPilot's loader accepts it" in told
+    written = tmp_path / "out/jobgroup.yaml"
+    written.write_text(text.replace("image_id: docker:python", "image: docker:python"))
+    job, error = skypilot.ask(python, (written, tmp_path / "out/volume.yaml"), {}, launch=False)
+    assert job is None
+    assert "image" in error
+
+
+def test_skypilots_environment_is_that_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for name in ("sky", "python"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert skypilot.interpreter() == tmp_path / "python"
+
+
+def test_a_secret_reaches_only_the_tasks_that_declare_it() -> None:
+    """By SkyPilot's own tasks: the hub's token stays out of the tasks that load nothing from the hub."""
+    if not SKYPILOT.exists():
+        pytest.skip(f"no SkyPilot at {SKYPILOT}; `make test` installs it")
+    program = """
+import json
+from sky.utils import dag_utils
+from scripts.launch.skypilot import give_secrets
+group = dag_utils.load_job_group_from_yaml("jobgroup-environment.yaml")
+give_secrets(group.tasks, {"HF_TOKEN": "hub", "JOBGROUP_TOKEN": "job", "OF_MY_CODE": "mine"})
+values = {t.name: {n: s.get_secret_value() for n, s in t.secrets.items()} for t in group.tasks}
+print(json.dumps(values))
+"""
+    with tempfile.TemporaryDirectory() as home:
+        catalog = Path(home) / ".sky/catalogs/v8/common/accelerators.csv"
+        catalog.parent.mkdir(parents=True)
+        catalog.write_text(
+            "AcceleratorName,Clouds\n"
+            + "".join(f"{name},\"['Kubernetes']\"\n" for name in ("H100", "H200", "A100-80GB", "L40S"))
+        )
+        environment = os.environ | {"HOME": home, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [SKYPILOT, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+    tasks = json.loads(done.stdout.splitlines()[-1])
+    assert {task for task, given in tasks.items() if given.get("HF_TOKEN")} == {
+        *("ppo-trainer", "data-server", "rollout-server", "gateway")
+    }
+    assert {given["JOBGROUP_TOKEN"] for given in tasks.values()} == {"job"}
+    assert {given["OF_MY_CODE"] for given in tasks.values()} == {"mine"}
+    assert {task for task, given in tasks.items() if "WANDB_API_KEY" in given} == {"ppo-trainer"}
+
+
+def test_an_image_of_ones_own_is_that_of_each_task(tmp_path: Path) -> None:
+    _, text = launch(tmp_path, "--model", "0.5B", "--image", "registry.example.org/grpo:v1")
+    images = {task["name"]: task["resources"]["image_id"] for task in list(yaml.safe_load_all(text))[1:]}
+    services = "docker:registry.example.org/grpo:v1-services"
+    assert images == {
+        "ppo-trainer": "docker:registry.example.org/grpo:v1-trainer",
+        "rollout-server": "docker:registry.example.org/grpo:v1-rollout",
+        **dict.fromkeys(("data-server", "reward-server", "replay-buffer"), services),
+    }

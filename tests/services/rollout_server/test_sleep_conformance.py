@@ -1,0 +1,107 @@
+"""Engines that give their memory away and take it back: the same tests against the embedded engine and the real SGLang.
+
+SGLang on a CPU has no memory saver: its routes answer as on a GPU, and free nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from services.clients.rollout import RolloutClient, SamplingParams
+from services.clients.rollout_admin import RouterAdmin, WorkerAdmin, WorkerRefusedError
+from services.core.errors import DependencyLostError
+from tests.services.rollout_server.conftest import ENGINES, check_installed
+from tests.services.rollout_server.nodes import TOKEN, Nodes
+from tests.tolerance import engine_tolerance
+from tests.waiting import IDLE_SECONDS
+
+PROMPT = [5, 12, 6, 14]
+PROBE = [*PROMPT, 9, 1]
+LONG = SamplingParams(max_new_tokens=240, temperature=1.0)
+
+
+@pytest.fixture
+async def worker(server: Nodes) -> AsyncIterator[WorkerAdmin]:
+    """The server's worker, which is awake and serves version 0 again afterwards."""
+    async with WorkerAdmin(server.worker().url, TOKEN, timeout=IDLE_SECONDS) as control:
+        yield control
+        await control.hold(finishes_requests=False)
+        await control.update_from_disk(server.model, 0)
+        await control.resume()
+
+
+async def test_a_worker_that_woke_computes_as_before(worker: WorkerAdmin) -> None:
+    before = await worker.rescore(PROBE)
+    assert not await worker.is_asleep()
+    for _ in range(2):  # a second call changes nothing
+        await worker.sleep()
+        assert await worker.is_asleep()
+        assert await worker.version() == 0, "the version that it will serve"
+        assert await worker.scheduler_answers(2.0), "its launcher does not take it for dead"
+    for _ in range(2):
+        await worker.wake()
+        assert not await worker.is_asleep()
+    await worker.resume()
+    assert await worker.rescore(PROBE) == pytest.approx(before, abs=engine_tolerance())
+
+
+async def test_requests_wait_for_the_next_version(server: Nodes, worker: WorkerAdmin) -> None:
+    await worker.sleep()
+    async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
+        pending = asyncio.create_task(rollouts.generate(PROMPT, SamplingParams(max_new_tokens=4), n=2))
+        await asyncio.sleep(0.3)
+        assert not pending.done()
+        await worker.hold(finishes_requests=True)
+        await worker.update_from_disk(server.model, 5)
+        await worker.resume()
+        completions = await pending
+    assert {span.version for each in completions for span in each.policy_versions} == {5}
+
+
+async def test_a_sleep_ends_what_runs(server: Nodes, worker: WorkerAdmin) -> None:
+    async with RolloutClient(server.router, TOKEN, vocab_size=17, deadline_seconds=IDLE_SECONDS) as rollouts:
+        pending = asyncio.create_task(rollouts.generate(PROMPT, LONG, n=4))
+        await asyncio.sleep(0.05)
+        await worker.sleep()
+        await worker.wake()
+        await worker.resume()
+        assert len(await pending) == 4, "the client sent them again"
+
+
+async def test_memory_that_was_not_released_cannot_be_taken_back(server: Nodes, worker: WorkerAdmin) -> None:
+    """The reason why the engine keeps the mark: SGLang's scheduler dies of a wake without a sleep."""
+    with pytest.raises((WorkerRefusedError, DependencyLostError)):
+        await worker._ask("POST", "/resume_memory_occupation", {})
+    await asyncio.to_thread(server.wait_until, lambda: server.serves(0), "the engine, restarted if it died")
+    await asyncio.to_thread(server.wait_registered, [0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_launchers_wake_their_engines_or_start_them_awake(engine: str, tiny_model: Path, tmp_path: Path) -> None:
+    """As after a trainer that died while engines slept: it wrote a version that it did not deliver."""
+    check_installed(engine)
+    nodes = Nodes(tmp_path, tiny_model, engine=engine)
+    try:
+        await asyncio.to_thread(nodes.start_all)
+        async with (
+            WorkerAdmin(nodes.worker().url, TOKEN, timeout=IDLE_SECONDS) as worker,
+            RouterAdmin(nodes.router, TOKEN) as router,
+        ):
+            await worker.sleep()
+            nodes.publish(3)
+            await router.remove(worker.url)
+            await asyncio.to_thread(nodes.wait_until, lambda: nodes.serves(3), "the version on the volume")
+            await asyncio.to_thread(nodes.wait_registered, [0])
+            assert len(await worker.rescore(PROBE)) == len(PROBE) - 1
+            await worker.sleep()
+            nodes.nodes[0].engine.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(nodes.wait_until, lambda: nodes.serves(3), "an engine that is awake")
+            await asyncio.to_thread(nodes.wait_registered, [0])
+            assert len(await worker.rescore(PROBE)) == len(PROBE) - 1
+    finally:
+        nodes.stop()

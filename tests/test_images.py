@@ -1,0 +1,104 @@
+"""The Dockerfile's images have what the nodes' ``setup`` installs, on the images of the job groups."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from scripts.launch.__main__ import IMAGES
+
+ROOT = Path(__file__).parents[1]
+LINES = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text()).splitlines()
+INSTRUCTIONS = [line.split(maxsplit=1) for line in LINES if line and not line.startswith("#")]
+TASKS = [
+    task for file in sorted(ROOT.glob("jobgroup*.yaml")) for task in list(yaml.safe_load_all(file.read_text()))[1:]
+]
+
+
+def stages() -> dict[str, tuple[str, list[list[str]]]]:
+    """Return by name each stage's image and its instructions, after those of the stage that it begins from."""
+    found: dict[str, tuple[str, list[list[str]]]] = {}
+    for instruction, rest in INSTRUCTIONS:
+        if instruction == "FROM":
+            image, _, name = rest.split()
+            begun, its = found.get(image, (image, []))
+            found[name] = begun, list(its)
+        else:
+            assert instruction in {"RUN", "ENV", "COPY", "WORKDIR"}, instruction
+            found[name][1].append([instruction, rest])
+    return found
+
+
+def requirements(command: str) -> tuple[set[str], set[str]]:
+    """Return the extras and the other requirements that a command installs."""
+    [asked] = re.findall(r"'\.\[([\w,-]+)\]'", command)
+    return set(asked.split(",")), set(re.findall(r"'([a-z]+==[^']+)'", command))
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task["name"])
+def test_a_nodes_image_has_what_its_setup_installs(task: dict[str, Any]) -> None:
+    image, its = stages()[IMAGES.get(task["name"], "services")]
+    assert task["resources"]["image_id"] == f"docker:{image}"
+    [install] = [line for line in task["setup"].splitlines() if "pip install" in line]
+    [there] = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest]
+    assert all(wanted <= given for wanted, given in zip(requirements(install), requirements(there), strict=True))
+    assert ("--constraint constraints.txt" in install) == ("--constraint constraints.txt" in there)
+
+
+def test_the_last_step_of_each_image_installs_a_checkout_without_an_index() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [backend] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    for name in {*IMAGES.values(), "services"}:
+        _, its = stages()[name]
+        assert ["ENV", "PIP_NO_BUILD_ISOLATION=0"] in its
+        assert ["RUN", f"pip install --no-cache-dir '{backend}'"] in its
+        assert its[-2][1].startswith("PIP_NO_INDEX=1 pip install --no-deps --force-reinstall . ")
+        [there] = [rest for instruction, rest in its if instruction == "RUN" and "'.[" in rest]
+        assert requirements(there)[0] <= extras.keys()
+
+
+def test_pip_takes_the_variable_for_a_build_without_a_network(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["setuptools>=77"]\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "small"\nversion = "1"\n'
+    )
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path / "made"), str(tmp_path)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["small-1-py3-none-any.whl"]
+
+
+def test_images_leave_out_what_is_not_uploaded() -> None:
+    def names(file: str) -> set[str]:
+        lines = (ROOT / file).read_text().splitlines()
+        return {line.removeprefix("**/").removeprefix("/") for line in lines if line and not line.startswith("#")}
+
+    assert names(".dockerignore") == names(".skyignore")
+
+
+def test_make_builds_all_images() -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "image", "IMAGE=r/grpo:1"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in {*IMAGES.values(), "services"}:
+        assert f"docker build --target {name} --tag r/grpo:1-{name} ." in done.stdout
+
+
+def test_make_refuses_images_without_a_tag() -> None:
+    command = ["make", "image", "IMAGE=r:5000/grpo", "DOCKER=false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == "IMAGE=r:5000/grpo has no tag; give one: make image IMAGE=r:5000/grpo:v1\n"

@@ -1,0 +1,192 @@
+"""Installed from its wheel, the project is one package, and `grpo` works beside packages of a user's with its names."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scripts.grpo import COMMANDS
+from services.core.errors import EXIT_CONFIGURATION
+
+ROOT = Path(__file__).parents[1]
+OUR_NAMES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS")}
+    return subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=kept | variables, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, since building leaves files in the directory."""
+    source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for entry in ROOT.iterdir():
+        if entry.name in OUR_NAMES or entry.is_file():
+            subprocess.run(["cp", "-r", entry, source], check=True)
+    built = run(sys.executable, "-c", BUILD, made, cwd=source)
+    assert built.returncode == 0, built.stderr
+    assert "absent from the `packages`" not in built.stderr
+    return next(made.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel, and with the packages of this environment except for this project."""
+    folder = tmp_path_factory.mktemp("venv")
+    assert run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder).returncode == 0
+    [packages] = folder.glob("lib/python*/site-packages")
+    install = (sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--no-deps", "--no-index")
+    done = run(*install, "--no-compile", "--disable-pip-version-check", wheel, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A user's directory, whose packages have this project's names and cannot be imported by mistake."""
+    for name in OUR_NAMES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the user')\n")
+    return tmp_path
+
+
+def test_the_wheel_has_one_package_and_all_files_of_the_programs(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.partition("/")[0] for name in names} == {"skypilot_grpo"}
+    files = [
+        path for name in OUR_NAMES for path in (ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"
+    ]
+    files += [*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("*.env")]
+    files += [ROOT / "__init__.py", ROOT / "volume.yaml", ROOT / "constraints.txt"]
+    wanted = {f"skypilot_grpo/{path.relative_to(ROOT)}" for path in files}
+    assert wanted - names == set()
+    assert not {name for name in names if name.endswith(".pyc")}
+
+
+def test_a_users_own_packages_stay_theirs(environment, tmp_path):
+    # Folders without __init__.py lose against any package of the same name on the path.
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "mine.py").write_text("print('mine')")
+    done = run(environment / "bin/python", "-m", "scripts.mine", cwd=tmp_path)
+    assert done.stdout == "mine\n", done.stderr
+    for name in set(OUR_NAMES) - {"scripts"}:
+        assert (
+            f"No module named '{name}'" in run(environment / "bin/python", "-c", f"import {name}", cwd=tmp_path).stderr
+        )
+
+
+# These import half of the project.
+LONG = {"evaluate", "chat", "launch"}
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in COMMANDS]
+)
+def test_every_command_starts_beside_packages_of_the_same_names(environment, home, command):
+    done = run(environment / "bin/grpo", command, "--help", cwd=home, TERM="dumb")
+    assert done.returncode == 0, done.stderr
+    assert f"Usage: grpo {command} " in done.stdout
+
+
+def test_grpo_lists_its_commands_and_refuses_others(environment, home):
+    listed = run(environment / "bin/grpo", cwd=home).stdout
+    assert re.findall(r"^  (\w+)  +[A-Z]", listed, re.MULTILINE) == list(COMMANDS)
+    refused = run(environment / "bin/grpo", "train", cwd=home)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("grpo: there is no command train; there are run, status")
+
+
+def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment, home):
+    done = run(environment / "bin/grpo", "run", "--small", "--dry-run", "--env", "DATASET=arithmetic", cwd=home)
+    assert done.returncode == 0, done.stderr
+    nodes = re.findall(r"[a-z-]+-\d(?= )", done.stdout)
+    assert {"ppo-trainer-0", "rollout-server-0"} <= set(nodes)
+    assert all(node.endswith("-0") for node in nodes)
+
+
+@pytest.mark.slow
+def test_a_launch_is_from_the_installed_directory_which_sky_pilot_uploads(environment, home, tiny_model):
+    options = ("--model", tiny_model, "--dry-run", "--output", "made")
+    done = run(environment / "bin/grpo", "launch", *options, cwd=home, PATH="/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    [packages] = environment.glob("lib/python*/site-packages")
+    assert f"to launch it, first: cd {packages / 'skypilot_grpo'}\n" in done.stdout
+    assert f"sky jobs launch {home / 'made/jobgroup.yaml'}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["status"], "error: there is no run below runs/ here; name the run's directory"),
+        (["chat", "mine"], "error: mine is neither a run below runs/ here nor the directory of one; the newest"),
+        (
+            ["run", "mine.yaml"],
+            "run_local: cannot read the job group: there is no file mine.yaml; this project has jobgroup",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(environment, home, command, said):
+    done = run(environment / "bin/grpo", *command, cwd=home)
+    assert done.returncode == EXIT_CONFIGURATION
+    [line] = done.stderr.splitlines()
+    assert line.startswith(said)
+
+
+def test_a_service_that_a_command_starts_is_the_projects(environment, home):
+    """As the nodes of `grpo run` are started, in a directory whose packages have the same names."""
+    start = "import sys; sys.argv = ['grpo']; from skypilot_grpo.scripts.grpo import main; main(); import subprocess; "
+    start += "subprocess.run([sys.executable, '-m', 'services.core.extras'], check=True)"
+    done = run(environment / "bin/python", "-c", start, cwd=home)
+    assert done.returncode == 0, done.stderr
+
+
+def test_python_imports_nothing_but_the_standard_library_and_refuses_a_wrong_setting(environment, home):
+    (home / "program.py").write_text(
+        "import sys\nfrom skypilot_grpo import train\n"
+        f"assert not {{*{OUR_NAMES}, 'torch', 'pandas', 'cloudpickle'}} & sys.modules.keys()\n"
+        "train(learning_rat=1, dataset=[{'question': '1+1=', 'answer': '2'}], reward_fn=lambda response: 1.0)\n"
+    )
+    done = run(environment / "bin/python", "program.py", cwd=home)
+    refusal = "ValueError: LEARNING_RAT is read by no component; the nearest setting is LEARNING_RATE"
+    assert refusal in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.slow
+def test_the_readmes_python_trains_beside_packages_of_the_same_names(environment, home, tiny_model):
+    [program] = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (home / "program.py").write_text(program)
+    (home / ".cache/models").mkdir(parents=True)
+    (home / ".cache/models/smollm2-135m").symlink_to(tiny_model)
+    done = run(environment / "bin/python", "program.py", cwd=home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 10/10  reward " in done.stdout
+    [model] = home.glob("runs/*/model")
+    assert done.stdout.splitlines()[-1].endswith(f" {model.relative_to(home)}")
+
+
+def test_an_installed_program_says_which_extra_to_install(environment, home):
+    (home / "math_verify.py").write_text("")
+    (home / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
+    done = run(environment / "bin/grpo", "status", cwd=home)
+    assert done.returncode == EXIT_CONFIGURATION
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: scripts.status needs typer, which is not installed; run: ")
+    assert line.endswith(" -m pip install 'skypilot-grpo[local]'")
+
+
+def test_the_changelog_begins_with_the_version_of_the_project():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == version

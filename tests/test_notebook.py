@@ -1,0 +1,50 @@
+"""docs/first_run.ipynb runs, and is committed with its outputs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from scripts.reference.notebook import PATH, execute
+
+ROOT = Path(__file__).parents[1]
+
+
+def images(notebook: nbformat.NotebookNode) -> list[str]:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert not any(output.output_type == "error" for output in outputs)
+    return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+
+
+def test_the_notebook_runs_from_its_directory(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a checkout after `make demo`, but with the tiny model instead of the demo's."""
+    checkout = tmp_path / "skypilot_grpo"
+    (checkout / ".cache/models").mkdir(parents=True)
+    (checkout / ".cache/models/smollm2-135m").symlink_to(tiny_model)
+    for entry in ("__init__.py", "local_runner", "docs"):
+        (checkout / entry).symlink_to(ROOT / entry)
+    # In place of the editable installation.
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    notebook = nbformat.read(PATH, as_version=4)
+    [questions] = [cell for cell in notebook.cells if cell.source.startswith("rows = ")]
+    # What the tiny model can read.
+    questions.source = re.sub(r'f".*?="', 'f"{a}+{b}="', questions.source)
+    execute(notebook, checkout / "docs")
+    assert images(notebook)
+    [run] = checkout.glob("runs/*")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_the_committed_notebook_has_the_outputs_of_a_whole_run() -> None:
+    notebook = nbformat.read(PATH, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert images(notebook)
+    text = PATH.read_text()
+    assert "step 6/6  reward" in text
+    assert str(ROOT) not in text

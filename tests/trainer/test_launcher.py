@@ -1,0 +1,73 @@
+"""The launcher of a node's ranks: the variables that the ranks get, the node's exit code, and signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST
+from tests.waiting import LIMIT_SECONDS
+
+ROOT = Path(__file__).parents[2]
+NODE = {
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "PYTHONUNBUFFERED": "1",
+}
+LAUNCH = """
+import sys
+from trainer.__main__ import launch_ranks
+code = launch_ranks(2, [sys.executable, "-c", sys.argv[1]])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+def launch(rank_program: str) -> subprocess.Popen[str]:
+    """Start the second of two nodes with two ranks each, whose program is given."""
+    command = [sys.executable, "-c", LAUNCH, rank_program]
+    return subprocess.Popen(command, cwd=ROOT, env=NODE, stdout=subprocess.PIPE, text=True)
+
+
+def test_ranks_get_torchruns_variables() -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    node = launch(f"import os; os.write(1, (' '.join(os.environ[name] for name in {names}) + '\\n').encode())")
+    lines = node.communicate(timeout=LIMIT_SECONDS)[0].splitlines()
+    assert node.returncode == 0
+    assert sorted(line.rsplit(" ", 1)[0] for line in lines) == ["2 0 4 2 10.0.0.1", "3 1 4 2 10.0.0.1"]
+    assert len({line.rsplit(" ", 1)[1] for line in lines}) == 1
+
+
+def test_the_first_rank_that_fails_ends_the_others_and_gives_the_nodes_code() -> None:
+    node = launch(
+        f"""
+import os, signal, sys, time
+if os.environ["LOCAL_RANK"] == "0":
+    sys.exit({EXIT_FAILED})
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({EXIT_PEER_LOST}))
+time.sleep({LIMIT_SECONDS})
+"""
+    )
+    assert node.wait(LIMIT_SECONDS) == EXIT_FAILED
+
+
+def test_a_signal_reaches_the_ranks_which_may_still_write() -> None:
+    node = launch(
+        f"""
+import os, signal, sys, time
+def leave(*_):
+    os.write(1, b"written\\n")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+os.write(1, b"started\\n")
+time.sleep({LIMIT_SECONDS})
+"""
+    )
+    assert node.stdout is not None
+    assert [node.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    node.send_signal(signal.SIGTERM)
+    assert node.stdout.read() == "written\n" * 2
+    assert node.wait(LIMIT_SECONDS) == 128 + signal.SIGTERM

@@ -1,0 +1,127 @@
+"""Loading of MODEL_NAME: its configuration, its tokenizer, and its weights with the trainer's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from services.core import compute
+from services.core.compute import Compute
+from services.core.errors import ConfigurationError
+from trainer.config import TrainerSettings
+from trainer.model.attention import TREE_ATTENTION
+from trainer.model.ranks import Ranks
+from trainer.model.supported import check_config, check_model
+
+LORA_TARGETS = "all-linear"
+
+
+@dataclass(frozen=True)
+class Description:
+    """The configuration and tokenizer of MODEL_NAME, and the digest of its weights."""
+
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    weights_digest: str
+    """See ``weights_digest`` in trainer/checkpoints/fingerprint.py."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def choose_compute(settings: TrainerSettings, ranks: Ranks) -> Compute:
+    """Return the device and the type of numbers to compute with, the same type on every rank. A collective."""
+    lacks_bfloat16 = not compute.multiplies_bfloat16(torch.cpu.get_capabilities())
+    return compute.decide(
+        "COMPUTE_TYPE",
+        settings.compute_type,
+        device=ranks.device.type,
+        multiplies_bfloat16=not ranks.any(lacks_bfloat16),
+        threads=torch.get_num_threads(),
+    )
+
+
+def load_config(settings: TrainerSettings) -> PretrainedConfig:
+    """Load MODEL_NAME's configuration.
+
+    Raises:
+        ConfigurationError: it cannot be loaded, or its architecture is not supported.
+    """
+    with _as_configuration_error(settings.model_name):
+        config = AutoConfig.from_pretrained(settings.model_name, trust_remote_code=settings.trust_remote_code)
+        check_config(config)
+    return config
+
+
+def load_model(settings: TrainerSettings, materialise: bool) -> PreTrainedModel:
+    """Load MODEL_NAME with the trainer's attention, in float32; without ``materialise``, its parameters have no data.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or its architecture is not supported.
+    """
+    trust = settings.trust_remote_code
+    options = {"dtype": torch.float32, "attn_implementation": TREE_ATTENTION, "trust_remote_code": trust}
+    config = load_config(settings)
+    with _as_configuration_error(settings.model_name):
+        if materialise:
+            model = AutoModelForCausalLM.from_pretrained(settings.model_name, config=config, **options)
+        else:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
+    check_model(model)
+    return cast("PreTrainedModel", model)
+
+
+def load_description(settings: TrainerSettings, digest: str) -> Description:
+    """Load the configuration and tokenizer of MODEL_NAME, whose weights have the given digest.
+
+    Raises:
+        ConfigurationError: they cannot be loaded.
+    """
+    # Loaded again, because the model's own configuration names the trainer's attention and number format.
+    name, trust = settings.model_name, settings.trust_remote_code
+    with _as_configuration_error(name):
+        return Description(
+            AutoConfig.from_pretrained(name, trust_remote_code=trust),
+            AutoTokenizer.from_pretrained(name, trust_remote_code=trust),
+            digest,
+        )
+
+
+def with_adapters(model: PreTrainedModel, settings: TrainerSettings) -> PreTrainedModel:
+    """Return the model in PEFT's wrapper, with new LoRA adapters on every linear layer but the output head."""
+    from peft import LoraConfig, get_peft_model
+
+    # Every rank creates adapters with the same seed; rank 0 sends its own to the others with the weights.
+    torch.manual_seed(settings.seed)
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
+    )
+    return cast("PreTrainedModel", get_peft_model(model, config, autocast_adapter_dtype=False))
+
+
+@contextmanager
+def _as_configuration_error(model_name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"MODEL_NAME: the model {model_name!r} cannot be loaded: {first_line} "
+            "Give a Hugging Face name that this machine can reach, or a local model directory."
+        ) from error
