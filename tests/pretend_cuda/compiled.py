@@ -57,7 +57,7 @@ def count_layer(model: PretrainedConfig, tokens: int, sequence: int) -> tuple[li
         layer = made.base_model.layers[0]
         states = torch.empty(1, tokens, one.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         angles = tuple(torch.empty(1, tokens, size, dtype=torch.bfloat16) for _ in range(2))
-        mask = layout.each(Tensor.cuda).prepared(torch.bfloat16)
+        mask = layout.each(Tensor.cuda).prepared()
         backend = partial(compile_fx, inner_compile=_without_kernels)
         compiled = torch.compile(layer.forward, backend=backend, dynamic=False)
         output = compiled(states, attention_mask=None, position_embeddings=angles, layout=mask)

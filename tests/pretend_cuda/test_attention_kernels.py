@@ -26,7 +26,7 @@ def test_the_kernels_compile_forward_and_backward(
     layout = pack(random_groups(0, n_groups=12, longest=20), TreeMask).layout
     length = len(layout.ends)
     assert length > 300, "several tiles, the last of them not full"
-    mask = layout.each(torch.Tensor.cuda).prepared(torch.bfloat16)
+    mask = layout.each(torch.Tensor.cuda).prepared()
     query, key, value = (
         torch.zeros(1, n, length, dimension, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for n in (heads, key_heads, key_heads)

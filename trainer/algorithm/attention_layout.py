@@ -41,14 +41,14 @@ class Block:
     mask: Tensor | None = None
     """[R, 1, Q, K]: numbers to add to the scores, 0 and -inf; None before ``prepared``, and for causal runs."""
 
-    def with_mask(self, dtype: torch.dtype) -> Block:
+    def with_mask(self) -> Block:
         """Return a copy with its mask."""
         if self.is_causal:
             return self
         # Padding comes after the path, at places greater than any depth.
         places = torch.arange(self.key_rows.shape[1])
         is_hidden = (places > self.depths[:, :, None])[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=dtype)
+        mask = torch.zeros(is_hidden.shape)
         return replace(self, mask=mask.masked_fill_(is_hidden, -torch.inf))
 
 
@@ -85,12 +85,12 @@ class AttentionLayout:
             blocks.append(block)
         return cls(ends, tuple(blocks), unpack)
 
-    def prepared(self, dtype: torch.dtype) -> AttentionLayout:
-        """Return a copy with the blocks' masks as numbers of the queries' type.
+    def prepared(self) -> AttentionLayout:
+        """Return a copy with the blocks' masks as float32 numbers, the type that attention is computed in.
 
         Attention would otherwise convert a bool mask in every layer, and keep each result for the backward pass.
         """
-        return replace(self, blocks=tuple(block.with_mask(dtype) for block in self.blocks))
+        return replace(self, blocks=tuple(block.with_mask() for block in self.blocks))
 
 
 def runs(ends: Tensor) -> Iterator[tuple[Tensor, int]]:

@@ -41,8 +41,8 @@ class TreeMask:
         """Return a copy with every tensor changed, such as moved to a device."""
         return TreeMask(change(self.ends), tuple(change(table) for table in self.tables))
 
-    def prepared(self, dtype: torch.dtype) -> BlockMask:
-        """Return the mask for ``flex_attention`` in queries' type, on the device of the tables."""
+    def prepared(self) -> BlockMask:
+        """Return the mask for ``flex_attention``, on the device of the tables."""
         ends = self.ends
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

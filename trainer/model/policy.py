@@ -186,7 +186,7 @@ class Policy(nn.Module):
 
 def predicting_states(decoder: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """Return the hidden states [U, D], in the compute type, from which a micro-batch's tokens are predicted."""
-    layout = batch.layout.prepared(cast("nn.Embedding", decoder.get_input_embeddings()).weight.dtype)
+    layout = batch.layout.prepared()
     inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     states = decoder(**inputs, use_cache=False, layout=layout).last_hidden_state[0]
     # The gradient of index_select adds rows in parallel; that of indexing sorts them first.

@@ -83,7 +83,10 @@ def _fully_shard(
     module: nn.Module, layers: Sequence[nn.Module], settings: TrainerSettings, ranks: Ranks, chosen: Compute
 ) -> None:
     """Apply FSDP2 to each layer, to value heads and to the rest of a module."""
-    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32)
+    # Parameters have the compute type, and so have the states computed from them; the masks of attention stay float32.
+    precision = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, chosen.compute_type), reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     frees = settings.shard_parameters is not False
     for layer in layers:
         fully_shard(layer, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=frees)

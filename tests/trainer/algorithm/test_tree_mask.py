@@ -25,7 +25,7 @@ def pairs(ends: Tensor) -> Tensor:
 @given(groups=groups_of_many_shapes(most=4))
 def test_a_token_sees_what_it_sees_on_a_cpu(groups: list[TrainingGroup]) -> None:
     groups = [g for g in groups if g.sequences]
-    mask = pack(groups, TreeMask).layout.prepared(torch.float32)
+    mask = pack(groups, TreeMask).layout.prepared()
     expected = pairs(pack(groups).layout.ends)
     rows, zero = torch.arange(len(expected)), torch.tensor(0)
     assert torch.equal(mask.mask_mod(zero, zero, rows[:, None], rows), expected)
@@ -34,7 +34,7 @@ def test_a_token_sees_what_it_sees_on_a_cpu(groups: list[TrainingGroup]) -> None
 def test_tiles_are_those_of_the_whole_mask() -> None:
     for seed, n_groups in enumerate((1, 4, 5, 12, 40)):
         layout = pack(random_trees(seed, n_groups=n_groups, n_sequences=5), TreeMask).layout
-        mask, length = layout.prepared(torch.float32), len(layout.ends)
+        mask, length = layout.prepared(), len(layout.ends)
         expected = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
         for name in TABLES:
             counts, own = getattr(expected, name), getattr(mask, name)

@@ -166,6 +166,20 @@ def test_mistral_without_a_window_is_computed_right(tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs, torch.cat(plain_logprobs(plain_model(tmp_path), group)), **CLOSE)
 
 
+def test_a_cpu_computes_the_attention_of_bfloat16_states_in_float32() -> None:
+    layout = pack(random_trees(4)).layout.prepared()
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(3, 1, 2, len(layout.ends), 8, generator=generator).bfloat16()
+    backward = torch.randn(1, len(layout.ends), 2, 8, generator=generator).bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [x.to(dtype).requires_grad_() for x in states]
+        output, _ = tree_attention(torch.nn.Identity(), *inputs, None, layout=layout)
+        results.append([output, *torch.autograd.grad(output, inputs, backward.to(dtype))])
+    for rounded, exact in zip(*results, strict=True):
+        assert torch.equal(rounded, exact.bfloat16())
+
+
 def test_attention_dropout_is_refused() -> None:
     batch = pack(random_groups(0, n_groups=1))
     states = torch.zeros(1, 2, len(batch.input_ids), 4)
