@@ -137,9 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of a session's first prompt")
     parser.add_argument("--turn-tokens", type=int, default=32, help="sampled in a turn")
     parser.add_argument("--tool-tokens", type=int, default=16, help="appended after a turn")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="float32", help="that the engine computes in"
-    )
+    parser.add_dtype()
     given = parser.parse(arguments)
     with rollout_nodes(given.model, given.dtype, 1) as url:
         sides = measure(url, given)

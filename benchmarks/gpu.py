@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def measure_update(work: Work, ranks: int) -> dict[str, Any]:
     """
     case: dict[str, Any] = {"model": work.model, "length": work.completion_tokens, "ranks": ranks, "work": asdict(work)}
     with gpu_runs.noting_failure(case):
-        measured = run(work, ranks, threads=4 if torch.cuda.is_available() else 1, compute_type="auto")
+        measured = run(replace(work, dtype="auto"), ranks, threads=4 if torch.cuda.is_available() else 1)
         seconds = statistics.median(measured[0].seconds)
         # Prompts are computed once a group.
         tokens = work.prompts * (work.prompt_tokens + work.group_size * work.completion_tokens)

@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-workers", type=int, default=2, help="rollout nodes to start; they share the cores")
     parser.add_argument("--batch-size", type=int, default=64, help="completions in flight at once")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens of each completion")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="that all compute in")
+    parser.add_dtype()
     parser.add_argument("--skip-baselines", action="store_true", help="measure the server alone")
     given = parser.parse(arguments)
     if given.url:

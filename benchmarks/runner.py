@@ -1,9 +1,10 @@
 """Run the benchmarks one after the other and write docs/benchmarks.md: ``python -m benchmarks [--quick]``.
 
 Every benchmark is a program of its own (``python -m benchmarks.NAME``) that measures both sides in turn and prints a
-table. The runner keeps each output as docs/benchmarks/NAME.json with command, machine and date, and writes the page
-from these files and the remarks in NAME.md. ``--only`` runs some of them; ``--page-only`` runs none. Other options are
-passed to the benchmark if ``--only`` names a single one.
+table. The runner keeps each output with command, machine and date as docs/benchmarks/NAME.json, or as
+NAME-bfloat16.json where the processor has bfloat16 instructions, and writes the page from these files and the remarks
+in NAME.md. ``--only`` runs some of them; ``--page-only`` runs none. Other options are passed to the benchmark if
+``--only`` names a single one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 
 import psutil
 import torch
@@ -47,12 +49,12 @@ class Benchmark:
 
 
 TRL = ("--trl-python", ".venv-trl/bin/python")
-FLOAT32 = ("--dtype", "float32")
 SGLANG_ON_CPU = {
     "ROLLOUT_ENGINE": "sglang",
     "SGLANG_EXTRA_FLAGS": "--device cpu --attention-backend torch_native --disable-overlap-schedule "
     "--max-total-tokens 16384 --max-running-requests 64 --tp-size 1 --log-level warning",
 }
+SGLANG_OPTIONS = ("--dtype", "float32", "--skip-baselines")
 SGLANG_TITLE = "Rollouts by the real SGLang on the same CPU"
 
 BENCHMARKS = (
@@ -60,9 +62,14 @@ BENCHMARKS = (
     Benchmark("reward", "Time to a mean reward of 0.9, against TRL", "reward", TRL),
     Benchmark("agent", "Learning to use a tool", "agent"),
     Benchmark("environment", "Learning a game of an environment-server", "environment"),
-    Benchmark("rollouts", "Rollouts", "rollouts", FLOAT32),
+    Benchmark("rollouts", "Rollouts", "rollouts"),
     Benchmark(
-        "rollouts-sglang", SGLANG_TITLE, "rollouts", (*FLOAT32, "--skip-baselines"), SGLANG_ON_CPU, "SGLANG_PYTHON"
+        "rollouts-sglang",
+        SGLANG_TITLE,
+        "rollouts",
+        ("--dtype", "float32", "--skip-baselines"),
+        SGLANG_ON_CPU,
+        "SGLANG_PYTHON",
     ),
     Benchmark("conversations", "Episodes of several turns", "conversations"),
     Benchmark("trainer", "The update alone, against a bare forward and backward pass", "trainer"),
@@ -97,8 +104,8 @@ def machine() -> str:
     busy = psutil.cpu_percent(interval=BUSY_SECONDS)
     memory = psutil.virtual_memory().total / 2**30
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    capability = torch.backends.cpu.get_cpu_capability()
-    kind = f"{platform.system()} {platform.machine()}, {cores()} cores ({capability})"
+    instructions = torch.backends.cpu.get_cpu_capability() + (" with bfloat16" if harness.has_bfloat16() else "")
+    kind = f"{platform.system()} {platform.machine()}, {cores()} cores ({instructions})"
     return f"{kind}, {memory:.0f} GiB{gpu}, {busy:.0f}% busy before"
 
 
@@ -118,26 +125,33 @@ def measure(benchmark: Benchmark, more: Sequence[str]) -> Measured:
     return Measured("python " + " ".join(command), datetime.now(tz=UTC).date().isoformat(), here, lines.strip("\n"))
 
 
+def kept_files(name: str) -> tuple[Path, Path]:
+    """Return where a benchmark's output is kept: from processors without bfloat16 instructions, and with them."""
+    return KEPT / f"{name}.json", KEPT / f"{name}-bfloat16.json"
+
+
 def page() -> str:
     """Return the text of docs/benchmarks.md."""
     parts = [
         "# Benchmarks",
         "`make bench` runs everything on this page on your machine and writes it anew; `make bench-quick` does it in\n"
-        "few rounds. Each section is what its command printed; ours and theirs were measured in turn. Learning curves\n"
-        "are in [results.md](results.md).",
+        "few rounds. Each section is what its command printed, on a processor without bfloat16 instructions and on\n"
+        "one with them where both were at hand. Ours and theirs were measured in turn. Learning curves are in\n"
+        "[results.md](results.md).",
     ]
     for benchmark in BENCHMARKS:
-        kept = KEPT / f"{benchmark.name}.json"
+        kept = [path for path in kept_files(benchmark.name) if path.exists()]
         parts.append(f"## {benchmark.title}")
-        if not kept.exists():
+        if not kept:
             how = f"`python -m benchmarks --only {benchmark.name}` does"
             with_what = f", with {benchmark.needs} set" if benchmark.needs else ""
             with_what += " on a node with GPUs" if benchmark.needs_gpu else ""
             parts.append(f"Not measured here; {how}{with_what}.")
             continue
-        measured = Measured(**json.loads(kept.read_text()))
-        parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
-        parts.append(f"```text\n{measured.output}\n```")
+        for path in kept:
+            measured = Measured(**json.loads(path.read_text()))
+            parts.append(f"`{measured.command}`, {measured.date}, {measured.machine}:")
+            parts.append(f"```text\n{measured.output}\n```")
         remark = KEPT / f"{benchmark.name}.md"
         if remark.exists():
             parts.append(remark.read_text().strip())
@@ -165,6 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             harness.say(f"{name} is left out: torch sees no GPU")
             continue
         measured = measure(benchmark, ["--quick", *more] if given.quick else more)
-        (KEPT / f"{name}.json").write_text(json.dumps(asdict(measured), indent=2) + "\n")
+        kept = kept_files(name)[harness.has_bfloat16()]
+        kept.write_text(json.dumps(asdict(measured), indent=2) + "\n")
         print(measured.output)
     PAGE.write_text(page())

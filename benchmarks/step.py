@@ -2,10 +2,11 @@
 
     python -m benchmarks.step --trl-python .venv-trl/bin/python [--quick] [--json FILE]
 
-Both sides train the model on the demo's questions with the same numbers of prompts, completions, tokens and threads, in
-float32, without replay. Ours is the whole job group: services, router, engine and trainer are processes, and weights
-reach the engine through the file system. The seconds of a step include everything, from prompts until the new weights
-serve. The first step of each round warms up and is left out.
+Both sides train the model on the demo's questions with the same numbers of prompts, completions, tokens and threads,
+without replay, in bfloat16 on a processor with instructions for it and in float32 on others. Ours is the whole job
+group: services, router, engine and trainer are processes, and weights reach the engine through the file system. The
+seconds of a step include everything, from prompts until the new weights serve. The first step of each round warms up
+and is left out.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def show(work: Work, sides: Sequence[Side]) -> Table:
         reward = statistics.fmean(run.rewards[-1] for run in side.runs)
         rows.append((side.name, spread(measured, 1), f"{statistics.median(measured) / base:.2f}", f"{reward:.2f}"))
     return harness.table(
-        f"{work.prompts} prompts of {work.group_size} completions of at most {work.completion_tokens} tokens, float32, "
-        f"{cores()} threads; to reach: {TARGET:g} of TRL's",
+        f"{work.prompts} prompts of {work.group_size} completions of at most {work.completion_tokens} tokens, "
+        f"{work.dtype}, {cores()} threads; to reach: {TARGET:g} of TRL's",
         ("", "seconds a step", "of TRL's", "mean reward, last step"),
         rows,
     )
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Read the command line and measure."""
     parser = harness.CommandLine("step", rounds=2, quick="one round of three steps")
     parser.add_argument("--trl-python", required=True, help="an interpreter with TRL; `make bench` installs one")
+    parser.add_dtype()
     parser.add_argument("--model", default=".cache/models/smollm2-135m")
     for name, default in {"prompts": 8, "group-size": 8, "completion-tokens": 12}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -43,7 +43,7 @@ def show(work: Work, cases: Mapping[str, Sequence[Rank]]) -> Table:
         rows.append((name, spread(ranks[0].seconds), *speed, peaks))
     return harness.table(
         f"{work.prompts} prompts of {work.prompt_tokens} tokens, {work.group_size} completions of "
-        f"{work.completion_tokens} each; {threads()} threads in all; to reach: {TARGET} of the bare pass",
+        f"{work.completion_tokens} each, {work.dtype}; {threads()} threads in all; to reach: {TARGET} of the bare pass",
         ("", "seconds", "tokens/s", "of the bare pass", "peak GB by rank"),
         rows,
     )
@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default=defaults.model, help="model directory or name")
     for name in ("prompts", "group_size", "prompt_tokens", "completion_tokens"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(defaults, name))
+    parser.add_dtype()
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks to measure")
     given = parser.parse(arguments)
     work = harness.made_of(Work, given)

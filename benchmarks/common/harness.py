@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 import orjson
+import torch
 from rich.console import Console
 from rich.table import Table
+
+from services.core.compute import multiplies_bfloat16
 
 ROOT = Path(__file__).resolve().parents[2]
 END_SECONDS = 60.0
@@ -52,6 +55,20 @@ class CommandLine(argparse.ArgumentParser):
         given.rounds = given.rounds or (1 if given.quick else self._rounds)
         end_in_order()
         return given
+
+    def add_dtype(self) -> None:
+        """Add --dtype, by default the type that trainer and engine choose on this processor."""
+        self.add_argument(
+            "--dtype",
+            choices=("bfloat16", "float32"),
+            default="bfloat16" if has_bfloat16() else "float32",
+            help="that all compute in; default: bfloat16 on processors with instructions for it",
+        )
+
+
+def has_bfloat16() -> bool:
+    """Return whether this processor has bfloat16 instructions."""
+    return multiplies_bfloat16(torch.cpu.get_capabilities())
 
 
 def made_of(kind: type[T], given: argparse.Namespace) -> T:

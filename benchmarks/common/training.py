@@ -48,6 +48,8 @@ class Work:
     """True to compute equal prefixes of a group once; otherwise every sequence comes as its own group."""
     is_bare: bool = False
     """True for the bare pass instead of the trainer's update."""
+    dtype: str = "float32"
+    """``float32``, ``bfloat16``, or ``auto`` for the trainer's choice: what is computed in. Weights are float32."""
 
     @property
     def trained_tokens(self) -> int:
@@ -98,17 +100,15 @@ class Rank:
     peak_bytes: int
 
 
-def run(work: Work, ranks: int, threads: int, compute_type: str = "float32") -> list[Rank]:
+def run(work: Work, ranks: int, threads: int) -> list[Rank]:
     """Measure in new processes, which join as under torchrun.
-
-    The bare pass computes in float32, whatever the processor, and by default so does the trainer.
 
     Raises:
         SystemExit: a process failed, or took longer than DEADLINE_SECONDS.
     """
     port = str(harness.free_port())
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": compute_type}
+    environment |= {"OMP_NUM_THREADS": str(threads), "MODEL_NAME": work.model, "COMPUTE_TYPE": work.dtype}
     environment |= {"LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-m", "benchmarks.common.training", json.dumps(asdict(work))]
     environments = [{**os.environ, **environment, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(ranks)]
@@ -155,7 +155,8 @@ def _bare(work: Work) -> Callable[[int], None]:
     def forward_and_backward(number: int) -> None:
         groups = work.groups(model.config.vocab_size, number)
         ids = torch.tensor([group.prompt_ids + s.completion_ids for group in groups for s in group.sequences])
-        logits = cast("Tensor", model(input_ids=ids, use_cache=False, logits_to_keep=last + 1).logits)
+        with torch.autocast("cpu", torch.bfloat16, enabled=work.dtype == "bfloat16"):
+            logits = cast("Tensor", model(input_ids=ids, use_cache=False, logits_to_keep=last + 1).logits)
         torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, -last:].flatten()).backward()
         model.zero_grad()
 

@@ -76,7 +76,7 @@ def main() -> None:
         lr_scheduler_type="constant",
         max_steps=work["steps"],
         use_cpu=not torch.cuda.is_available(),
-        bf16=False,
+        bf16=work.get("dtype") == "bfloat16",
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",

@@ -33,6 +33,8 @@ class Work:
     """Training stops when the mean reward of three steps is at least this."""
     limit_seconds: float | None = None
     """Training stops after the step in which it exceeds this time."""
+    dtype: str = "float32"
+    """``float32`` or ``bfloat16``: what both sides compute in. Their weights are float32."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,7 @@ class Side:
 def train_job_group(
     base: Mapping[str, object], work: Work, seed: int, is_enough: Callable[[Steps], bool] = lambda _: False
 ) -> Steps:
-    """Train with the job group, one rollout node and one trainer node, by the settings ``base`` and those of the work.
-
-    It computes in float32, as TRL does on every processor.
-    """
+    """Train with the job group, one rollout and one trainer node, by the settings ``base`` and those of the work."""
     settings = {
         **base,
         "MODEL_NAME": work.model,
@@ -73,9 +72,9 @@ def train_job_group(
         "GROUP_SIZE": work.group_size,
         "MAX_NEW_TOKENS": work.completion_tokens,
         "LEARNING_RATE": work.learning_rate,
-        "COMPUTE_TYPE": "float32",
-        "ENGINE_DTYPE": "float32",
-        "PUBLISH_TYPE": "float32",
+        "COMPUTE_TYPE": work.dtype,
+        "ENGINE_DTYPE": work.dtype,
+        "PUBLISH_TYPE": work.dtype,
         "MAX_STEPS": work.steps,
         "MIN_WORKERS": 1,
         "SEED": seed,
