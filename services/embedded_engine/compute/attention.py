@@ -44,6 +44,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: flo
     Returns:
         [B, M, D].
     """
+    if keys.dtype is torch.bfloat16 and keys.device.type == "cpu":
+        # oneDNN reads the transpose of contiguous keys as it is, but copies that of others number by number.
+        keys = keys.contiguous()
     weights = torch.softmax(torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale), -1)
     if keys.shape[1] <= CHUNK:
         return torch.bmm(weights, values)

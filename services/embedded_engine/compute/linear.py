@@ -2,8 +2,10 @@
 
 A plain matrix product chooses its kernel by the number of rows, so that a token's log-probability would change in its
 last bits with the load of the engine, and sometimes a sampled token with it. oneDNN's product with a packed weight adds
-in one order whatever the number of rows (a test shows it), and is the fastest on a CPU at any batch size from 1 to 64.
-Where there is no oneDNN, rows are padded to a multiple of PAD_ROWS for the same purpose.
+in one order for any number of rows from two on (a test shows it), and is the fastest on a CPU at any batch size. A row
+alone is computed twice, because oneDNN may add up a single row in another order, which it does with AVX-512 and inputs
+of more than 1,024 numbers. Where oneDNN packs no weights, rows are padded to a multiple of PAD_ROWS for the same
+purpose.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class PackedLinear:
-    """A weight in oneDNN's own layout: float32 on a CPU."""
+    """A weight in oneDNN's own layout, on a CPU. ``can_pack`` says which weights have one."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -29,6 +31,9 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
+        return self._multiply(x) if len(x) != 1 else self._multiply(torch.cat([x, x]))[:1]
+
+    def _multiply(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return result
 
@@ -50,9 +55,16 @@ class PlainLinear:
         return torch.nn.functional.linear(x, self._weight, self._bias)[:rows]
 
 
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether oneDNN packs weights of a type on a device: bfloat16 needs AVX-512 on an x86 processor."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def make_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the layer for ``weight`` [out, in], on its device and in its type."""
-    if weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkldnn.is_available():
+    if can_pack(weight.dtype, weight.device):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias, pad_rows=PAD_ROWS)
 
@@ -61,8 +73,8 @@ def make_head(weight: Tensor) -> Linear:
     """Return the output head: a layer to float32 logits of bfloat16 or float32 hidden states.
 
     Sums are accumulated in float32 and not rounded, as in the trainer, because rounding a logit of 20 to bfloat16
-    changes it by up to 0.06. On a CPU, which has no product of bfloat16 factors that returns float32, the weight is
-    packed in float32.
+    changes it by up to 0.06. On a CPU, for which torch has no product of bfloat16 factors that returns float32, the
+    weight is packed in float32.
     """
     if weight.device.type == "cpu":
         layer = make_linear(weight.float(), None)

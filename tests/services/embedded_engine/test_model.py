@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from services.embedded_engine.compute.kv_cache import KVCache
-from services.embedded_engine.compute.linear import PackedLinear, PlainLinear, make_head, make_linear
 from services.embedded_engine.compute.model import Model, pack_weights
 from services.embedded_engine.compute.weights import Architecture, WeightsError, read_directory
 from tests.tolerance import both_types, logprob_tolerance
@@ -166,24 +165,6 @@ def test_a_decoded_row_is_the_same_in_any_batch_to_the_bit(directory: Path, comp
             assert torch.equal(logits, wanted[row])
 
 
-@pytest.mark.parametrize("shape", [(96, 17), (576, 1536), (896, 151)], ids=str)
-@pytest.mark.parametrize("kind", [PackedLinear, PlainLinear])
-def test_a_linear_layers_row_is_the_same_in_any_batch_to_the_bit(shape: tuple[int, int], kind: type) -> None:
-    torch.manual_seed(0)
-    weight, bias, x = torch.randn(shape[1], shape[0]), torch.randn(shape[1]), torch.randn(300, shape[0])
-    layer = PlainLinear(weight, bias, pad_rows=32) if kind is PlainLinear else PackedLinear(weight, bias)
-    wanted = layer(x)
-    assert torch.allclose(wanted, torch.nn.functional.linear(x, weight, bias), atol=1e-4)
-    for rows in (1, 2, 3, 7, 8, 12, 31, 32, 33, 64, 200):
-        assert torch.equal(layer(x[100 : 100 + rows].contiguous()), wanted[100 : 100 + rows]), rows
-
-
-def test_bfloat16_is_computed_without_packing() -> None:
-    weight = torch.randn(8, 4, dtype=torch.bfloat16)
-    x = torch.randn(3, 4, dtype=torch.bfloat16)
-    assert torch.allclose(make_linear(weight, None)(x), x @ weight.T, atol=0.1)
-
-
 @torch.inference_mode()
 def test_logits_of_bfloat16_weights_are_not_rounded(directory: Path) -> None:
     """The trainer does not round them either."""
@@ -194,14 +175,6 @@ def test_logits_of_bfloat16_weights_are_not_rounded(directory: Path) -> None:
     head = names["model.embed_tokens.weight" if model.architecture.has_tied_embeddings else "lm_head.weight"]
     wanted = hidden.double() @ head.bfloat16().double().T
     assert (model.logits(hidden).double() - wanted).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_head_on_a_gpu_returns_float32(dtype: torch.dtype) -> None:
-    """Tensors on the meta device have no values, and take a GPU's path."""
-    logits = make_head(torch.empty(17, 8, dtype=dtype, device="meta"))(torch.empty(5, 8, dtype=dtype, device="meta"))
-    assert logits.dtype is torch.float32
-    assert logits.shape == (5, 17)
 
 
 @pytest.mark.parametrize(
