@@ -44,11 +44,24 @@ def test_make_knows_its_targets(command):
     subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout in which a reader has data and a reward of their own."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name != "runs":
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "my").mkdir()
+    for name in ("questions", "held-out"):
+        (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    (tmp_path / "my_rewards.py").write_text("def close(response): return 0.0\n")
+    return tmp_path
+
+
 @pytest.mark.parametrize("command", RUNNER)
-def test_the_runner_takes_its_options(command):
+def test_the_runner_takes_its_options(command, folder):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/python"
-    done = subprocess.run([sys.executable, *arguments, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *arguments, "--dry-run"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "ppo-trainer-0" in done.stdout
 
