@@ -117,6 +117,16 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     )
 
 
+def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = run_of(TaskSpec("ppo-trainer", ""))
+    run = Run(run.group, run.run_id, tmp_path, run.addresses)
+    (run.run_dir / "model").mkdir(parents=True)
+    launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
+    commands = dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}))
+    assert commands["train on"].partition(" jobgroup.yaml ")[2] == "--env SEED=1 --env MAX_STEPS=8 --run-id run-1"
+
+
 def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [str(tmp_path / ".venv/bin/grpo"), "run"])
