@@ -12,6 +12,8 @@ from rich.text import Text
 from local_runner.commands import Launch, next_commands, shown_path
 from local_runner.directory import all_runs, usage
 from local_runner.environment import Run
+from local_runner.learning import nothing_learned
+from local_runner.progress import GrowingFile, new_steps
 from local_runner.view import duration
 from services.run_page.directory import read_object
 
@@ -43,6 +45,8 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
         table.add_row(name, value)
     table.add_row("directory", shown_path(run.run_dir))
     console.print(table)
+    if advice := nothing_learned(new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))):
+        console.print(Text(advice, "yellow"), soft_wrap=not console.is_terminal)
     if launch is None:
         return
     runs = all_runs(run.run_dir.parent)
@@ -59,7 +63,7 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
     """Return label and text for the mean rewards of the first and of the last steps, as summary.json has them."""
     steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
     if first is None or last is None:
-        return "mean reward", "no step" if first is None else f"{first:.3f}, of the only step"
+        return "mean reward", "none" if first is None else f"{first:.3f}, of the only step"
     label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps} steps"
     return label, f"{first:.3f} → {last:.3f}"
 

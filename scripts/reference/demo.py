@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from local_runner.progress import GrowingFile, Step, new_steps
+from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference.generated import ROOT, write_or_check
 from services.core.processors import cores
@@ -53,7 +53,7 @@ def read_run(run: Path) -> dict[str, Any]:
 def blocks(record: dict[str, Any]) -> dict[str, str]:
     """Return the text of each of README's blocks."""
     steps = [Step(**step) for step in record["metrics"]]
-    rewards = first_and_last([step.reward for step in steps])
+    rewards = first_and_last(mean_rewards(steps))
     averaged = rewards["reward_steps"]
     outcome = (
         "`make demo` trains a pretrained model of 135M parameters to answer additions with just the number. "

@@ -61,7 +61,7 @@ def test_a_steps_line_stays_whole_in_a_file():
 @pytest.mark.parametrize(
     ("rewards", "label", "text"),
     [
-        ([], "mean reward", "no step"),
+        ([], "mean reward", "none"),
         ([0.5], "mean reward", "0.500, of the only step"),
         ([0.25, 0.75], "mean reward, first to last step", "0.250 → 0.750"),
         ([0.0, 0.5, 0.9, 1.0, 0.0], "mean reward, first to last 2 steps", "0.250 → 0.500"),
