@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +60,18 @@ async def _node(http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path
     """Return the name of the log's node, its state if it is asked, its address, and its last error."""
     address = health_address(addresses, log.stem)
     state = "" if address is None else await health.state(http, address)
-    return log.stem, Text(state, STYLES.get(state, "yellow")), address or "", Text(last_error(log) or "", "red")
+    style = STYLES.get(state, "yellow")
+    if state == health.BUSY and address == trainer_address(addresses):
+        state = _busy_trainer(log.parents[1] / "metrics.jsonl")
+    return log.stem, Text(state, style), address or "", Text(last_error(log) or "", "red")
+
+
+def _busy_trainer(metrics: Path) -> str:
+    """Return for how long a trainer that is too busy to answer has been at work since its last step."""
+    steps = new_steps(GrowingFile(metrics))
+    if not steps:
+        return "busy before its first step"
+    return f"busy for {duration(time.time() - metrics.stat().st_mtime)} since step {steps[-1].step}"
 
 
 def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) -> list[tuple[str, str]]:
