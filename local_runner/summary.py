@@ -72,8 +72,7 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
     """Return the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
     rows = []
     if summary.get("accuracy_after") is not None:
-        accuracies = (_with_error(summary, name) for name in ("accuracy_before", "accuracy_after"))
-        rows.append(("accuracy on held-out prompts", " → ".join(accuracies)))
+        rows += [_accuracy(summary, when) for when in ("before", "after")]
     if outcome:
         rows.append(("outcome", outcome["reason"]))
         rows.append(("time, from start to end", duration(outcome["seconds"])))
@@ -84,8 +83,13 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
     return rows
 
 
-def _with_error(summary: dict[str, Any], name: str) -> str:
-    value, stderr = summary.get(name), summary.get(f"{name}_stderr")
+def _accuracy(summary: dict[str, Any], when: str) -> tuple[str, str]:
+    """Return label and text of the accuracy ``before`` or ``after``, with its interval and its number of prompts."""
+    parts = ("", "_low", "_high", "_prompts")
+    value, low, high, prompts = (summary.get(f"accuracy_{when}{part}") for part in parts)
     if value is None:
-        return "not measured"
-    return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+        return f"accuracy {when}", "not measured"
+    # Summaries of earlier releases have no interval.
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    count = "" if prompts is None else f"{prompts} "
+    return f"accuracy {when}, {count}held-out prompts", f"{value:.3f}{interval}"

@@ -41,9 +41,9 @@ def shown(run_dir: Path, trainer: int, reward: int) -> dict[str, list[str]]:
 
 
 def test_a_trainer_that_listens_and_does_not_answer_is_busy_and_one_that_is_gone_is_silent(running):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        told = shown(running, port, port)
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port = one.getsockname()[1]
+        told = shown(running, port, other.getsockname()[1])
         assert told["ppo-trainer-0"][:-1] == ["busy", "before", "its", "first", "step"]
         assert told["reward-server-0"][:-1] == ["busy"]
         metrics = running / "metrics.jsonl"

@@ -72,6 +72,15 @@ def test_first_and_last_rewards_are_of_different_steps(rewards, label, text):
     assert summary.reward_change(first_and_last(rewards)) == (label, text)
 
 
+def test_accuracies_have_their_interval_and_their_prompts():
+    measured = {"accuracy": 1.0, "accuracy_low": 0.8389, "accuracy_high": 1.0, "accuracy_prompts": 20}
+    after = {name.replace("accuracy", "accuracy_after"): value for name, value in measured.items()}
+    assert summary.outcome_rows({}, {"accuracy_before": None} | after) == [
+        ("accuracy before", "not measured"),
+        ("accuracy after, 20 held-out prompts", "1.000 (0.839 to 1.000)"),
+    ]
+
+
 LAUNCH = Launch(
     Path("jobgroup.yaml"),
     env=["INSTRUCTION=Think, then answer."],

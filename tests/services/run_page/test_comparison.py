@@ -122,6 +122,12 @@ def test_runs_are_told_apart_by_their_settings_or_else_by_their_ids(open_page, t
     assert [cells(page, name)[-1] for name in names(page)] == ["2", "1", "2"]
 
 
+def test_accuracies_have_their_interval_and_their_prompts(open_page, runs):
+    page = open_page(view(*runs))
+    settled(page)
+    assert re.fullmatch(r"0\.9 → \S+ \(0\.3 to 0\.9, 40 prompts\)", cells(page, "good")[3])
+
+
 def test_important_settings_come_first(open_page, tmp_path):
     plumbing = {"min_workers": 1, "publish_type": "float32", "batch_size": 4, "loss": "clipped", "learning_rate": 1e-6}
     first = write_run(tmp_path / "first", 2, model_name="small", reward_fn="math", **plumbing)
