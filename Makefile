@@ -123,7 +123,7 @@ clean-runs:  ## list runs with their sizes; remove some: make clean-runs RUNS="-
 	@$(RUN) -m scripts.clean $(RUNS)
 
 clean:  ## remove what was installed and cached; runs/ stays
-	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-sky $(VENV)-oracles $(VENV)-openenv $(VENV)-cuda $(VENV)-engine $(VENV)-trl $(VENV)-sglang .cache build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .PHONY: python-version
 python-version:

@@ -1,4 +1,4 @@
-"""The metrics of an evaluation: pure functions on the judged answers of each prompt, and bootstrap intervals.
+"""The metrics of an evaluation: pure functions on the judged answers of each prompt, and intervals.
 
 A score is one number a prompt. A metric is the mean of the scores; its interval says how far that mean moves when other
 prompts of the same kind are drawn.
@@ -15,7 +15,7 @@ from fractions import Fraction
 import numpy as np
 from pydantic import BaseModel
 
-from services.protocol.pass_at_k import pass_at_k, standard_error
+from services.protocol.pass_at_k import interval, pass_at_k, standard_error
 from services.reward_server.numbers import quantity
 
 CONFIDENCE = 0.95
@@ -110,7 +110,7 @@ def normalised(text: str) -> str | Fraction:
     return "".join(text.split()).casefold() if number is None else number.value
 
 
-def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], *, seed: int = 0) -> Metrics:
+def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int]) -> Metrics:
     """Return greedy pass@1 (``GREEDY``), then ``avg@n``, and ``pass@k`` and ``maj@k`` for each k.
 
     Each metric is over the prompts that have enough answers for it; a metric without such a prompt is left out.
@@ -119,7 +119,6 @@ def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], 
         prompts: the answers of each prompt.
         samples: samples of each prompt (n).
         ks: each at most n.
-        seed: seed of the bootstrap.
     """
     scores: dict[str, list[float]] = {GREEDY: [float(p.greedy.is_correct) for p in prompts if p.greedy is not None]}
     sampled = [p.samples for p in prompts if p.samples]
@@ -129,15 +128,19 @@ def accuracy(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], 
         enough = [answers for answers in sampled if len(answers) >= k]
         scores[f"pass@{k}"] = [pass_at_k(len(a), sum(one.is_correct for one in a), k) for a in enough]
         scores[f"maj@{k}"] = [majority_at_k(a, k) for a in enough]
-    return {name: bootstrap(values, seed) for name, values in scores.items() if values}
+    return {name: _estimate(values) for name, values in scores.items() if values}
 
 
-def by_category(
-    prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int], *, seed: int = 0
-) -> dict[str, Metrics]:
+def _estimate(scores: Sequence[float]) -> Estimate:
+    low, high = interval(scores)
+    mean, error = statistics.fmean(scores), standard_error(scores)
+    return Estimate(value=mean, stderr=error, low=low, high=high, prompts=len(scores))
+
+
+def by_category(prompts: Sequence[PromptAnswers], samples: int, ks: Sequence[int]) -> dict[str, Metrics]:
     """Return ``accuracy`` of each category, in alphabetical order; empty where the dataset has no categories."""
     names = sorted({prompt.category for prompt in prompts if prompt.category is not None})
-    return {name: accuracy([p for p in prompts if p.category == name], samples, ks, seed=seed) for name in names}
+    return {name: accuracy([p for p in prompts if p.category == name], samples, ks) for name in names}
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float]:

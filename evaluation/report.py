@@ -99,7 +99,7 @@ def results_of(
         identity: everything that the samples depend on.
         **facts: the other fields of ``Results``.
     """
-    n, ks, seed = settings.eval_samples, settings.ks, settings.seed
+    n, ks = settings.eval_samples, settings.ks
     drawn = {kind: _drawn(prompts, samples, kind, count) for kind, count in ((Kind.GREEDY, 1), (Kind.SAMPLED, n))}
     answers = [
         PromptAnswers(next(iter(_answers(greedy)), None), _answers(sampled), prompt.category)
@@ -118,8 +118,8 @@ def results_of(
         workflow=settings.workflow.value,
         samples_per_prompt=n,
         settings=identity,
-        metrics=accuracy(answers, n, ks, seed=seed),
-        categories=by_category(answers, n, ks, seed=seed),
+        metrics=accuracy(answers, n, ks),
+        categories=by_category(answers, n, ks),
         questions=_by_question(answers, settings),
         left_out={**left_out, **({"unscored": unscored} if unscored else {})},
         over_limit=sum(sample.is_over_limit for sample in everything),
@@ -134,7 +134,7 @@ def _by_question(answers: Sequence[PromptAnswers], settings: EvaluationSettings)
     size = settings.eval_session_questions
     groups = {str(place + 1): answers[place::size] for place in range(min(size, len(answers)) if size > 1 else 0)}
     n, ks = settings.eval_samples, settings.ks
-    return {place: accuracy(own, n, ks, seed=settings.seed) for place, own in groups.items()}
+    return {place: accuracy(own, n, ks) for place, own in groups.items()}
 
 
 def _drawn(prompts: Sequence[Prompt], samples: Mapping[Key, Sample], kind: Kind, count: int) -> list[list[Sample]]:

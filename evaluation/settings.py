@@ -67,7 +67,7 @@ class EvaluationSettings(Settings):
     chat_template_args: JsonObject = Field(default_factory=dict)
     """Arguments of the chat template as a JSON object, as in training; an agent's own win."""
     seed: int = Field(0, ge=0)
-    """Seed of the sampling and of the bootstrap."""
+    """Seed of the sampling."""
     engine_deterministic: bool = False
     """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
     eval_split: str = Field("test", pattern=r"^(test|train|all)$")

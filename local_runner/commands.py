@@ -33,8 +33,11 @@ class Launch:
         return [*_repeated("--env-file", self.env_files), *_repeated("--env", self.env)]
 
     def again(self, run_id: str, *env: str) -> list[str]:
-        """Return the command that continues the run, with the further variables ``env``."""
-        options = [*self.settings(), *_repeated("--env", env), *_repeated("--secret", self.secrets)]
+        """Return the command that continues the run, with ``env`` in place of earlier values of its variables."""
+        replaced = {assignment.partition("=")[0] for assignment in env}
+        kept = [assignment for assignment in self.env if assignment.partition("=")[0] not in replaced]
+        options = [*_repeated("--env-file", self.env_files), *_repeated("--env", [*kept, *env])]
+        options += _repeated("--secret", self.secrets)
         options += _repeated("--num-nodes", self.num_nodes)
         options += ["--small"] if self.small else []
         if self.shared_dir != Path():

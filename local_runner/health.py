@@ -11,6 +11,8 @@ from services.run_page.components import health_of
 REQUEST_SECONDS = 3.0
 
 UP = "up"
+BUSY = "busy"
+SILENT = "silent"
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,17 @@ def client(token: str | None = None) -> httpx.AsyncClient:
 
 
 async def state(http: httpx.AsyncClient, address: str) -> str:
-    """Return ``up``, ``silent``, or the status that a component's /health gives if it answers another code than 200."""
+    """Return ``up``, or the status that a component's /health gives if it answers another code than 200.
+
+    A component that listens and does not answer within REQUEST_SECONDS is ``busy``, such as the trainer may be in a
+    step; one that cannot be reached is ``silent``.
+    """
     try:
         response = await http.get(f"http://{address}/health")
+    except httpx.ReadTimeout:
+        return BUSY
     except httpx.TransportError:
-        return "silent"
+        return SILENT
     return UP if response.status_code == httpx.codes.OK else health_of(response)[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,21 +38,26 @@ class Step:
     """The record of one step in metrics.jsonl."""
 
     step: int
-    reward: float
+    reward: float | None
+    """The mean over completions; None if none could be scored."""
     loss: float | None
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds by phase; ``step`` is the whole step."""
+    trained_tokens: float | None = None
+    """0 for a step whose rewards gave nothing to learn from."""
+    reward_counts: Sequence[tuple[float, int]] = ()
+    """The number of completions by reward."""
 
     @classmethod
-    def read(cls, line: bytes) -> Step | None:
-        """Return the step of a line; None for another line, such as an evaluation's."""
+    def read(cls, line: bytes) -> Step:
+        """Return the step of a line of metrics.jsonl."""
         record: dict[str, Any] = json.loads(line)
-        if "reward_mean" not in record:
-            return None
         return cls(
             step=int(record["step"]),
-            reward=record["reward_mean"],
+            reward=record.get("reward_mean"),
             loss=record.get("loss"),
+            trained_tokens=record.get("trained_tokens"),
+            reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
             seconds={
                 name.removeprefix("seconds_"): float(value)
                 for name, value in record.items()
@@ -63,4 +68,9 @@ class Step:
 
 def new_steps(metrics: GrowingFile) -> list[Step]:
     """Return the steps appended to metrics.jsonl since the last call."""
-    return [step for line in metrics.new_lines() if (step := Step.read(line)) is not None]
+    return [Step.read(line) for line in metrics.new_lines()]
+
+
+def mean_rewards(steps: Sequence[Step]) -> list[float]:
+    """Return the mean reward of each step that has one."""
+    return [step.reward for step in steps if step.reward is not None]

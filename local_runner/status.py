@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import statistics
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from local_runner import health
 from local_runner.commands import module
 from local_runner.directory import read_nodes, state_of
 from local_runner.health import TrainerStatus
+from local_runner.learning import nothing_learned
 from local_runner.nodes import health_address, trainer_address
-from local_runner.progress import GrowingFile, new_steps
+from local_runner.progress import GrowingFile, mean_rewards, new_steps
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.view import STYLES, duration, last_error
 from services.run_page.directory import read_object
@@ -58,7 +60,18 @@ async def _node(http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path
     """Return the name of the log's node, its state if it is asked, its address, and its last error."""
     address = health_address(addresses, log.stem)
     state = "" if address is None else await health.state(http, address)
-    return log.stem, Text(state, STYLES.get(state, "yellow")), address or "", Text(last_error(log) or "", "red")
+    style = STYLES.get(state, "yellow")
+    if state == health.BUSY and address == trainer_address(addresses):
+        state = _busy_trainer(log.parents[1] / "metrics.jsonl")
+    return log.stem, Text(state, style), address or "", Text(last_error(log) or "", "red")
+
+
+def _busy_trainer(metrics: Path) -> str:
+    """Return for how long a trainer that is too busy to answer has been at work since its last step."""
+    steps = new_steps(GrowingFile(metrics))
+    if not steps:
+        return "busy before its first step"
+    return f"busy for {duration(time.time() - metrics.stat().st_mtime)} since step {steps[-1].step}"
 
 
 def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) -> list[tuple[str, str]]:
@@ -68,11 +81,13 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
     if steps:
         last, total = steps[-1].step, trainer.total_steps if trainer else 0
         rows.append(("steps", f"{last} of {total}" if total else str(last)))
-        rows.append(reward_change(first_and_last([step.reward for step in steps])))
+        rows.append(reward_change(first_and_last(mean_rewards(steps))))
         if is_running:
             mean = statistics.fmean(step.seconds.get("step", 0.0) for step in steps[-RECENT_STEPS:])
             left = f", {duration(mean * (total - last))} left" if total else ""
             rows.append(("a step", f"{duration(mean)}{left}"))
     if not is_running:
         rows += outcome_rows(read_object(run_dir / "runner.json"), read_object(run_dir / "summary.json"))
+    if advice := nothing_learned(steps):
+        rows.append(("learning", advice))
     return rows

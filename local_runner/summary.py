@@ -12,6 +12,8 @@ from rich.text import Text
 from local_runner.commands import Launch, next_commands, shown_path
 from local_runner.directory import all_runs, usage
 from local_runner.environment import Run
+from local_runner.learning import nothing_learned
+from local_runner.progress import GrowingFile, new_steps
 from local_runner.view import duration
 from services.run_page.directory import read_object
 
@@ -43,6 +45,8 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
         table.add_row(name, value)
     table.add_row("directory", shown_path(run.run_dir))
     console.print(table)
+    if advice := nothing_learned(new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))):
+        console.print(Text(advice, "yellow"), soft_wrap=not console.is_terminal)
     if launch is None:
         return
     runs = all_runs(run.run_dir.parent)
@@ -59,7 +63,7 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
     """Return label and text for the mean rewards of the first and of the last steps, as summary.json has them."""
     steps, first, last = rewards.get("reward_steps", 0), rewards.get("reward_first"), rewards.get("reward_last")
     if first is None or last is None:
-        return "mean reward", "no step" if first is None else f"{first:.3f}, of the only step"
+        return "mean reward", "none" if first is None else f"{first:.3f}, of the only step"
     label = "mean reward, first to last step" if steps == 1 else f"mean reward, first to last {steps} steps"
     return label, f"{first:.3f} → {last:.3f}"
 
@@ -68,8 +72,7 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
     """Return the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
     rows = []
     if summary.get("accuracy_after") is not None:
-        accuracies = (_with_error(summary, name) for name in ("accuracy_before", "accuracy_after"))
-        rows.append(("accuracy on held-out prompts", " → ".join(accuracies)))
+        rows += [_accuracy(summary, when) for when in ("before", "after")]
     if outcome:
         rows.append(("outcome", outcome["reason"]))
         rows.append(("time, from start to end", duration(outcome["seconds"])))
@@ -80,8 +83,13 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
     return rows
 
 
-def _with_error(summary: dict[str, Any], name: str) -> str:
-    value, stderr = summary.get(name), summary.get(f"{name}_stderr")
+def _accuracy(summary: dict[str, Any], when: str) -> tuple[str, str]:
+    """Return label and text of the accuracy ``before`` or ``after``, with its interval and its number of prompts."""
+    parts = ("", "_low", "_high", "_prompts")
+    value, low, high, prompts = (summary.get(f"accuracy_{when}{part}") for part in parts)
     if value is None:
-        return "not measured"
-    return f"{value:.3f}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+        return f"accuracy {when}", "not measured"
+    # Summaries of earlier releases have no interval.
+    interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+    count = "" if prompts is None else f"{prompts} "
+    return f"accuracy {when}, {count}held-out prompts", f"{value:.3f}{interval}"

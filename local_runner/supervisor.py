@@ -36,6 +36,7 @@ AUXILIARY_STOP_SECONDS = 8.0
 AUXILIARY_END_SECONDS = 5.0
 """The time that auxiliaries have to end after a run, when nobody waits for their work."""
 KILLED = 128 + signal.SIGKILL
+TERMINATED = 128 + signal.SIGTERM
 LONGEST_BACKOFF_SECONDS = 30.0
 LOST_NODES = 10
 
@@ -109,6 +110,7 @@ class Supervisor:
         """The signal of a request to stop that came before the run."""
         self._impatient = threading.Event()
         self._ending = False
+        self._has_succeeded = False
         self._told_of_logs = False
 
     async def run(self) -> Outcome:
@@ -161,7 +163,7 @@ class Supervisor:
 
     async def _end(self, jobs: dict[str, asyncio.Task[int]], exit_code: int) -> None:
         """End the running tasks: in order after a success or a request to stop, all at once after a failure."""
-        self._ending = True
+        self._ending, self._has_succeeded = True, exit_code == 0
         assert self._stop is not None
         tasks = self._run.group.tasks
         if self._stop.done():
@@ -247,10 +249,16 @@ class Supervisor:
                 await asyncio.to_thread(processes.end, marks, 0)
         codes = [_shell_code(await wait) for wait in waits]
         for rank, code in enumerate(codes):
-            own_end = State.FAILED if code else State.ENDED
-            state = State.STOPPED if self._ending or (rank in killed and code == KILLED) else own_end
-            self._report(task, rank, state, f"exit code {code}")
+            self._report(task, rank, *self._end_of_node(code, is_killed=rank in killed))
         return codes
+
+    def _end_of_node(self, code: int, *, is_killed: bool) -> tuple[State, str]:
+        """Return the state of a node that ended with ``code``, and why it has that state."""
+        if self._has_succeeded and code in (0, TERMINATED):
+            return State.ENDED, "with the run"
+        if self._ending or (is_killed and code == KILLED):
+            return State.STOPPED, f"exit code {code}"
+        return State.FAILED if code else State.ENDED, f"exit code {code}"
 
     async def _start(self, task: TaskSpec, rank: int) -> asyncio.subprocess.Process:
         path = self._run.log(task, rank)

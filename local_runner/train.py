@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,7 +55,10 @@ class Run:
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """The metrics by step: a row a step, a column a metric of docs/metrics.md."""
+        """The metrics by step: a row a step, a column a metric of docs/metrics.md.
+
+        ``metrics.plot(y="reward_mean").figure.savefig("reward.png")`` draws one into a file, in a script or a notebook.
+        """
         import pandas
 
         lines = (self.directory / "metrics.jsonl").read_text().splitlines()
@@ -121,20 +125,23 @@ def _text(name: str, value: Any, inputs: Path) -> str:
     if callable(value):
         return _write_function(name, value, inputs)
     if name in ("dataset", "dataset_test"):
-        return str(_write_rows(inputs / f"{name}.jsonl", value))
+        return str(_write_rows(name, value, inputs))
     return json.dumps(value)
 
 
-def _write_rows(path: Path, rows: Iterable[Any]) -> Path:
-    """Write rows as JSON Lines.
+def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
+    """Write rows as JSON Lines, and return the file, which has the name of their ``datasets.Dataset``, or ``rows``.
 
     Raises:
         TypeError: a row is no dict, or has a value that JSON has not.
     """
+    given = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
+    path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', given)}.jsonl"
+    path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
-                raise TypeError(f"row {number} of {path.stem} is {row!r}; give rows as dicts")
+                raise TypeError(f"row {number} of {setting} is {row!r}; give rows as dicts")
             file.write(json.dumps(dict(row)) + "\n")
     return path
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from local_runner.commands import shown_path
 from local_runner.environment import Run
+from local_runner.learning import EARLY_STEPS, nothing_learned
 from local_runner.nodes import trainer_address
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
@@ -46,6 +47,7 @@ class View:
         self._states = dict.fromkeys(ranks, State.WAITING.value)
         self._total_steps = 0
         self._explained: dict[str, str] = {}
+        self._first_steps: list[Step] = []
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -88,14 +90,19 @@ class View:
             self._say(f"{task}-{rank} up", "green")
 
     def step(self, step: Step) -> None:
-        """Show a step that ended."""
-        self._progress.update(self._steps, completed=step.step, description=f"reward {step.reward:.3f}")
+        """Show a step that ended, and after EARLY_STEPS that none of them changed the model, if so."""
+        self._progress.update(self._steps, completed=step.step, description=_reward(step))
         left = self._progress.tasks[self._steps].time_remaining
         line = Text(describe(step, self._total_steps, left))
         if self._console.is_terminal:
             self._console.print(line, no_wrap=True, overflow="ellipsis")
         else:
             self._console.print(line, soft_wrap=True)
+        if len(self._first_steps) < EARLY_STEPS:
+            self._first_steps.append(step)
+            advice = nothing_learned(self._first_steps)
+            if advice is not None and len(self._first_steps) == EARLY_STEPS:
+                self._say(advice, "yellow")
 
     def trainer(self, status: TrainerStatus) -> None:
         """Show the trainer's status."""
@@ -152,14 +159,20 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
         total_steps: steps of the run; 0 while unknown.
         seconds_left: seconds until the last step; None while unknown, 0 after it.
     """
-    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", f"reward {step.reward:.3f}"]
+    parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", _reward(step)]
     if step.loss is not None:
         parts.append(f"loss {step.loss:+.4f}")
+    elif step.trained_tokens == 0:
+        parts.append("nothing learned")
     if step.seconds:
         parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items()))
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
     return "  ".join(parts)
+
+
+def _reward(step: Step) -> str:
+    return "no reward" if step.reward is None else f"reward {step.reward:.3f}"
 
 
 def duration(seconds: float) -> str:

@@ -82,7 +82,7 @@ Stop = Annotated[
     list[str] | None, Option(help="A text that ends a completion, such as Question: after examples. Repeatable.")
 ]
 Concurrency = Annotated[int | None, Option(help="Prompts in flight at one server; default 64.")]
-Seed = Annotated[int | None, Option(help="Of sampling and bootstrap; default 0.")]
+Seed = Annotated[int | None, Option(help="Of the sampling; default 0.")]
 Output = Annotated[Path | None, Option(help="Where to write; default below runs/evaluations/. Resumes what is there.")]
 Env = Annotated[list[str] | None, Option(help="NAME=VALUE for us and the servers. Repeatable.")]
 EnvFiles = Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines, such as a training run's. Repeatable.")]

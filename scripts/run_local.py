@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from local_runner import environment, nodes, run, spec, variables
+from local_runner import environment, nodes, own_code, run, spec, variables
 from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
@@ -34,7 +34,8 @@ RunId = Annotated[str | None, Option(help="Name of the run; that of a former run
 SharedDir = Annotated[Path, Option(help="Directory that stands for the group's volume; runs are in its `runs/`.")]
 Live = Annotated[bool | None, Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")]
 DryRun = Annotated[
-    bool, Option("--dry-run", help="Check the settings of all tasks, and show what would run and where.")
+    bool,
+    Option("--dry-run", help="Check the settings of all tasks and what they name, and show what would run and where."),
 ]
 ByProgram = Annotated[
     bool,
@@ -89,6 +90,7 @@ def main(
             )
             environment.check_gpus(planned)
             variables.check_values(planned)
+            own_code.check(planned)
             if dry_run:
                 run.show_plan(console, planned)
                 raise typer.Exit

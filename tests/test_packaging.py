@@ -195,3 +195,9 @@ def test_services_never_import_the_trainer_and_the_trainer_no_service_package():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         reaching = {name for name in imports(module) if name.startswith("services.") and name.split(".")[1] in packages}
         assert not reaching, f"{module} imports {reaching}"
+
+
+def test_make_clean_removes_every_environment_that_make_makes():
+    makefile = (ROOT / "Makefile").read_text()
+    [removed] = re.findall(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
+    assert set(re.findall(r"\$\(VENV\)-\w+", makefile)) <= set(removed.split())

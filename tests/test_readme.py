@@ -1,6 +1,7 @@
 """README.md is true: its commands run, its variables and files exist."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -44,11 +45,24 @@ def test_make_knows_its_targets(command):
     subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout in which a reader has data and a reward of their own."""
+    for entry in ROOT.iterdir():
+        if not entry.name.startswith(".") and entry.name != "runs":
+            (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "my").mkdir()
+    for name in ("questions", "held-out"):
+        (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    (tmp_path / "my_rewards.py").write_text("def close(response): return 0.0\n")
+    return tmp_path
+
+
 @pytest.mark.parametrize("command", RUNNER)
-def test_the_runner_takes_its_options(command):
+def test_the_runner_takes_its_options(command, folder):
     program, *arguments = shlex.split(command)
     assert program == ".venv/bin/python"
-    done = subprocess.run([sys.executable, *arguments, "--dry-run"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *arguments, "--dry-run"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "ppo-trainer-0" in done.stdout
 
@@ -97,7 +111,9 @@ def test_figures_are_those_of_the_records():
 
 
 def test_a_run_gives_the_figures(tmp_path, monkeypatch):
-    steps = [{"step": n, "reward_mean": n / 4, "loss": 0.5, "seconds_train": 2.0, "seconds_step": 3.0} for n in (1, 2)]
+    steps = [
+        {"step": n, "reward_mean": n / 4, "loss": 0.5, "seconds_train": 2.0, "seconds_step": 3.0} for n in (1, 2, 3, 4)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     settings = {"components": {"ppo-trainer": {"settings": {"eval_prompts": 20}}}}
     summary = {"accuracy_before": 0.1, "accuracy_after": 0.9}
@@ -109,14 +125,24 @@ def test_a_run_gives_the_figures(tmp_path, monkeypatch):
     assert demo.main([str(tmp_path)]) == 0
     written = (tmp_path / "README").read_text()
     prose = " ".join(written.split())
-    assert "In 2 steps the mean reward rose from 0.25 to 0.50" in prose
+    # As at the end of the run: means over the first and the last steps.
+    assert "In 4 steps the mean reward rose from 0.38 to 0.88 (first and last 2 steps)" in prose
     assert "20 held-out questions from 0.10 to 0.90. It took 1.5 minutes" in prose
-    assert "\n    step 2/2  reward 0.500  loss +0.5000  train 2.0s step 3.0s\n" in written
+    assert "\n    step 2/4  reward 0.500  loss +0.5000  train 2.0s step 3.0s\n" in written
 
 
 def test_files_it_points_to_exist():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_its_plot_of_a_run_is_a_file(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.1}\n{"step": 2, "reward_mean": 0.5}\n')
+    monkeypatch.chdir(tmp_path)
+    [line] = [line for _, _, text in FENCES for line in text.splitlines() if line.startswith("run.metrics.plot")]
+    script = f"from pathlib import Path\nfrom local_runner.train import Run\nrun = Run(Path())\n{line}\n"
+    subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_its_python_compiles():

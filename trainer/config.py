@@ -437,6 +437,13 @@ class TrainerSettings(
         return self.mode is Mode.ASYNC if self.publish_in_place is None else self.publish_in_place
 
     @property
+    def own_functions(self) -> dict[str, str]:
+        """The functions of the user's own among AGENT, where agents play, LOSS and ADVANTAGE, by variable."""
+        agent = {"AGENT": self.agent} if self.rollout is Rollout.AGENT else {}
+        named = {**agent, "LOSS": self.loss, "ADVANTAGE": self.advantage}
+        return {variable: name for variable, name in named.items() if is_own_function(name)}
+
+    @property
     def has_critic(self) -> bool:
         """True when advantages need values."""
         return self.advantage == "gae"

@@ -41,6 +41,9 @@ from trainer.team import ENDINGS, Team, TrainingDivergedError
 
 log = get_logger(__name__)
 
+ACCURACY = ("", "_low", "_high", "_prompts")
+"""The parts of an accuracy in the run's state and summary: the point estimate, its interval, its prompts."""
+
 
 class StopSignal:
     """A memory of SIGTERM and SIGINT, so that the loop can end at a point where nothing is half done."""
@@ -203,10 +206,10 @@ def _summary(settings: TrainerSettings, team: Team, state: RunState, dataset: st
         "steps": state.step,
         "seconds": state.seconds,
         **first_and_last(state.rewards),
-        "accuracy_before": state.accuracy_before,
-        "accuracy_before_stderr": state.accuracy_before_stderr,
-        "accuracy_after": state.last_accuracy if state.step else None,
-        "accuracy_after_stderr": state.last_accuracy_stderr if state.step else None,
+        **{f"accuracy_before{part}": getattr(state, f"accuracy_before{part}") for part in ACCURACY},
+        **{
+            f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.step else None for part in ACCURACY
+        },
         "model": settings.model_name,
         "dataset": dataset,
         "device": team.ranks.device.type,

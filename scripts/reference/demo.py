@@ -14,11 +14,12 @@ from typing import Any
 
 import orjson
 
-from local_runner.progress import GrowingFile, Step, new_steps
+from local_runner.progress import GrowingFile, Step, mean_rewards, new_steps
 from local_runner.view import describe
 from scripts.reference.generated import ROOT, write_or_check
 from services.core.processors import cores
 from services.run_page.directory import read_object
+from services.run_page.rewards import first_and_last
 
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "demo.json"
@@ -52,10 +53,12 @@ def read_run(run: Path) -> dict[str, Any]:
 def blocks(record: dict[str, Any]) -> dict[str, str]:
     """Return the text of each of README's blocks."""
     steps = [Step(**step) for step in record["metrics"]]
-    first, last = steps[0].reward, steps[-1].reward
+    rewards = first_and_last(mean_rewards(steps))
+    averaged = rewards["reward_steps"]
     outcome = (
         "`make demo` trains a pretrained model of 135M parameters to answer additions with just the number. "
-        f"In {len(steps)} steps the mean reward rose from {first:.2f} to {last:.2f}, and accuracy on "
+        f"In {len(steps)} steps the mean reward rose from {rewards['reward_first']:.2f} to "
+        f"{rewards['reward_last']:.2f} (first and last {averaged} steps), and accuracy on "
         f"{record['held_out']} held-out questions from {record['accuracy_before']:.2f} to "
         f"{record['accuracy_after']:.2f}. It took {record['seconds'] / 60:.1f} minutes ({record['machine']}), "
         "downloads not counted. You get the trained model, its curves, its samples, and a command to chat with it. "

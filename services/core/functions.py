@@ -6,22 +6,23 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, first_line
 
 
 def load_function(variable: str, name: str) -> Callable[..., Any]:
     """Return the function that ``name``, the value of ``variable``, stands for: ``module:function``.
 
     Raises:
-        ConfigurationError: the module cannot be imported, or has no such function.
+        ConfigurationError: the module cannot be imported, whatever it raises, or has no such function.
     """
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    # The module is the user's and may raise anything.
+    except Exception as error:
         raise ConfigurationError(
-            f"{variable} is {name!r}, which cannot be imported: {error}; give module:function, with the module on "
-            "PYTHONPATH or in the working directory"
+            f"{variable} is {name!r}, which cannot be imported: {type(error).__name__}: {first_line(error)}; "
+            "give module:function, with the module on PYTHONPATH or in the working directory"
         ) from error
     if not callable(found):
         raise ConfigurationError(f"{variable} is {name!r}, which is not a function")

@@ -89,6 +89,11 @@ class Settings(BaseSettings):
         return self.run_dir / "policy"
 
     @property
+    def own_functions(self) -> dict[str, str]:
+        """The values that name functions or classes of the user's own, by variable."""
+        return {}
+
+    @property
     def token(self) -> str | None:
         """The shared token in plain text, or None."""
         return self.jobgroup_token.get_secret_value() if self.jobgroup_token else None

@@ -21,10 +21,10 @@ from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError, first_line
 from services.core.reasoning_entries import PREFIX
 from services.data_server import arithmetic, reasoning, seeds
+from services.data_server.files import FILE_TYPES, check_file, named_files
 from services.data_server.settings import DataSettings, GroundTruthFormat
 
 GSM8K = "openai/gsm8k"
-FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
@@ -128,9 +128,9 @@ def load(settings: DataSettings) -> Source:
     elif settings.dataset == "arithmetic":
         train, test = _generate(settings)
         name = "arithmetic"
-    elif is_path(settings.dataset):
-        train = _load_file(Path(settings.dataset), "DATASET", settings)
-        test = _load_file(settings.dataset_test, "DATASET_TEST", settings) if settings.dataset_test else None
+    elif files := named_files(settings):
+        splits = [_load_file(variable, path, settings) for variable, path in files.items()]
+        train, test = splits[0], splits[1] if len(splits) > 1 else None
         name = Path(settings.dataset).stem
     else:
         train, test = _load_from_hub(settings)
@@ -149,11 +149,6 @@ def load(settings: DataSettings) -> Source:
                 f"(left out: {dict(+refused)}); check the columns and GROUND_TRUTH_FORMAT"
             )
     return Source(name, form, instruction, train_rows, test_rows, dict(+refused))
-
-
-def is_path(dataset: str) -> bool:
-    """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
-    return Path(dataset).suffix in FILE_TYPES or dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1
 
 
 def _generate(settings: DataSettings) -> list[ReadTable]:
@@ -180,12 +175,9 @@ def _datasets() -> Any:
     return datasets
 
 
-def _load_file(path: Path, setting: str, settings: DataSettings) -> ReadTable:
-    where = f"{setting} {str(path)!r}"
-    if path.suffix not in FILE_TYPES:
-        raise ConfigurationError(f"{where}: allowed are files that end in {', '.join(FILE_TYPES)}")
-    if not path.is_file() or path.stat().st_size == 0:
-        raise ConfigurationError(f"{where} is not a file with rows, seen from {Path.cwd()}; give the path of one")
+def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
+    check_file(variable, path)
+    where = f"{variable} {str(path)!r}"
     try:
         loaded = _datasets().load_dataset(
             FILE_TYPES[path.suffix], data_files={"rows": str(path.resolve())}, split="rows"

@@ -13,8 +13,7 @@ from fastapi.responses import Response
 
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
-from services.core.tasks import in_background
-from services.environment_server.catalogue import describe, open_environment
+from services.environment_server.catalogue import describe, open_with_trial
 from services.environment_server.environments import Tasks
 from services.environment_server.episodes import MAX_STUCK, EpisodeTable
 from services.environment_server.openenv_routes import add_openenv_routes
@@ -68,14 +67,7 @@ class Server:
         """
         settings = self.settings
         async with AsyncExitStack() as stack:
-            try:
-                make = await stack.enter_async_context(
-                    open_environment(settings.environment, settings.environment_text_turns)
-                )
-                trial = await in_background(make)
-            # Environments are other people's code and may raise anything when they are made.
-            except Exception as error:
-                raise ConfigurationError(f"ENVIRONMENT is {settings.environment!r}: {error!r}") from error
+            make, trial = await open_with_trial(settings, stack)
             trial.close()
             self.tasks = make if isinstance(make, Tasks) else None
             info = describe(settings.environment, make, trial, settings.environment_max_steps)

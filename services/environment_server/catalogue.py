@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
+from services.core.errors import ConfigurationError
+from services.core.tasks import in_background
 from services.environment_server.environments import Conversation, Tasks
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 from services.environment_server.nim import Nim
 from services.environment_server.openenv_environment import PREFIX, OpenEnvEnvironment, open_server
+from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import EnvironmentInfo
 
 Environment = GymnasiumEnvironment | Conversation | OpenEnvEnvironment
@@ -50,6 +53,24 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
             yield found
         else:
             yield partial(GymnasiumEnvironment, name)
+
+
+async def open_with_trial(settings: EnvironmentSettings, stack: AsyncExitStack) -> tuple[MakeEnvironment, Environment]:
+    """Load ENVIRONMENT until ``stack`` closes, and return a function that makes it, and one that it made.
+
+    Raises:
+        ConfigurationError: it cannot be loaded or made.
+    """
+    try:
+        opened = open_environment(settings.environment, settings.environment_text_turns)
+        make = await stack.enter_async_context(opened)
+        return make, await in_background(make)
+    # Environments are other people's code and may raise anything when they are made.
+    except Exception as error:
+        raise ConfigurationError(
+            f"ENVIRONMENT is {settings.environment!r}, which cannot be made: {error!r}; give another, or module:Class "
+            "with the module on PYTHONPATH or in the working directory"
+        ) from error
 
 
 def describe(name: str, make: MakeEnvironment, trial: Environment, max_steps: int) -> EnvironmentInfo:

@@ -60,6 +60,12 @@ class EnvironmentSettings(Settings):
         default=0, ge=0, lt=2**31, description="Seed of the first episode played with EVAL_HEAD_ENDPOINT."
     )
 
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """ENVIRONMENT if it is in a module of the user's own."""
+        is_own = ":" in self.environment and "://" not in self.environment
+        return {"ENVIRONMENT": self.environment} if is_own else {}
+
 
 def default_name() -> str:
     """Return the machine's name without the characters that a server's name may not have."""

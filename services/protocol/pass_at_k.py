@@ -1,4 +1,4 @@
-"""Estimates of accuracy for evaluation, in training and in scripts.evaluate: right answers, pass@k, standard errors."""
+"""Estimates of accuracy, for training and for scripts.evaluate: right answers, pass@k, standard errors, intervals."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from services.protocol.groups import RewardResult, RewardStatus
 
 CORRECT = 1.0 - 1e-9
 """The lowest reward of a right answer."""
+
+Z = 1.959964
+"""The quantile of the normal distribution for an interval of 95%."""
 
 OVER_LIMIT = frozenset({RewardStatus.TIMEOUT, RewardStatus.MEMORY})
 """Statuses of answers that exceed the verifier's time or memory limit."""
@@ -36,6 +39,23 @@ def standard_error(scores: Sequence[float]) -> float:
         StatisticsError: there are no scores.
     """
     return statistics.pstdev(scores) / sqrt(len(scores))
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of the 95% interval of the mean of ``scores``, one score from 0 to 1 a prompt.
+
+    Wilson's score interval (1927), which lies within 0 and 1 and has a width also at 0 and at 1. Scores between 0 and 1
+    vary less than right and wrong answers of the same mean. Like as many of those they count as have the same standard
+    error: p (1 - p) / stderr^2 (Kish's effective sample size).
+
+    Raises:
+        StatisticsError: there are no scores.
+    """
+    mean, error = statistics.fmean(scores), standard_error(scores)
+    n = mean * (1 - mean) / error**2 if error > 0 else len(scores)
+    middle = (mean + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    half = Z * sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2)) / (1 + Z**2 / n)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

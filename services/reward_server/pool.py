@@ -77,9 +77,7 @@ class _Worker:
             reason = f"a worker ended before it was ready ({type(error).__name__})"
         if reason is not None:
             self.end()
-            raise ConfigurationError(
-                f"REWARD_FN {settings.reward_fn!r} cannot be loaded: {reason}; correct it or its module"
-            )
+            raise refusal(settings.reward_fn, reason)
 
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
         """Return the worker's reply to ``message``, the function and its item as JSON.
@@ -112,6 +110,11 @@ class _Worker:
                 self._process.kill()
                 self._process.join(_END_SECONDS)
             return self._process.exitcode
+
+
+def refusal(reward_fn: str, reason: str) -> ConfigurationError:
+    """Return the error for a REWARD_FN whose functions cannot be loaded."""
+    return ConfigurationError(f"REWARD_FN {reward_fn!r} cannot be loaded: {reason}; correct it or its module")
 
 
 class WorkerPool:

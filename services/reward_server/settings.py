@@ -23,6 +23,11 @@ class WeightedFunction:
     name: str
     weight: float
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of the user's own."""
+        return ":" in self.name
+
 
 class RewardSettings(Settings):
     """The reward-server's environment variables."""
@@ -75,6 +80,11 @@ class RewardSettings(Settings):
     def functions(self) -> list[WeightedFunction]:
         """The parts of the reward, in order."""
         return parse_functions(self.reward_fn)
+
+    @property
+    def own_functions(self) -> dict[str, str]:
+        """REWARD_FN if a part of it is a function of the user's own."""
+        return {"REWARD_FN": self.reward_fn} if any(function.is_own for function in self.functions) else {}
 
     @property
     def worker_functions(self) -> list[str]:

@@ -52,10 +52,10 @@ def run(connection: Connection, functions: list[str], n_threads: int, cpu_second
     # Before a user's function imports a library that reads it.
     os.environ[THREADS_VARIABLE] = str(n_threads)
     try:
-        table = {name: _load(name) for name in functions}
+        table = {name: load(name) for name in functions}
     # The module is the user's and may raise anything, which the server reports.
     except Exception as error:  # noqa: BLE001
-        connection.send_bytes(orjson.dumps({"reason": _reason(error)}))
+        connection.send_bytes(orjson.dumps({"reason": reason(error)}))
         return
     if sys.platform == "linux":
         _limit_memory(memory_bytes)
@@ -79,7 +79,7 @@ def _evaluate(
         os._exit(EXIT_MEMORY)
     # A reward function that raises costs only its own answer.
     except Exception as error:  # noqa: BLE001
-        return {"status": RewardStatus.ERROR.value, "reason": _reason(error)}
+        return {"status": RewardStatus.ERROR.value, "reason": reason(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -92,7 +92,12 @@ def _end_with(connection: Connection) -> None:
     os._exit(0)
 
 
-def _load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the evaluation of a function of ``RewardSettings.worker_functions``: from an item to a value.
+
+    Raises:
+        Exception: the user's module cannot be imported, or has no such function.
+    """
     if name == "math":
         from services.reward_server.verifier import is_equal
 
@@ -131,6 +136,7 @@ def _limit_memory(extra_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """Return the type and message of an error, cut so that a reply stays small."""
     text = f"{type(error).__name__}: {error}"
     return text.encode("utf-8", "replace").decode()[:_MAX_REASON]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -76,13 +77,18 @@ def test_a_run_says_what_it_did(finished):
     assert components["rollout-server"]["settings"]["run_id"] == finished.run_dir.name
 
 
-def test_accuracies_have_their_standard_errors(finished):
+def test_accuracies_have_their_intervals_and_prompts(finished):
     summary, last = finished.summary(), finished.metrics()[-1]
     p, n = last["accuracy"], last["eval_prompts"] - last["eval_left_out"]
     assert last["accuracy_stderr"] == pytest.approx(math.sqrt(p * (1 - p) / n))
-    assert (summary["accuracy_after"], summary["accuracy_after_stderr"]) == (p, last["accuracy_stderr"])
-    before = f"{summary['accuracy_before']:.3f} ± {summary['accuracy_before_stderr']:.3f}"
-    assert f"{before} → {p:.3f} ± {last['accuracy_stderr']:.3f}" in finished.text
+    low, high = last["accuracy_low"], last["accuracy_high"]
+    assert 0 <= low <= p <= high <= 1
+    after = [summary[f"accuracy_after{part}"] for part in ("", "_low", "_high", "_prompts")]
+    assert after == [p, low, high, n]
+    for when in ("before", "after"):
+        value, low, high, n = (summary[f"accuracy_{when}{part}"] for part in ("", "_low", "_high", "_prompts"))
+        shown = f"{value:.3f} ({low:.3f} to {high:.3f})"
+        assert re.search(rf"accuracy {when}, {n} held-out prompts +│ {re.escape(shown)} ", finished.text)
 
 
 def test_it_learns(finished):

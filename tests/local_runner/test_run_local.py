@@ -258,6 +258,14 @@ def test_auxiliaries_end_at_once_when_the_trainer_fails(tmp_path):
     assert ended.exit_code == 1
 
 
+@pytest.mark.parametrize(("trainer", "said"), [("exit 0", "ended, with the run"), ("exit 1", "stopped, exit code 143")])
+def test_an_auxiliary_that_the_end_of_the_run_ends_has_not_failed(tmp_path, trainer, said):
+    # A shell that waits for a child ends by SIGTERM, as a component does whose command handles no signals.
+    wait = "until [ -e up ]; do sleep 0.05; done;"
+    tasks = task("ppo-trainer", f"{wait} {trainer}"), task("data-server", "touch up; exec sleep 60")
+    assert f"data-server-0 {said}" in run(tmp_path, *tasks).output.splitlines()
+
+
 def test_an_auxiliary_may_finish_its_work_when_asked_to_end(tmp_path):
     run(
         tmp_path,

@@ -103,6 +103,19 @@ def test_components_have_the_rows_and_the_function(here, function, name):
     assert (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[1:] == [f"{name} [0.1, 0.5]"]
 
 
+def test_a_dataset_has_the_name_of_what_was_given(here):
+    import datasets
+
+    (here / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    loaded = datasets.load_dataset("json", data_files="sums.jsonl", split="train", cache_dir="cache")
+    loaded.info.dataset_name = "team/sums"
+    job_group = group(task("ppo-trainer", "echo $DATASET $DATASET_TEST"), task("data-server", "exec sleep 60"))
+    train(job_group=job_group, dataset=loaded, dataset_test=[{"question": "1+2=", "answer": "3"}], run_id="mine")
+    told = Path("runs/mine/logs/ppo-trainer-0.log").read_text().splitlines()[-1]
+    inputs = "runs/mine/inputs"
+    assert told == f"{inputs}/dataset/team-sums.jsonl {inputs}/dataset_test/rows.jsonl"
+
+
 def test_a_row_that_is_no_dict_is_refused(here):
     with pytest.raises(TypeError, match="row 0 of dataset is 'what'; give rows as dicts"):
         train(dataset=["what"])

@@ -61,7 +61,7 @@ def test_a_steps_line_stays_whole_in_a_file():
 @pytest.mark.parametrize(
     ("rewards", "label", "text"),
     [
-        ([], "mean reward", "no step"),
+        ([], "mean reward", "none"),
         ([0.5], "mean reward", "0.500, of the only step"),
         ([0.25, 0.75], "mean reward, first to last step", "0.250 → 0.750"),
         ([0.0, 0.5, 0.9, 1.0, 0.0], "mean reward, first to last 2 steps", "0.250 → 0.500"),
@@ -70,6 +70,15 @@ def test_a_steps_line_stays_whole_in_a_file():
 )
 def test_first_and_last_rewards_are_of_different_steps(rewards, label, text):
     assert summary.reward_change(first_and_last(rewards)) == (label, text)
+
+
+def test_accuracies_have_their_interval_and_their_prompts():
+    measured = {"accuracy": 1.0, "accuracy_low": 0.8389, "accuracy_high": 1.0, "accuracy_prompts": 20}
+    after = {name.replace("accuracy", "accuracy_after"): value for name, value in measured.items()}
+    assert summary.outcome_rows({}, {"accuracy_before": None} | after) == [
+        ("accuracy before", "not measured"),
+        ("accuracy after, 20 held-out prompts", "1.000 (0.839 to 1.000)"),
+    ]
 
 
 LAUNCH = Launch(
@@ -115,6 +124,16 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
         "scripts.run_local jobgroup.yaml --env-file demo.env --env 'INSTRUCTION=Think, then answer.' "
         "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
     )
+
+
+def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = run_of(TaskSpec("ppo-trainer", ""))
+    run = Run(run.group, run.run_id, tmp_path, run.addresses)
+    (run.run_dir / "model").mkdir(parents=True)
+    launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
+    commands = dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}))
+    assert commands["train on"].partition(" jobgroup.yaml ")[2] == "--env SEED=1 --env MAX_STEPS=8 --run-id run-1"
 
 
 def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import io
-import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -121,8 +120,8 @@ class Outside:
 
     def evaluate(self) -> dict[str, float]:
         accuracy = min(1.0, 0.25 * self.steps)
-        stderr = math.sqrt(accuracy * (1 - accuracy) / 64)
-        return {"accuracy": accuracy, "accuracy_stderr": stderr, "eval_prompts": 64.0, "eval_left_out": 0.0}
+        ends = {"accuracy_low": accuracy / 2, "accuracy_high": accuracy / 2 + 0.5}
+        return {"accuracy": accuracy, **ends, "eval_prompts": 64.0, "eval_left_out": 1.0}
 
     def episode_tokens(self) -> dict[str, float]:
         return {}
@@ -310,9 +309,11 @@ def test_a_run_ends_at_its_target_accuracy_and_says_what_was_compared(tmp_path: 
     with structlog.testing.capture_logs() as logs:
         loop = train(alone, tmp_path, Outside(""), eval_prompts=64, eval_every=1, target_accuracy=0.5)
     assert (loop.state.step, loop.state.best_step) == (2, 2)
-    assert (loop.state.last_accuracy, loop.state.last_accuracy_stderr) == (0.5, math.sqrt(0.25 / 64))
+    state = loop.state
+    assert (state.last_accuracy, state.last_accuracy_low, state.last_accuracy_high) == (0.5, 0.25, 0.75)
+    assert state.last_accuracy_prompts == 63
     best = [(line["step"], line["accuracy"]) for line in logs if line["event"] == "best so far"]
-    text = "greedy pass@1 of {:.3f} on 64 held-out prompts, standard error {:.3f}"
-    assert best == [(1, text.format(0.25, 0.054)), (2, text.format(0.5, 0.062))]
+    text = "greedy pass@1 of {:.3f} ({:.3f} to {:.3f}) on 63 held-out prompts"
+    assert best == [(1, text.format(0.25, 0.125, 0.625)), (2, text.format(0.5, 0.25, 0.75))]
     [reached] = [line for line in logs if line["event"] == "TARGET_ACCURACY reached"]
     assert (reached["target"], reached["best"]) == (0.5, 0.5)

@@ -59,12 +59,18 @@ class RunState(BaseModel):
     """Mean reward of each completed step."""
     accuracy_before: float | None = None
     """Greedy pass@1 on the held-out prompts before training: a point estimate, as the other accuracies."""
-    accuracy_before_stderr: float | None = None
+    accuracy_before_low: float | None = None
+    accuracy_before_high: float | None = None
+    """The ends of its 95% interval."""
+    accuracy_before_prompts: int | None = None
+    """The prompts that it is over."""
     best_accuracy: float | None = None
     best_step: int | None = None
     """The step of the best accuracy; its checkpoint is kept."""
     last_accuracy: float | None = None
-    last_accuracy_stderr: float | None = None
+    last_accuracy_low: float | None = None
+    last_accuracy_high: float | None = None
+    last_accuracy_prompts: int | None = None
     evaluated_step: int | None = None
     seconds: float = 0.0
     random_state: list[int] = []

@@ -60,6 +60,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure("reward_std", "trainer_reward_std", "Standard deviation of the step's rewards."),
     Measure("accuracy", "trainer_accuracy_ratio", "Greedy pass@1 on held-out prompts, at the newest evaluation."),
     Measure("accuracy_stderr", "trainer_accuracy_stderr_ratio", "Standard error of the newest accuracy (binomial)."),
+    Measure("accuracy_low", "trainer_accuracy_low_ratio", "Lower end of its 95% interval (Wilson's score interval)."),
+    Measure("accuracy_high", "trainer_accuracy_high_ratio", "Upper end of its 95% interval."),
     Measure("eval_reward", "trainer_evaluation_reward_mean", "Mean greedy reward on held-out prompts."),
     Measure("eval_prompts", "trainer_evaluation_prompts", "Held-out prompts of the newest evaluation."),
     Measure(
@@ -134,6 +136,11 @@ AT_K_STDERR = Measure(
     "trainer_samples_stderr_ratio",
     "Standard errors of avg@k and pass@k, clustered by prompt.",
 )
+AT_K_ENDS = Measure(
+    "avg_at_<k>_low, avg_at_<k>_high, pass_at_<k>_low, pass_at_<k>_high",
+    "trainer_samples_interval_ratio",
+    "Ends of the 95% intervals of avg@k and pass@k (Wilson's, over prompts).",
+)
 REWARD_PART = Measure(
     "reward_part_<function>",
     "trainer_reward_part_mean",
@@ -161,6 +168,7 @@ WIN_RATE = Measure("win_rate_seat_<seat>", "trainer_win_rate_ratio", "Share of g
 NAMED = (
     (AT_K, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)")),
     (AT_K_STDERR, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_stderr")),
+    (AT_K_ENDS, re.compile(r"(?P<measure>avg|pass)_at_(?P<k>\d+)_(?P<end>low|high)")),
     (TOKENS_LOST, re.compile(r"episode_tokens_lost_(?P<reason>\w+)")),
     (FAILED, re.compile(r"episodes_failed_(?P<reason>.+)")),
     (EVALUATED_ENVIRONMENT, re.compile(r"eval_environment_(?P<figure>.+)")),

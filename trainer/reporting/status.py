@@ -22,7 +22,7 @@ from services.run_page.routes import PUBLIC, add_run_page
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import Rollout, TrainerSettings
 
-BEFORE = {"accuracy_before", "accuracy_before_stderr"}
+BEFORE = {"accuracy_before", "accuracy_before_low", "accuracy_before_high"}
 """The fields of the run's state that the page shows as step 0."""
 
 

@@ -12,7 +12,7 @@ from services.clients.rollout import SamplingParams
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult
-from services.protocol.pass_at_k import OVER_LIMIT, is_correct, pass_at_k, standard_error
+from services.protocol.pass_at_k import OVER_LIMIT, interval, is_correct, pass_at_k, standard_error
 from services.protocol.prompts import Cursor, Prompt, Split
 from trainer.checkpoints.checkpoint import RunState
 from trainer.config import TrainerSettings
@@ -38,7 +38,7 @@ class Evaluator:
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
 
     async def evaluate(self) -> dict[str, float]:
-        """Measure ``accuracy`` (greedy pass@1), its standard error and the counts behind it.
+        """Measure ``accuracy`` (greedy pass@1), its standard error, its interval and the counts behind it.
 
         An environment's figures are means over the greedy episodes (``eval_environment_...``).
         With EVAL_SAMPLES k, also measure ``avg_at_k`` and ``pass_at_k``.
@@ -128,21 +128,24 @@ def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
     metrics = {"eval_over_limit": float(sum(result.status in OVER_LIMIT for result in results))}
     if results:
         verdicts = [float(is_correct(result) is True) for result in results]
-        metrics |= {"accuracy": statistics.fmean(verdicts), "accuracy_stderr": standard_error(verdicts)}
+        metrics |= _estimate("accuracy", verdicts)
     if rewards := [result.reward for result in results if result.reward is not None]:
         metrics["eval_reward"] = statistics.fmean(rewards)
     return metrics
 
 
 def describe_accuracy(metrics: Mapping[str, float]) -> str:
-    """Return what the best checkpoint and TARGET_ACCURACY compare: the point estimate, its error, its prompts."""
-    judged = metrics["eval_prompts"] - metrics["eval_left_out"]
-    accuracy, stderr = metrics["accuracy"], metrics["accuracy_stderr"]
-    return f"greedy pass@1 of {accuracy:.3f} on {judged:.0f} held-out prompts, standard error {stderr:.3f}"
+    """Return what the best checkpoint and TARGET_ACCURACY compare, the point estimate, with interval and prompts."""
+    accuracy, low, high = (metrics[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
+    return f"greedy pass@1 of {accuracy:.3f} ({low:.3f} to {high:.3f}) on {_judged_prompts(metrics)} held-out prompts"
+
+
+def _judged_prompts(metrics: Mapping[str, float]) -> int:
+    return int(metrics["eval_prompts"] - metrics["eval_left_out"])
 
 
 def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
-    """Return avg@k and pass@k over prompts, with their standard errors.
+    """Return avg@k and pass@k over prompts, with their standard errors and intervals.
 
     Args:
         samples: each prompt's judged samples, ``k`` of them or fewer.
@@ -155,17 +158,26 @@ def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[st
         f"avg_at_{k}": [right / n for n, right in rights],
         f"pass_at_{k}": [pass_at_k(n, right, min(k, n)) for n, right in rights],
     }
-    means = {name: statistics.fmean(scores) for name, scores in by_prompt.items()}
-    return means | {f"{name}_stderr": standard_error(scores) for name, scores in by_prompt.items()}
+    return {column: value for name, scores in by_prompt.items() for column, value in _estimate(name, scores).items()}
+
+
+def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
+    """Return the mean of ``scores``, one a prompt, with its standard error and the ends of its interval."""
+    low, high = interval(scores)
+    mean, error = statistics.fmean(scores), standard_error(scores)
+    return {name: mean, f"{name}_stderr": error, f"{name}_low": low, f"{name}_high": high}
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
     """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step."""
     accuracy = metrics.get("accuracy")
     state.last_accuracy, state.evaluated_step = accuracy, state.step
-    state.last_accuracy_stderr = metrics.get("accuracy_stderr")
+    state.last_accuracy_low, state.last_accuracy_high = metrics.get("accuracy_low"), metrics.get("accuracy_high")
+    state.last_accuracy_prompts = _judged_prompts(metrics)
     if state.step == 0:
-        state.accuracy_before, state.accuracy_before_stderr = accuracy, state.last_accuracy_stderr
+        state.accuracy_before = accuracy
+        state.accuracy_before_low, state.accuracy_before_high = state.last_accuracy_low, state.last_accuracy_high
+        state.accuracy_before_prompts = state.last_accuracy_prompts
     if accuracy is not None and accuracy > (state.best_accuracy or 0.0):
         state.best_accuracy, state.best_step = accuracy, state.step or None
         log.info("best so far", step=state.step, accuracy=describe_accuracy(metrics))

@@ -41,7 +41,7 @@ export class Chart {
     this.listen();
   }
 
-  /** Takes new lines: [{label, color, dash, xs, ys, spread, entry}], ys with null for gaps. ``entry`` is the legend's key. */
+  /** Takes new lines: [{label, color, dash, xs, ys, spread, ends, entry}], ys with null for gaps. ``entry`` is the legend's key. */
   update(lines) {
     this.lines = lines;
     this.isCrowded = new Set(lines.map((line) => line.run)).size > MOST_SPREADS;
@@ -163,11 +163,14 @@ export class Chart {
     this.drawCursor();
   }
 
-  /** Returns a line with the arrays to draw: ``smooth``, and ``lower`` and ``upper`` if it has a spread. */
+  /** Returns a line with the arrays to draw: ``smooth``, and ``lower`` and ``upper`` if it has a spread or ends. */
   prepared(line) {
     if (this.spec.stacked) return line;
-    const smoothed = smooth(line.ys, this.view.smoothing);
-    const edges = !this.isCrowded && line.spread && spread(smoothed, smooth(line.spread, this.view.smoothing));
+    const even = (values) => smooth(values, this.view.smoothing);
+    const smoothed = even(line.ys);
+    if (this.isCrowded) return { ...line, smooth: smoothed };
+    const [lower, upper] = line.ends?.map(even) ?? [];
+    const edges = line.ends ? { lower, upper } : line.spread && spread(smoothed, even(line.spread));
     return { ...line, smooth: smoothed, ...edges };
   }
 
@@ -225,7 +228,8 @@ export class Chart {
       .map((line) => {
         const at = x === null ? line.ys.findLastIndex((y) => y !== null) : this.placeOf(line, x);
         const [place, value, around] = [line.xs, line.ys, line.spread].map((values) => values?.[at] ?? null);
-        return { line, x: place, value, spread: around, smooth: line.smooth?.[at] };
+        const ends = line.ends?.map((values) => values[at] ?? null) ?? null;
+        return { line, x: place, value, spread: around, ends, smooth: line.smooth?.[at] };
       })
       .filter((entry) => entry.value !== null);
   }
@@ -293,6 +297,7 @@ export class Chart {
   }
 }
 
-function inWords({ value, spread: around }) {
+function inWords({ value, spread: around, ends }) {
+  if (ends?.every((end) => end !== null)) return `${number(value)} (${ends.map((end) => number(end)).join(" to ")})`;
   return around === null ? number(value) : `${number(value)} ± ${number(around, 2)}`;
 }

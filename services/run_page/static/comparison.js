@@ -4,7 +4,7 @@ import { runColor } from "./colors.js";
 import { differences, equals, settingsOf } from "./differences.js";
 import { h, setText } from "./dom.js";
 import { count, date, duration } from "./format.js";
-import { change, plusMinus } from "./summary.js";
+import { change, interval } from "./summary.js";
 
 const CHOSEN_AT_FIRST = 8;
 const MOST_SETTINGS = 8;
@@ -15,7 +15,7 @@ const COLUMNS = [
   { title: "status", value: (run) => run.status },
   { title: "steps", value: (run) => run.steps, show: (run) => count(run.steps) },
   { title: "reward", value: (run) => run.rewards[1] ?? run.rewards[0], show: (run) => change(run.rewards) },
-  { title: "accuracy", value: (run) => run.accuracies[1] ?? run.accuracies[0], show: (run) => `${change(run.accuracies)} ${plusMinus(run.accuracyError)}` },
+  { title: "accuracy", value: (run) => run.accuracies[1] ?? run.accuracies[0], show: accuracy },
   { title: "training time", value: (run) => run.summary.seconds, show: (run) => duration(run.summary.seconds) },
   { title: "last step", value: (run) => run.written, show: (run) => date(run.written) },
 ];
@@ -175,6 +175,12 @@ export class Comparison {
     const point = () => this.emphasise(run);
     return { box, swatch, note, cells, row: h("tr", { onpointerenter: point, onfocusin: point }, first, cells) };
   }
+}
+
+/** Returns a run's accuracies with the interval of the newest. */
+function accuracy(run) {
+  const about = interval(run.accuracyInterval);
+  return `${change(run.accuracies)}${about && ` (${about})`}`;
 }
 
 /** Returns a setting's text as a number if it is one. */

@@ -28,9 +28,10 @@ export class RunData {
   }
 
   /** Takes the accuracy before training, from a live run's state or a summary, as the row of step 0. */
-  takeBefore({ accuracy_before: accuracy, accuracy_before_stderr: error }) {
+  takeBefore({ accuracy_before: accuracy, accuracy_before_low: low, accuracy_before_high: high }) {
     if (accuracy === null || accuracy === undefined) return;
-    this.before = { step: 0, accuracy, ...(error === null || error === undefined ? {} : { accuracy_stderr: error }) };
+    const ends = [low, high].some((end) => end === null || end === undefined) ? {} : { accuracy_low: low, accuracy_high: high };
+    this.before = { step: 0, accuracy, ...ends };
     this.placeBefore();
   }
 
@@ -162,9 +163,12 @@ export class RunData {
     return [this.before?.accuracy ?? null, (this.file ? this.last("accuracy") : null) ?? this.summary.accuracy_after ?? null];
   }
 
-  /** Returns the standard error of the newest accuracy. */
-  get accuracyError() {
-    return (this.file ? this.last("accuracy_stderr") : null) ?? this.summary.accuracy_after_stderr ?? null;
+  /** Returns the ends of the newest accuracy's 95% interval, and the prompts that it is over; null for what is not known. */
+  get accuracyInterval() {
+    const [low, high] = ["low", "high"].map((end) => (this.file ? this.last(`accuracy_${end}`) : null) ?? this.summary[`accuracy_after_${end}`] ?? null);
+    const asked = this.file ? this.last("eval_prompts") : null;
+    const prompts = asked === null ? (this.summary.accuracy_after_prompts ?? null) : asked - (this.last("eval_left_out") ?? 0);
+    return { low, high, prompts };
   }
 
   get status() {

@@ -3,10 +3,17 @@
 // These say where a run took place and what it is called.
 const OWN = new Set(["run_id", "shared_dir", "jobgroup_token", "log_level", "log_format"]);
 const COMMIT_DIGITS = 10;
+// What a run learned, by which reward and method, at which rate and size. Other settings come after these.
+const IMPORTANT = [
+  ...["model_name", "dataset", "dataset_config", "rollout", "environment", "opponent", "agent", "agent_command"],
+  ...["reward_fn", "reward_model", "loss", "advantage", "aggregation", "importance_correction", "kl_coef", "mode"],
+  ...["learning_rate", "lora_rank", "batch_size", "group_size", "updates_per_batch", "replay_groups"],
+  ...["max_new_tokens", "agent_max_tokens", "max_prompt_tokens", "temperature", "num_epochs", "max_steps", "seed"],
+];
 
 /**
- * Returns the settings in which ``runs`` differ, as [{name, values}] with a text by run. A run that does not record a
- * setting does not differ in it. A setting that several components share is listed once.
+ * Returns the settings in which ``runs`` differ, as [{name, values}] with a text by run, the important ones first. A run
+ * that does not record a setting does not differ in it. A setting that several components share is listed once.
  */
 export function differences(runs) {
   const all = new Map(runs.map((run) => [run, settingsOf(run)]));
@@ -21,7 +28,8 @@ export function differences(runs) {
     const title = name === "commit" ? name : name.toUpperCase();
     found.set(key, { setting: name, name: same.length ? `${title} of ${component}` : title, values });
   }
-  return [...found.values()];
+  const place = ({ setting }) => (IMPORTANT.includes(setting) ? IMPORTANT.indexOf(setting) : IMPORTANT.length);
+  return [...found.values()].sort((a, b) => place(a) - place(b));
 }
 
 /** Returns a run's settings and commits as texts, by "component name". */

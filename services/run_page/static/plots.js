@@ -90,7 +90,9 @@ export class Plots {
   place(spec, runs, xs, parent, used) {
     const compares = this.runs.length > 1;
     for (const [source, , spread] of spec.series) {
-      for (const run of runs) for (const name of names(run, source)) used.add(name).add(spread?.(name));
+      for (const run of runs) {
+        for (const name of names(run, source)) for (const metric of [name, `${name}_stderr`, spread?.(name)].flat()) used.add(metric);
+      }
     }
     if (compares && spec.compared) used.add(spec.compared[0][0]);
     if (spec.id === "seconds") used.add("seconds_step");
@@ -120,9 +122,9 @@ export class Plots {
           ? { color: run.color, dash: DASHES[place % DASHES.length] }
           : { color: seriesColor(place), dash: [] };
         const entry = { key: own, label: own, ...look, color: compares ? "var(--muted)" : look.color };
-        const spread = around ? run.column(around(name)) : null;
+        const [spread, ends] = extents(run, around?.(name));
         const full = compares ? `${run.name}${place ? `: ${own}` : ""}` : own;
-        lines.push({ label: full, run: run.name, xs, ys: values, spread, entry, ...look });
+        lines.push({ label: full, run: run.name, xs, ys: values, spread, ends, entry, ...look });
       }
     }
     return lines;
@@ -174,3 +176,9 @@ function columns(run, source) {
   return names(run, source).flatMap((name) => (run.column(name) ? [{ name, ys: run.column(name) }] : []));
 }
 
+/** Returns the columns of a band: [distance, null] for one metric, [null, [low, high]] for two, null for what is missing. */
+function extents(run, metrics) {
+  if (!Array.isArray(metrics)) return [metrics ? run.column(metrics) : null, null];
+  const ends = metrics.map((metric) => run.column(metric));
+  return [null, ends.every(Boolean) ? ends : null];
+}

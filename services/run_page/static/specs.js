@@ -5,12 +5,12 @@ const perSecond = (tokens, seconds) => ({
   make: (a, b) => (a === null || !b ? null : a / b),
 });
 const billions = (name) => ({ needs: [name], make: (value) => (value === null ? null : value / 1e9) });
-const stderr = (metric) => `${metric}_stderr`;
+const ends = (metric) => [`${metric}_low`, `${metric}_high`];
 const without = (start) => (metric) => metric.replace(start, "");
 
 // A series is [metric, label, spread]: the metric is a name, a pattern of names, or computed from others; `spread` returns
-// the name of the metric drawn as a band around it. `spread` of the plot
-// says what the band is. Several runs show `compared` instead; `name` labels metrics found by
+// the names of the metrics that are the ends of a band, or the name of the one that is the distance of both from the
+// series. `spread` of the plot says what the band is. Several runs show `compared` instead; `name` labels metrics found by
 // a pattern. Where a step lacks a metric but has `sparse`, the metric is 0.
 export const PLOTS = [
   {
@@ -24,9 +24,9 @@ export const PLOTS = [
     id: "accuracy",
     title: "Accuracy",
     unit: "share of held-out prompts",
-    spread: "bars: standard error",
+    spread: "bars: 95% interval",
     markers: true,
-    series: [["accuracy", "greedy pass@1", stderr], [/^avg_at_\d+$/, null, stderr], [/^pass_at_\d+$/, null, stderr]],
+    series: [["accuracy", "greedy pass@1", ends], [/^avg_at_\d+$/, null, ends], [/^pass_at_\d+$/, null, ends]],
     name: (metric) => metric.replace("_at_", "@"),
   },
   {

@@ -7,7 +7,7 @@ import { count, duration, number } from "./format.js";
 export function summarise(run, now) {
   const tiles = [
     ["Reward", change(run.rewards), "first to newest 3 steps"],
-    ["Accuracy", change(run.accuracies), [plusMinus(run.accuracyError), "held-out, greedy"].filter(Boolean).join(", ")],
+    ["Accuracy", change(run.accuracies), [interval(run.accuracyInterval), "held-out, greedy"].filter(Boolean).join(", ")],
     ["Step", duration(run.recent("seconds_step", 5)), "mean of the newest 5"],
     ["Generated", `${number(rate(run, "completion_tokens", "seconds_step"))}/s`, "tokens, over whole steps"],
     ["Policy version", count(now?.policy_version ?? run.last("policy_version")), `staleness ${number(run.last("staleness_max"))}`],
@@ -27,9 +27,10 @@ export function change([first, last]) {
   return first === null || last === null ? number(last ?? first) : `${number(first)} → ${number(last)}`;
 }
 
-/** Returns a standard error as text; nothing for one that is not known. */
-export function plusMinus(error) {
-  return error === null ? "" : `± ${number(error, 2)}`;
+/** Returns an accuracy's 95% interval and its number of prompts as text, without what is not known. */
+export function interval({ low, high, prompts }) {
+  const ends = low === null || high === null ? "" : `${number(low)} to ${number(high)}`;
+  return [ends, prompts === null ? "" : `${count(prompts)} prompts`].filter(Boolean).join(", ");
 }
 
 function rate(run, tokens, seconds) {

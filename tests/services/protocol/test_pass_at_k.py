@@ -1,4 +1,4 @@
-"""Right answers, pass@k and standard errors."""
+"""Right answers, pass@k, standard errors and intervals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from services.protocol.groups import RewardResult, RewardStatus
-from services.protocol.pass_at_k import is_correct, standard_error
+from services.protocol.pass_at_k import interval, is_correct, standard_error
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,33 @@ def test_an_answer_is_not_judged_only_where_the_service_failed(reward, status, v
 def test_the_standard_error_of_an_accuracy_is_binomial(right, n):
     p = right / n
     assert standard_error([1.0] * right + [0.0] * (n - right)) == pytest.approx(math.sqrt(p * (1 - p) / n))
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 20), (1, 20), (20, 20), (4, 10), (64, 128), (0, 1)])
+def test_the_ends_of_an_accuracys_interval_are_the_truths_just_compatible_with_it(right, n):
+    low, high = interval([1.0] * right + [0.0] * (n - right))
+    assert 0 <= low <= right / n <= high <= 1
+    assert high - low > 1 / (2 * n), "also at 0 and at 1"
+    for truth in {low, high} - {0.0, 1.0}:
+        # Wilson's equation: the share is 1.96 of the truth's own standard errors away from it.
+        assert abs(right / n - truth) == pytest.approx(1.96 * math.sqrt(truth * (1 - truth) / n), rel=1e-3, abs=1e-9)
+
+
+def test_intervals_hold_the_truth_about_as_often_as_they_say():
+    draw = random.Random(0)
+    for k in (1, 8):  # greedy pass@1, and avg@8
+        held = 0
+        for _ in range(600):
+            difficulties = [draw.betavariate(4, 1) for _ in range(40)]
+            low, high = interval([statistics.fmean(draw.random() < p for _ in range(k)) for p in difficulties])
+            held += low <= 0.8 <= high
+        assert 0.90 <= held / 600 <= 0.985
+
+
+def test_an_interval_of_means_of_samples_is_narrower_than_one_of_single_answers():
+    low, high = interval([0.5, 0.25, 0.75, 0.5] * 10)
+    single_low, single_high = interval([0.0, 1.0] * 20)
+    assert single_low < low < 0.5 < high < single_high
 
 
 def test_the_standard_error_of_avg_at_k_is_its_spread_over_other_prompts():

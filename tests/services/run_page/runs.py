@@ -49,7 +49,8 @@ def metrics(step: int, level: float = 0.4) -> dict[str, Any]:
         "lovely_metric": float(step),
     }
     if step % 20 == 0:
-        record |= {"accuracy": min(1.0, reward), "accuracy_stderr": 0.05}
+        record |= {"accuracy": min(1.0, reward), "accuracy_low": 0.3, "accuracy_high": 0.9}
+        record |= {"eval_prompts": 42.0, "eval_left_out": 2.0}
     return record
 
 
@@ -147,6 +148,11 @@ def write_run(
     )
     if ended:
         summary = {"status": "succeeded", "steps": steps, "seconds": 2.5 * steps, "dataset": "gsm8k", "device": "cpu"}
-        summary |= {"accuracy_before": level, "accuracy_before_stderr": 0.06, "reward_first": 0.1 + 0.2}
+        summary |= {
+            "accuracy_before": level,
+            "accuracy_before_low": 0.25,
+            "accuracy_before_high": 0.55,
+            "reward_first": 0.1 + 0.2,
+        }
         (path / "summary.json").write_bytes(orjson.dumps(summary))
     return path

@@ -6,7 +6,9 @@ import orjson
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from local_runner.settings_classes import READERS
 from services.run_page.directory import find_runs
+from services.run_page.routes import STATIC
 from tests.browser import PHONE, chromium, is_wider_than_window
 from tests.services.run_page.runs import append, metrics, write_run
 from tests.services.run_page.serving import view
@@ -118,6 +120,30 @@ def test_runs_are_told_apart_by_their_settings_or_else_by_their_ids(open_page, t
     expect(notes).to_have_text(["same settings as two/grpo-1", "", "same settings as grpo-2"])
     assert page.locator(".runs thead th").all_inner_texts()[-2:] == ["last step", "SEED"]
     assert [cells(page, name)[-1] for name in names(page)] == ["2", "1", "2"]
+
+
+def test_accuracies_have_their_interval_and_their_prompts(open_page, runs):
+    page = open_page(view(*runs))
+    settled(page)
+    assert re.fullmatch(r"0\.9 → \S+ \(0\.3 to 0\.9, 40 prompts\)", cells(page, "good")[3])
+
+
+def test_important_settings_come_first(open_page, tmp_path):
+    plumbing = {"min_workers": 1, "publish_type": "float32", "batch_size": 4, "loss": "clipped", "learning_rate": 1e-6}
+    first = write_run(tmp_path / "first", 2, model_name="small", reward_fn="math", **plumbing)
+    other = {"min_workers": 2, "publish_type": "bfloat16", "batch_size": 8, "loss": "gspo", "learning_rate": 2e-6}
+    second = write_run(tmp_path / "second", 2, model_name="large", reward_fn="exact_match", **other)
+    page = open_page(view(first, second))
+    titles = page.locator(".runs thead th").all_inner_texts()
+    important = ["MODEL_NAME", "REWARD_FN", "LOSS", "LEARNING_RATE", "BATCH_SIZE"]
+    assert titles[-7:] == [*important, "MIN_WORKERS", "PUBLISH_TYPE"]
+
+
+def test_the_important_settings_are_settings():
+    listed = (STATIC / "differences.js").read_text().partition("const IMPORTANT = ")[2].partition(";")[0]
+    names = re.findall(r'"(\w+)"', listed)
+    assert len(names) > 20
+    assert set(names) <= {name for reader in READERS for name in reader.settings_class().model_fields}
 
 
 def test_of_many_runs_the_newest_are_drawn_at_first(open_page, tmp_path):

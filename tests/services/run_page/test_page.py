@@ -109,7 +109,7 @@ def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
     page = open_page(view(write_run(tmp_path / "run", 40)))
     move_cursor(page, "accuracy", "Home")
     expect(page.locator("#cursor")).to_have_text("step 0, before training")
-    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 0: greedy pass@1 0.4 ± 0.06.")
+    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 0: greedy pass@1 0.4 (0.25 to 0.55).")
     page.get_by_label("Against").select_option("time")
     move_cursor(page, "accuracy", "Home")
     expect(page.locator("#plot-accuracy .spoken")).to_contain_text("0.0s: greedy pass@1 0.4")
@@ -243,7 +243,7 @@ def test_metrics_samples_and_plots_are_saved_as_files(open_page, tmp_path):
     expect(page).to_have_title(re.compile(r"step 40 · "))
     rows = list(csv.DictReader(saved(page, "Save metrics as CSV", "run-metrics.csv").decode().splitlines()))
     assert [row["step"] for row in rows] == [str(step) for step in range(41)]
-    assert (rows[0]["accuracy"], rows[0]["loss"], rows[20]["accuracy_stderr"]) == ("0.4", "", "0.05")
+    assert (rows[0]["accuracy"], rows[0]["loss"], rows[20]["accuracy_low"]) == ("0.4", "", "0.3")
     for plot, name in (("Reward", "reward"), ("Rewards of one step", "rewards-of-step-40")):
         assert saved(page, f"Save {plot} as a picture", f"{name}.png").startswith(b"\x89PNG")
     page.get_by_role("link", name="Samples").click()

@@ -242,7 +242,8 @@ def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_
     # The two samples of a prompt agree here, so that they say no more than one.
     for name in ("accuracy", "avg_at_2", "pass_at_2"):
         assert metrics[f"{name}_stderr"] == pytest.approx(math.sqrt(0.4 * 0.6 / 10))
-    said = "greedy pass@1 of 0.400 on 10 held-out prompts, standard error 0.155"
+        assert (metrics[f"{name}_low"], metrics[f"{name}_high"]) == pytest.approx((0.168, 0.687), abs=5e-4)
+    said = "greedy pass@1 of 0.400 (0.168 to 0.687) on 10 held-out prompts"
     assert describe_accuracy(metrics) == said
 
 

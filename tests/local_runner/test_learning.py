@@ -1,0 +1,96 @@
+"""A run whose rewards give nothing to learn from says so: in its lines, at its end and in its status."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from local_runner import status, summary
+from local_runner.environment import Run
+from local_runner.progress import Step
+from local_runner.spec import TaskSpec
+from local_runner.view import View, describe
+from tests.local_runner.test_environment import run_of
+
+NO_REWARD = "none of 96 completions got a reward; all have 0. Look at the completions"
+NO_SCORE = "no completion could be scored. Look at the completions"
+EQUAL = "within each prompt's group, all rewards are equal (96 completions). Look at the completions"
+
+
+def lines(counts: list[list[tuple[float, int]]], trained: float = 0.0) -> list[bytes]:
+    """Return a run's lines of metrics.jsonl, with the counts of each step's rewards."""
+    records = []
+    for number, of_step in enumerate(counts, 1):
+        record = {"step": number, "trained_tokens": trained, "reward_counts": of_step}
+        total = sum(count for _, count in of_step)
+        if total:
+            record["reward_mean"] = sum(reward * count for reward, count in of_step) / total
+        records.append(json.dumps(record).encode() + b"\n")
+    return records
+
+
+RUNS = [
+    (lines([[(0.0, 32)]] * 3), NO_REWARD),
+    (lines([[]] * 3), NO_SCORE),
+    (lines([[(0.0, 16), (1.0, 16)]] * 3), EQUAL),
+    (lines([[(1.0, 32)]] * 3), EQUAL),
+]
+
+
+def run_in(folder: Path, told: list[bytes]) -> Run:
+    """Return a run in ``folder`` that has written the lines."""
+    run = run_of(TaskSpec("ppo-trainer", ""))
+    run = Run(run.group, run.run_id, folder, run.addresses)
+    run.run_dir.mkdir(parents=True)
+    (run.run_dir / "metrics.jsonl").write_bytes(b"".join(told))
+    return run
+
+
+def shown_end(run: Run) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    summary.show(console, run, None, {"reason": "done", "seconds": 9.0}, {})
+    return console.file.getvalue()
+
+
+def shown_status(run: Run) -> str:
+    console = Console(file=io.StringIO(), width=400)
+    asyncio.run(status.show(console, run.run_dir, None))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(("told", "said"), RUNS)
+def test_the_lines_say_it_once_after_a_few_steps(told, said):
+    console = Console(file=io.StringIO(), width=80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=False) as shown:
+        for line in told[:2]:
+            shown.step(Step.read(line))
+        assert "The model has learned nothing" not in console.file.getvalue()
+        for line in [*told[2:], *told]:
+            shown.step(Step.read(line))
+    assert console.file.getvalue().count(f"The model has learned nothing in 3 steps: {said}") == 1
+
+
+@pytest.mark.parametrize(("told", "said"), [(told[:count], said) for told, said in RUNS for count in (1, 3)])
+def test_the_end_of_the_run_and_its_status_say_it(tmp_path, told, said):
+    run = run_in(tmp_path, told)
+    in_steps = "in 3 steps" if len(told) == 3 else "in the step"
+    expected = f"The model has learned nothing {in_steps}: {said}".replace("96", str(32 * len(told)))
+    for shown in (shown_end(run), shown_status(run)):
+        assert expected in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("told", [[], lines([[(0.0, 32)]] * 3, trained=900.0)])
+def test_a_run_that_changed_its_model_or_has_no_step_is_not_told_so(tmp_path, told):
+    run = run_in(tmp_path, told)
+    assert "learned nothing" not in shown_end(run) + shown_status(run)
+
+
+def test_a_steps_line_says_that_it_taught_nothing():
+    unscored, zero = map(Step.read, lines([[], [(0.0, 8)]]))
+    [trained] = map(Step.read, lines([[(0.0, 8)]], trained=64.0))
+    assert describe(unscored, 0, None) == "step 1  no reward  nothing learned"
+    assert describe(zero, 0, None) == "step 2  reward 0.000  nothing learned"
+    assert describe(trained, 0, None) == "step 1  reward 0.000"

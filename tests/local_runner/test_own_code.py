@@ -1,0 +1,108 @@
+"""Functions and files of the user's own that do not exist are refused before anything starts."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "my_rewards.py": "def close(response): return 0.0\n",
+    "my_methods.py": "def quadratic(tokens): ...\nasync def solve(example): ...\ndef plain(example): ...\n",
+    "my_game.py": """
+from services.environment_server.environments import Conversation
+class Empty(Conversation):
+    pass
+""",
+    "broken.py": "def close(response: return 0.0\n",
+    "unhappy.py": "raise RuntimeError('no such table\\nsecond line')\n",
+    "reads.py": "import os\nos.environ['MY_THRESHOLD']\ndef close(response): return 0.0\n",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A folder with modules, a file of questions, and a job group that declares MY_THRESHOLD for its rewards."""
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "questions.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    document = (ROOT / "jobgroup.yaml").read_text()
+    declared = document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n")
+    (tmp_path / "group.yaml").write_text(declared)
+    return tmp_path
+
+
+def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str]:
+    """Return the exit code and the error of a dry run in ``here``."""
+    options = [option for assignment in env for option in ("--env", assignment)]
+    command = [sys.executable, "-m", "scripts.run_local", job_group, "--small", *options, "--dry-run"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert not (here / "runs").exists()
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            ["DATASET=answers.jsonl"],
+            "data-server: DATASET 'answers.jsonl' is not a file with rows, seen from {here}; give",
+        ),
+        (
+            ["DATASET=questions.jsonl", "DATASET_TEST=more.jsonl"],
+            "data-server: DATASET_TEST 'more.jsonl' is not a file",
+        ),
+        (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' cannot be loaded: ModuleNotFoundError"),
+        (["REWARD_FN=math=1,my_rewards:far=1"], "module 'my_rewards' has no attribute 'far'; correct it or its module"),
+        (["REWARD_FN=broken:close"], "SyntaxError: "),
+        (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
+        (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
+        (["LOSS=unhappy:quadratic"], "cannot be imported: RuntimeError: no such table; give module:function"),
+        (["ADVANTAGE=my_methods:cubic"], "ppo-trainer: ADVANTAGE is 'my_methods:cubic', which cannot be imported"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
+    code, error = told(here, *env)
+    if said is None:
+        assert (code, error) == (0, "")
+        return
+    assert code == 78
+    assert re.fullmatch(r"run_local: .*\n", error), "one line"
+    assert said.format(here=here) in error
+
+
+@pytest.mark.parametrize(
+    ("job_group", "env", "said"),
+    [
+        ("agent", ["ROLLOUT=agent", "AGENT=nowhere:solve"], "ppo-trainer: AGENT is 'nowhere:solve', which cannot be"),
+        ("agent", ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT 'my_methods:plain' is no `async def`"),
+        ("agent", ["ROLLOUT=agent", "AGENT=my_methods:solve"], None),
+        (
+            "environment",
+            ["ENVIRONMENT=nowhere:Game"],
+            "environment-server: ENVIRONMENT is 'nowhere:Game', which cannot",
+        ),
+        (
+            "environment",
+            ["ENVIRONMENT=my_game:Empty"],
+            "ENVIRONMENT is 'my_game:Empty', which cannot be made: TypeError",
+        ),
+        ("environment", ["ENVIRONMENT=recipes.wordle:Wordle"], None),
+    ],
+)
+def test_agents_and_environments_are_looked_for(here, job_group, env, said):
+    code, error = told(here, *env, job_group=str(ROOT / f"jobgroup-{job_group}.yaml"))
+    assert (said or "") in error
+    assert code == (78 if said else 0), error
+
+
+def test_all_that_is_missing_is_named_at_once(here):
+    _, error = told(here, "DATASET=answers.jsonl", "REWARD_FN=nowhere:close", "LOSS=nowhere:quadratic")
+    assert all(name in error for name in ("'answers.jsonl'", "'nowhere:close'", "'nowhere:quadratic'"))
+
+
+def test_what_is_there_passes(here):
+    methods = ("LOSS=my_methods:quadratic", "ADVANTAGE=my_methods:quadratic")
+    assert told(here, "DATASET=questions.jsonl", "REWARD_FN=my_rewards:close=1,math=0.5", *methods) == (0, "")

@@ -1,0 +1,54 @@
+"""The status of a run tells a component that is busy from one that cannot be reached."""
+
+import asyncio
+import io
+import os
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from local_runner import health, status
+from local_runner.directory import write_object
+from tests.services.conftest import free_port
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a run that this process runs."""
+    monkeypatch.setattr(health, "REQUEST_SECONDS", 0.3)
+    for task in ("ppo-trainer", "reward-server"):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        (tmp_path / f"logs/{task}-0.log").write_text("")
+    return tmp_path
+
+
+def shown(run_dir: Path, trainer: int, reward: int) -> dict[str, list[str]]:
+    """Return the words after the name of each component, with the components at ports of this machine."""
+    nodes = {
+        "pid": os.getpid(),
+        "started": psutil.Process().create_time(),
+        "machine": socket.gethostname(),
+        "endpoints": {"ppo-trainer-0:8004": f"127.0.0.1:{trainer}", "reward-server-0:8002": f"127.0.0.1:{reward}"},
+    }
+    write_object(run_dir / "nodes.json", nodes)
+    console = Console(file=io.StringIO(), width=200)
+    asyncio.run(status.show(console, run_dir, None))
+    return {words[0]: words[1:] for line in console.file.getvalue().splitlines() if (words := line.split())}
+
+
+def test_a_trainer_that_listens_and_does_not_answer_is_busy_and_one_that_is_gone_is_silent(running):
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        port = one.getsockname()[1]
+        told = shown(running, port, other.getsockname()[1])
+        assert told["ppo-trainer-0"][:-1] == ["busy", "before", "its", "first", "step"]
+        assert told["reward-server-0"][:-1] == ["busy"]
+        metrics = running / "metrics.jsonl"
+        metrics.write_text('{"step": 4, "reward_mean": 0.5}\n')
+        os.utime(metrics, (time.time() - 7500, time.time() - 7500))
+        told = shown(running, port, free_port())
+        assert told["ppo-trainer-0"][:-1] == ["busy", "for", "2h05m", "since", "step", "4"]
+        assert told["reward-server-0"][:-1] == ["silent"]

@@ -1,0 +1,25 @@
+"""Import the functions of the user's own that AGENT, LOSS and ADVANTAGE name: ``python -m trainer.own_code``."""
+
+from __future__ import annotations
+
+import sys
+
+from services.agents import load_agent
+from services.core.errors import exit_code_of
+from services.core.functions import load_function
+from trainer.config import TrainerSettings
+
+
+def main() -> None:
+    """Import the functions as the trainer does.
+
+    Raises:
+        ConfigurationError: a function cannot be imported.
+    """
+    for variable, name in TrainerSettings.load().own_functions.items():
+        load = load_agent if variable == "AGENT" else load_function
+        load(variable, name)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))
