@@ -162,8 +162,8 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
     parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", _reward(step)]
     if step.loss is not None:
         parts.append(f"loss {step.loss:+.4f}")
-    elif step.trained_tokens == 0:
-        parts.append("nothing learned")
+    elif step.trained_tokens == 0 and step.reward is not None:
+        parts.append("equal rewards")
     if step.seconds:
         parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items()))
     if seconds_left:

@@ -88,9 +88,9 @@ def test_a_run_that_changed_its_model_or_has_no_step_is_not_told_so(tmp_path, to
     assert "learned nothing" not in shown_end(run) + shown_status(run)
 
 
-def test_a_steps_line_says_that_it_taught_nothing():
+def test_a_steps_line_says_when_it_taught_nothing():
     unscored, zero = map(Step.read, lines([[], [(0.0, 8)]]))
     [trained] = map(Step.read, lines([[(0.0, 8)]], trained=64.0))
-    assert describe(unscored, 0, None) == "step 1  no reward  nothing learned"
-    assert describe(zero, 0, None) == "step 2  reward 0.000  nothing learned"
+    assert describe(unscored, 0, None) == "step 1  no reward"
+    assert describe(zero, 0, None) == "step 2  reward 0.000  equal rewards"
     assert describe(trained, 0, None) == "step 1  reward 0.000"

@@ -23,8 +23,10 @@ PLACES = {
     "volume": "the volume of the run directory",
 }
 LENGTHS = ("activations", "logits and backward pass")
-"""Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they are shown and refuse nothing."""
+"""Parts that are smaller for completions shorter than MAX_NEW_TOKENS. On a CPU they warn and refuse nothing."""
 NODE_GPUS = (1, 2, 4, 8)
+LEAST_TOKENS = 1024
+"""The smallest MICRO_BATCH_TOKENS that is proposed."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
     for place in PLACES:
         if not _fits(need, work, limits, place):
             raise ConfigurationError(_refusal(settings, shape, machine, work, place))
+    if need.total("host") > limits.host:
+        tokens = next(_micro_batches_that_fit(settings, shape, machine), LEAST_TOKENS)
+        log.warning("preflight: full micro-batches would not fit into memory", remedy=f"MICRO_BATCH_TOKENS={tokens}")
     return work
 
 
@@ -125,10 +130,8 @@ def _ways_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[tuple[
     open_ = settings.model_copy(update={"activation_checkpointing": "auto", "shard_parameters": "auto"})
     if open_ != settings:
         yield "ACTIVATION_CHECKPOINTING=auto and SHARD_PARAMETERS=auto", open_, machine
-    tokens = settings.micro_batch_tokens // 2
-    while tokens >= 1024:
-        yield f"MICRO_BATCH_TOKENS={tokens}", open_.model_copy(update={"micro_batch_tokens": tokens}), machine
-        tokens //= 2
+    for tokens, smaller in _smaller_micro_batches(open_):
+        yield f"MICRO_BATCH_TOKENS={tokens}", smaller, machine
     for nodes in range(machine.nodes, 33):
         for gpus in NODE_GPUS:
             if gpus >= machine.ranks_per_node:
@@ -136,3 +139,18 @@ def _ways_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[tuple[
                 yield where, open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
     if not settings.lora_rank:
         yield "LORA_RANK=32", open_.model_copy(update={"lora_rank": 32}), machine
+
+
+def _smaller_micro_batches(settings: TrainerSettings) -> Iterator[tuple[int, TrainerSettings]]:
+    """Yield smaller values of MICRO_BATCH_TOKENS, the greatest first, with the settings that have them."""
+    tokens = settings.micro_batch_tokens // 2
+    while tokens >= LEAST_TOKENS:
+        yield tokens, settings.model_copy(update={"micro_batch_tokens": tokens})
+        tokens //= 2
+
+
+def _micro_batches_that_fit(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Iterator[int]:
+    """Yield the values of MICRO_BATCH_TOKENS with which everything fits into a node's memory, the greatest first."""
+    for tokens, smaller in _smaller_micro_batches(settings):
+        if needed(shape, _chosen(smaller, shape, machine)).total("host") <= machine.limits.host:
+            yield tokens
