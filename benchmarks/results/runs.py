@@ -25,10 +25,11 @@ OF_THE_MACHINE = (
     "CUDA_VISIBLE_DEVICES",
     "KEEP_MEMORY",
     "MALLOC_ARENA_MAX",
+    "MICRO_BATCH_TOKENS",
     "MIN_WORKERS",
     "SHARD_PARAMETERS",
 )
-"""Settings that change no number of a result; a line in which only these differ is not made again."""
+"""Settings that change no number of a result but by rounding; a line in which only these differ is not made again."""
 
 
 @dataclass(frozen=True)

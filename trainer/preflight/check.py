@@ -56,8 +56,9 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
         if not _fits(need, work, limits, place):
             raise ConfigurationError(_refusal(settings, shape, machine, work, place))
     if need.total("host") > limits.host:
-        tokens = next(_micro_batches_that_fit(settings, shape, machine), LEAST_TOKENS)
-        log.warning("preflight: full micro-batches would not fit into memory", remedy=f"MICRO_BATCH_TOKENS={tokens}")
+        tokens = next(_micro_batches_that_fit(settings, shape, machine), None)
+        remedy = f"MICRO_BATCH_TOKENS={tokens}" if tokens else "a smaller MAX_NEW_TOKENS, or more memory"
+        log.warning("preflight: full micro-batches would not fit into memory", remedy=remedy)
     return work
 
 

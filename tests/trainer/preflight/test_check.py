@@ -53,6 +53,16 @@ def test_what_the_user_said_is_done() -> None:
     assert (work.has_checkpointing, work.frees_parameters) == (True, True)
 
 
+def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    laptop = Limits(device=0, host=32 * GIB, shm=8 * GIB, volume=100 * GIB)
+    chosen("0.5B", 1, 1, laptop, max_new_tokens=256)
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "would not fit into memory" in line]
+    tokens = int(line.rpartition("MICRO_BATCH_TOKENS=")[2].strip("'"))
+    assert tokens < settings().micro_batch_tokens
+    chosen("0.5B", 1, 1, laptop, max_new_tokens=256, micro_batch_tokens=tokens)
+    assert "would not fit" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("label", "nodes", "gpus", "limits", "given", "message"),
     [
