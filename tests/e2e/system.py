@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,19 @@ class System:
 
     def log(self, node: str) -> str:
         return (self.run_dir / "logs" / f"{node}.log").read_text()
+
+    @contextlib.contextmanager
+    def held(self, node: str) -> Iterator[None]:
+        """Within the context, the processes of ``node`` stand still."""
+        processes = [process for process in self.processes() if process.environ()[MARK].endswith(f"/{node}")]
+        assert processes, f"no process of {node}"
+        for process in processes:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in processes:
+                process.resume()
 
     def processes(self) -> list[psutil.Process]:
         """The processes of this run that are still there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 
 from playwright.sync_api import Page, expect
 
@@ -13,6 +14,7 @@ from tests.e2e.system import System
 from tests.waiting import IDLE_SECONDS, Deadline
 
 PLOT = "#plot-reward"
+HELD = "ppo-trainer-1"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,11 @@ class Watch:
 
 
 def watch(system: System) -> Watch:
-    """Opens the page once the first step is done, and closes it when the page has moved on."""
+    """Opens the page once the first step is done, and closes it when the page has moved on.
+
+    The run is held while the page is looked at, so that it cannot end before all is seen: the second trainer node,
+    without which there is no step, stands still.
+    """
     system.wait_for_step(1)
     nodes = read_nodes(system.run_dir)
     assert nodes is not None
@@ -49,25 +55,28 @@ def watch(system: System) -> Watch:
         desk = chrome.new_page(viewport=DESKTOP)
         phone = chrome.new_page(viewport=PHONE, has_touch=True, is_mobile=True)
         problems = [problems_of(page) for page in (desk, phone)]
-        for page in (desk, phone):
-            page.set_default_timeout(1000 * IDLE_SECONDS)
-            page.goto(url)
-        first = later = look(desk)
-        deadline = Deadline("a page that moves", progress=system.metrics)
-        while later.step == first.step or later.plot == first.plot or later.picture == first.picture:
-            deadline.check()
-            desk.wait_for_timeout(200)
-            later = look(desk)
-        screenshot(desk, system.run_dir.parent / "run-page.png")
-        look(phone)
-        screenshot(phone, system.run_dir.parent / "run-page-phone.png")
-        is_wide = is_wider_than_window(phone)
-        cursor = walk_by_keyboard(desk)
-        desk.locator("#plot-accuracy canvas.top").press("Home")
-        accuracy = desk.locator("#plot-accuracy .spoken").inner_text()
-        desk.get_by_role("link", name="Components").click()
-        expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * IDLE_SECONDS)
-        healthy = desk.locator(".component:has(.pill.good) strong").all_inner_texts()
+        with system.held(HELD):
+            for page in (desk, phone):
+                page.set_default_timeout(1000 * IDLE_SECONDS)
+                page.goto(url)
+            first = later = look(desk)
+        system.wait_for_step(first.step + 1)
+        with system.held(HELD):
+            deadline = Deadline("a page that moves", progress=partial(look, desk))
+            while later.step == first.step or later.plot == first.plot or later.picture == first.picture:
+                deadline.check()
+                desk.wait_for_timeout(200)
+                later = look(desk)
+            screenshot(desk, system.run_dir.parent / "run-page.png")
+            look(phone)
+            screenshot(phone, system.run_dir.parent / "run-page-phone.png")
+            is_wide = is_wider_than_window(phone)
+            cursor = walk_by_keyboard(desk)
+            desk.locator("#plot-accuracy canvas.top").press("Home")
+            accuracy = desk.locator("#plot-accuracy .spoken").inner_text()
+            desk.get_by_role("link", name="Components").click()
+            expect(desk.locator(".component .pill.good")).to_have_count(7, timeout=1000 * IDLE_SECONDS)
+            healthy = desk.locator(".component:has(.pill.good) strong").all_inner_texts()
         return Watch(first, later, set(healthy), cursor, accuracy, is_wide, [one for page in problems for one in page])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import yaml
 
 from benchmarks.scaling.models import CONFIGS
@@ -53,14 +54,16 @@ def test_what_the_user_said_is_done() -> None:
     assert (work.has_checkpointing, work.frees_parameters) == (True, True)
 
 
-def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_with_little_memory_for_long_micro_batches_is_told_what_fits() -> None:
     laptop = Limits(device=0, host=32 * GIB, shm=8 * GIB, volume=100 * GIB)
-    chosen("0.5B", 1, 1, laptop, max_new_tokens=256)
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "would not fit into memory" in line]
-    tokens = int(line.rpartition("MICRO_BATCH_TOKENS=")[2].strip("'"))
-    assert tokens < settings().micro_batch_tokens
-    chosen("0.5B", 1, 1, laptop, max_new_tokens=256, micro_batch_tokens=tokens)
-    assert "would not fit" not in capsys.readouterr().out
+    with structlog.testing.capture_logs() as logged:
+        chosen("0.5B", 1, 1, laptop, max_new_tokens=256)
+    [remedy] = [line["remedy"] for line in logged if line["log_level"] == "warning"]
+    name, tokens = remedy.split("=")
+    assert (name, int(tokens) < settings().micro_batch_tokens) == ("MICRO_BATCH_TOKENS", True)
+    with structlog.testing.capture_logs() as logged:
+        chosen("0.5B", 1, 1, laptop, max_new_tokens=256, micro_batch_tokens=int(tokens))
+    assert not any(line["log_level"] == "warning" for line in logged)
 
 
 @pytest.mark.parametrize(
