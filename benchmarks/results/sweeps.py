@@ -107,8 +107,8 @@ class Sweep:
         counts = [len(values) for values in grid.values()]
         seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         return (
-            f"{text}. A cell has {seeds} of {len(self.choosing)} planned seeds, and differences of cells are not tested, "
-            "so this shows where to look and not which setting is best."
+            f"{text}. A cell has {seeds} of {len(self.choosing)} planned seeds, and differences of cells are not "
+            "tested, so this shows where to look and not which setting is best."
         )
 
     def place_of_follow_up(self, grid: Mapping[str, Sequence[float]]) -> str:
