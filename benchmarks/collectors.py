@@ -213,7 +213,7 @@ class Collectors:
 
 
 def show(sides: Sequence[Collectors]) -> list[Table]:
-    """Return a table of prompts and waits, and a table of what starting and running costs."""
+    """Return tables of prompts and waits, of what starting and running costs, and of requests at the services."""
     prompts = [
         (
             *(side.count, side.total("taken"), side.total("doubled"), side.total("left_out")),
@@ -231,17 +231,27 @@ def show(sides: Sequence[Collectors]) -> list[Table]:
             spread([seconds for one in side.rounds for seconds in one.cpu_seconds], 1),
             f"{1000 * side.median('prompt_seconds'):.0f}",
             spread([megabytes for one in side.rounds for megabytes in one.megabytes], 0),
+        )
+        for side in sides
+    ]
+    rates = [
+        (
+            side.count,
             *(f"{max(one.start_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
             *(f"{statistics.median(one.usual_rates[task] for one in side.rounds):.0f}" for task in SERVICES),
         )
         for side in sides
     ]
     short = [task.value.partition("-")[0] for task in SERVICES]
-    rates = [*(f"{name} at start" for name in short), *(f"{name} later" for name in short)]
-    named = ("collectors", "first step s", "start s", "cpu s", "ms a prompt", "MB", *rates)
+    services = (*(f"{name} at start" for name in short), *(f"{name} later" for name in short))
     return [
         harness.table("prompts of all rounds, and the trainer's waiting", columns, prompts),
-        harness.table("starting; then requests a second at each service", named, costs),
+        harness.table(
+            "a collector's start and cost",
+            ("collectors", "first step s", "start s", "cpu s", "ms a prompt", "MB"),
+            costs,
+        ),
+        harness.table("requests a second at each service", ("collectors", *services), rates),
     ]
 
 

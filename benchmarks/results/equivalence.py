@@ -19,23 +19,47 @@ from benchmarks.results.runs import Result
 
 LEVEL = 0.05
 """The chance of calling two variants equal whose difference is the margin."""
-AREA_MARGIN = 0.02
-"""Margin of the mean reward over all steps."""
-ACCURACY_MARGIN = 0.1
-"""Margin of the accuracy on held-out prompts."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of a run by which variants are compared."""
+
+    name: str
+    of: Callable[[Result], float | None]
+    margin: float
+    digits: int
+    """Digits behind the point in tables."""
+    exact: Callable[[Result], object]
+    """Returns what identical runs have in common to the last digit."""
+
+
+REWARD = Measure("mean reward", lambda result: result.area, 0.02, 3, lambda result: result.rewards)
+"""The mean reward over all steps."""
+ACCURACY = Measure("accuracy", lambda result: result.accuracy, 0.1, 2, lambda result: result.accuracy)
+"""The accuracy on held-out prompts."""
 
 
 class Verdict(StrEnum):
-    """The outcome of a test."""
+    """The outcome of a comparison, in the words of the page."""
 
+    IDENTICAL = "identical"
+    """The same to the last digit in every seed."""
     EQUAL = "equal"
-    DIFFERENT = "different"
+    """The interval contains 0 and lies within the margin."""
+    WITHIN_MARGIN = "equal, within the margin"
+    """The interval lies within the margin and excludes 0."""
+    HIGHER = "higher"
+    """The interval lies above 0 and is not within the margin."""
+    LOWER = "lower"
+    """The interval lies below 0 and is not within the margin."""
     OPEN = "open"
+    """The interval contains 0 and is not within the margin."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The mean difference of two variants over the seeds that both have."""
+    """The mean difference of two variants over the seeds that both have on one processor."""
 
     seeds: int
     mean: float
@@ -43,36 +67,42 @@ class Comparison:
     """Lower end of the 90% confidence interval."""
     high: float
     margin: float
+    is_identical: bool = False
+    """True if both have the same numbers to the last digit in every seed."""
 
     @property
     def verdict(self) -> Verdict:
-        """``EQUAL`` if the interval is within the margin, ``DIFFERENT`` if it is all beyond it, else ``OPEN``."""
+        """The outcome, by where the interval lies."""
+        if self.is_identical:
+            return Verdict.IDENTICAL
+        excludes_zero = self.low > 0 or self.high < 0
         if -self.margin < self.low and self.high < self.margin:
-            return Verdict.EQUAL
-        return Verdict.DIFFERENT if self.low > self.margin or self.high < -self.margin else Verdict.OPEN
-
-    @property
-    def is_signed(self) -> bool:
-        """True if the interval excludes 0, so that the sign of the difference is known."""
-        return self.low > 0 or self.high < 0
+            return Verdict.WITHIN_MARGIN if excludes_zero else Verdict.EQUAL
+        if not excludes_zero:
+            return Verdict.OPEN
+        return Verdict.HIGHER if self.mean > 0 else Verdict.LOWER
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
 
 
-def compare(
-    own: Sequence[Result], base: Sequence[Result], number: Callable[[Result], float | None], margin: float
-) -> Comparison | None:
-    """Return how a number of ``own`` differs from that of ``base``; None with fewer than two common seeds."""
-    others = {result.seed: number(result) for result in base}
-    pairs = [(number(result), others.get(result.seed)) for result in own]
-    differences = [a - b for a, b in pairs if a is not None and b is not None]
+def compare(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> Comparison | None:
+    """Return how a measure of ``own`` differs from that of ``base``; None with fewer than two common seeds.
+
+    Only runs with the same seed on the same processor are a pair, because processors round sums differently.
+    """
+    others = {(result.seed, result.processor): result for result in base}
+    found = [(result, others.get((result.seed, result.processor))) for result in own]
+    pairs = [(result, other) for result, other in found if other is not None]
+    numbers = [(measure.of(result), measure.of(other)) for result, other in pairs]
+    differences = [a - b for a, b in numbers if a is not None and b is not None]
     count = len(differences)
     if count < 2:
         return None
     mean = statistics.fmean(differences)
     half = t_quantile(1 - LEVEL, count - 1) * statistics.stdev(differences) / math.sqrt(count)
-    return Comparison(count, mean, mean - half, mean + half, margin)
+    is_identical = all(measure.exact(result) == measure.exact(other) for result, other in pairs)
+    return Comparison(count, mean, mean - half, mean + half, measure.margin, is_identical)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

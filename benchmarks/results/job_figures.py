@@ -8,11 +8,11 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.common.harness import spread
 from benchmarks.common.job import JOB_GROUP, Job
 from benchmarks.results import job_runs
 from benchmarks.results.runs import Result, Results, Run
-from benchmarks.results.tables import table
+from benchmarks.results.tables import commonest_processor, names, spread, table
+from services.protocol.pass_at_k import interval
 
 Figures = dict[str, float]
 
@@ -65,13 +65,13 @@ def first_and_last(job: Job, columns: Sequence[str]) -> Figures:
 
 
 def before_and_after(results: Results, figure: str) -> str:
-    """Return a figure's medians before and after as a table's cell; "" without values."""
+    """Return a figure's means before and after as a table's cell; "" without values."""
     before, after = ([r.figures[figure + end] for r in results if figure + end in r.figures] for end in (BEFORE, AFTER))
     return f"{spread(before)} to {spread(after)}" if before and after else ""
 
 
 def after(results: Results, figure: str) -> str:
-    """Return the median of a figure that is measured after training only; "" without values."""
+    """Return the mean of a figure that is measured after training only; "" without values."""
     return spread([result.figures[figure + AFTER] for result in results if figure + AFTER in result.figures])
 
 
@@ -80,36 +80,63 @@ def task_table(results: Results, texts: Mapping[str, str]) -> str:
 
     ``texts`` describes the tasks, in the order of the rows; a task without results has a row that says so.
     """
+    processor = commonest_processor(results)
     rows = []
     for task, text in texts.items():
         own = [result for result in results if result.task == task]
-        greedy = [result for result in own if result.accuracy is not None and f"accuracy{BEFORE}" in result.figures]
+        before, after = accuracies(own)
         rows.append(
             (
                 f"{task}: {text}",
                 len(own),
-                f"{spread([r.rewards[0] for r in own])} to {spread([r.final for r in own])}" if own else "not run",
-                f"{spread([r.figures[f'accuracy{BEFORE}'] for r in greedy])} to "
-                f"{spread([r.accuracy for r in greedy if r.accuracy is not None])}"
-                if greedy
-                else "",
-                greedy[0].prompts if greedy else "",
-                spread([r.accuracy_error for r in greedy if r.accuracy_error is not None]),
-                spread([r.processor_seconds / 60 for r in own], 0),
+                spread([run.rewards[0] for run in own]) if own else "not run",
+                spread([run.final for run in own]),
+                spread(before),
+                spread(after),
+                own[0].prompts if after else "",
+                spread([run.processor_seconds / 60 for run in own if run.processor == processor], 0),
             )
         )
-    columns = ("task", "seeds", "reward, first to last", "held-out accuracy", "n", "its error", "CPU minutes")
-    return table(columns, rows)
+    columns = (
+        *("task", "seeds", "reward, first step", "reward, last three steps"),
+        *("accuracy before", "accuracy after", "n", "CPU minutes"),
+    )
+    return f"{table(columns, rows)}\n\nCPU minutes are those of the runs on {processor}."
+
+
+def accuracies(results: Results) -> tuple[list[float], list[float]]:
+    """Return the accuracies before and after training of the runs that have both."""
+    name = f"accuracy{BEFORE}"
+    both = [(run.figures[name], run.accuracy) for run in results if name in run.figures and run.accuracy is not None]
+    return [before for before, _ in both], [after for _, after in both]
 
 
 def sentences(results: Results, link: str) -> list[str]:
-    """Return a sentence for the summary: each task's accuracy before and after, medians over its seeds."""
-    parts = []
+    """Return a sentence for the summary: each task's mean accuracy before and after, by whether it has risen.
+
+    It has risen if Wilson's 95% intervals of one seed's answers before and after do not overlap.
+    """
+    risen: dict[bool, list[str]] = {}
     for task in dict.fromkeys(result.task for result in results):
-        own = [result for result in results if result.task == task and result.accuracy is not None]
-        before = [result.figures[f"accuracy{BEFORE}"] for result in own if f"accuracy{BEFORE}" in result.figures]
-        after = [result.accuracy for result in own if result.accuracy is not None]
-        if before and after:
+        own = [result for result in results if result.task == task]
+        before, after = accuracies(own)
+        if before:
+            first, last = statistics.fmean(before), statistics.fmean(after)
             seeds = f"{len(after)} seed{'s' if len(after) > 1 else ''}"
-            parts.append(f"{task} {statistics.median(before):.2f} to {statistics.median(after):.2f} ({seeds})")
-    return [f"{link}, held-out accuracy before and after training: {'; '.join(parts)}."] if parts else []
+            has_risen = wilson(last, own[0].prompts)[0] > wilson(first, own[0].prompts)[1]
+            risen.setdefault(has_risen, []).append(f"{task} {first:.2f} to {last:.2f} ({seeds})")
+    if not risen:
+        return []
+    count = sum(map(len, risen.values()))
+    parts = [f"{len(risen[True])} of {count} learned: {names(risen[True])}"] if True in risen else []
+    if False in risen:
+        parts.append(
+            f"{len(risen[False])} of {count} not learned by so small a model in these steps: {names(risen[False])}"
+        )
+    return [f"{link}, held-out accuracy before and after training. {'. '.join(parts)}."]
+
+
+def wilson(accuracy: float, prompts: int) -> tuple[float, float]:
+    """Return the ends of the 95% interval of an accuracy over so many prompts with one answer each."""
+    right = round(accuracy * prompts)
+    return interval([1.0] * right + [0.0] * (prompts - right))

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks.common.harness import ROOT
-from benchmarks.results.equivalence import ACCURACY_MARGIN, AREA_MARGIN
+from benchmarks.results.equivalence import ACCURACY, REWARD
 from benchmarks.results.runs import Part, Results
-from benchmarks.results.tables import paragraph
+from benchmarks.results.tables import names, paragraph
 
 PAGE = ROOT / "docs/results.md"
+COMMAND = ".venv/bin/python -m benchmarks.results --only"
 
 NAMES = (
     "equal_ways",
@@ -35,12 +36,24 @@ page anew; `.venv/bin/python -m benchmarks.results --only PART` makes one part's
 the runs that are missing. Every run is a line of `docs/results/<part>.jsonl`: its settings, its seed, the mean reward
 and the generated tokens of each step, the accuracy on held-out prompts, its processor time.
 
-Numbers are medians over seeds with the least and the most. Variants are compared seed by seed: a seed fixes the
-prompts and their order, so that the difference of two runs with one seed has less noise than either. "Equal" is the
-outcome of a test of equivalence (two one-sided t-tests at the 5% level): the 90% confidence interval of the mean
-difference lies within a margin, {area} for the mean reward of a run and {accuracy} for the accuracy, both stated
-before the runs were made. "Different" means that the whole interval lies beyond the margin, "open" that these seeds
-cannot tell. A row that shares fewer than two seeds with the base has no test, and says "needs two seeds"."""
+A number is the mean over seeds, behind it in brackets the least and the most; a single seed has no brackets. Lines of
+plots are means, too. Variants are compared seed by seed: a seed fixes the prompts and their order, so that the
+difference of two runs with one seed has less noise than either. The columns "less BASE" have the mean difference from
+the base with its 90% confidence interval (Student's t). Only runs of one seed on one processor are a pair, so that
+every pair was measured on one kind of machine. CPU seconds of different processors cannot be compared, so a table has
+those of a single processor, which it names.
+
+Tables and summary use the same verdicts. The margins, {reward} for the mean reward of a run and {accuracy} for the
+accuracy, were stated before the runs were made.
+
+- identical: the same to the last digit in every seed, for rewards at every step.
+- equal: the interval lies within the margin and contains 0 (a test of equivalence, two one-sided t-tests at 5%).
+- equal, within the margin: the interval lies within the margin and excludes 0, so there is a difference, a small one.
+- higher, lower: the interval lies on one side of 0 and not within the margin.
+- open: the interval contains 0 and reaches beyond the margin, so these seeds cannot tell.
+- needs two seeds: fewer than two pairs.
+
+Where two variants do not differ, one interval in ten excludes 0 by chance, and this page has dozens of intervals."""
 
 
 def load_parts(names: Sequence[str] = NAMES) -> list[Part]:
@@ -52,32 +65,39 @@ def page(parts: Sequence[Part]) -> str:
     """Return the text of the page and write its plots."""
     made = [(part, part.results()) for part in parts]
     sentences = [f"- {sentence}" for part, results in made if results for sentence in part.summary(results)]
-    sections = [section(part, results) for part, results in made]
-    text = INTRODUCTION.format(area=f"{AREA_MARGIN:g}", accuracy=f"{ACCURACY_MARGIN:g}")
-    introduction = [paragraph(one) for one in text.split("\n\n")]
-    return "\n\n".join([*introduction, "## Summary", "\n".join(sentences), *sections]) + "\n"
+    sections = [section(part, results) for part, results in made if results]
+    missing = [part for part, results in made if not results]
+    text = INTRODUCTION.format(reward=f"{REWARD.margin:g}", accuracy=f"{ACCURACY.margin:g}")
+    introduction = [one if one.startswith("- ") else paragraph(one) for one in text.split("\n\n")]
+    return "\n\n".join([*introduction, "## Summary", "\n".join(sentences), *sections, *not_run(missing)]) + "\n"
 
 
 def section(part: Part, results: Results) -> str:
     """Return a part's heading, how to repeat it, and its text."""
-    command = f"`.venv/bin/python -m benchmarks.results --only {part.name}`"
-    if not results:
-        return f"## {part.title}\n\nNo runs are kept here; {command} makes them."
-    return f"## {part.title}\n\n{provenance(part, results, command)}\n\n{part.show(results)}"
+    return f"## {part.title}\n\n{provenance(part, results, f'`{COMMAND} {part.name}`')}\n\n{part.show(results)}"
+
+
+def not_run(parts: Sequence[Part]) -> list[str]:
+    """Return a section with the command that makes the runs of parts without any; none without such parts."""
+    if not parts:
+        return []
+    titles, command = names(part.title for part in parts), f"`{COMMAND} {' '.join(part.name for part in parts)}`"
+    return [f"## Not run here\n\n{paragraph(f'{command} makes the runs of {titles}.')}"]
 
 
 def provenance(part: Part, results: Results, command: str) -> str:
-    """Return a paragraph with command, runs, seeds, steps, processor time and processors of a part."""
+    """Return a paragraph with command, runs, seeds, steps, and processor time by processor, of a part."""
     seeds = ", ".join(map(str, sorted({result.seed for result in results}))) + _lacking_seeds(results)
     steps = sorted({len(result.rewards) for result in results})
-    minutes = sum(result.processor_seconds for result in results) / 60
-    processors = sorted({result.processor for result in results})
     runs = len(results)
     of = "" if runs == len(part.runs) else f" of {len(part.runs)} (the command makes the others)"
-    each = statistics.median(result.processor_seconds for result in results)
+    costs = []
+    for processor in sorted({result.processor for result in results}):
+        seconds = [result.processor_seconds for result in results if result.processor == processor]
+        each = f"{sum(seconds) / 60:.0f} CPU minutes, {statistics.fmean(seconds):.0f} CPU seconds a run"
+        costs.append(f"{len(seconds)} on {processor} ({each})")
     return paragraph(
-        f"{command}: {runs} runs{of}, seeds: {seeds}; {' or '.join(map(str, steps))} steps; "
-        f"{minutes:.0f} processor minutes in all, {each:.0f} seconds a run; {'; '.join(processors)}. "
+        f"{command}: {runs} runs{of}, seeds: {seeds}; {' or '.join(map(str, steps))} steps; {' and '.join(costs)}. "
         f"Data: [`{part.file.name}`](results/{part.file.name})."
     )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def curves(name: str, results: Results, task: str, title: str) -> str:
     """Draw a task's rewards by step and by generated tokens to KEPT/NAME.svg, and return a Markdown image of it.
 
-    A line is the median over a variant's seeds, its band reaches from the least to the most. Seeds that have fewer
+    A line is the mean over a variant's seeds, its band reaches from the least to the most. Seeds that have fewer
     steps than others, which are runs that ended early, shorten the line.
     """
     figure = _figure(name, (10, 4))
@@ -27,9 +27,9 @@ def curves(name: str, results: Results, task: str, title: str) -> str:
     for own in variants.values():
         count = min(len(result.rewards) for result in own)
         rewards = np.array([result.rewards[:count] for result in own])
-        tokens = np.median([np.cumsum(result.tokens[:count]) for result in own], axis=0)
+        tokens = np.mean([np.cumsum(result.tokens[:count]) for result in own], axis=0)
         for axes, places in ((by_step, np.arange(1, count + 1)), (by_token, tokens)):
-            [line] = axes.plot(places, np.median(rewards, axis=0), linewidth=1.2)
+            [line] = axes.plot(places, rewards.mean(axis=0), linewidth=1.2)
             axes.fill_between(places, rewards.min(0), rewards.max(0), alpha=0.1, color=line.get_color(), linewidth=0)
     by_step.set(xlabel="step", ylabel="mean reward of completions", title=title)
     by_token.set(xlabel="generated tokens")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.results import in_process
 from benchmarks.results.plots import HeatMap, heat_maps
 from benchmarks.results.runs import Part, Results, Run, Settings
-from benchmarks.results.tables import accuracy_note, comparison, paragraph, ranking, table
+from benchmarks.results.tables import accuracy_note, comparison, names, paragraph, ranking, table
 from benchmarks.results.tasks import seeded
 
 SWEEP, REPORT, BASE = "sweep", "report", "defaults"
@@ -26,38 +27,38 @@ class Sweep:
     """The values of each hyperparameter, with their settings beside the task's."""
     choosing: Sequence[int]
     """Seeds of the grid."""
-    choices: Mapping[str, Settings]
-    """Settings that the grid suggests, judged beside those of the task."""
+    follow_up: str
+    """A learning rate set by hand, not chosen by the grid, to be compared with the task's own."""
     reporting: Sequence[int]
-    """Seeds of these runs, which are none of the grid's."""
+    """Seeds of this comparison, which are none of the grid's."""
 
     def cell(self, rate: str, panel: str, value: str) -> str:
         """Return the variant of a cell; a cell with the task's own settings is the same in all panels."""
         return f"{rate}, {panel} {value}" if self.panels[panel][value] else rate
 
     def runs(self) -> list[Run]:
-        """Return the runs of the grid and of the choices, each seed by seed."""
+        """Return the runs of the grid and of the follow-up, each seed by seed."""
         cells = {
             self.cell(rate, panel, value): settings | {"LEARNING_RATE": rate}
             for rate in self.rates
             for panel, values in self.panels.items()
             for value, settings in values.items()
         }
-        choices = {BASE: {}, **self.choices}
+        follow_up = {BASE: {}, f"learning rate {self.follow_up}": {"LEARNING_RATE": self.follow_up}}
         found = [(SWEEP, seed, name, settings) for seed in self.choosing for name, settings in cells.items()]
-        found += [(REPORT, seed, name, settings) for seed in self.reporting for name, settings in choices.items()]
+        found += [(REPORT, seed, name, settings) for seed in self.reporting for name, settings in follow_up.items()]
         return [
             Run(task, name, seed, seeded(self.task | settings, seed), in_process.train)
             for task, seed, name, settings in found
         ]
 
-    def accuracies(self, results: Results) -> dict[str, float]:
-        """Return the median accuracy over the choosing seeds of each cell that has been run."""
+    def grid(self, results: Results) -> dict[str, list[float]]:
+        """Return the accuracies of each cell that has been run, one a seed."""
         found: dict[str, list[float]] = {}
         for result in results:
             if result.task == SWEEP and result.accuracy is not None:
                 found.setdefault(result.variant, []).append(result.accuracy)
-        return {name: statistics.median(values) for name, values in found.items()}
+        return found
 
     def best(self, accuracy: Mapping[str, float], panel: str, value: str) -> str:
         """Return the learning rate with the highest accuracy for a value of a hyperparameter."""
@@ -75,52 +76,92 @@ class Sweep:
             for panel, values in self.panels.items()
         ]
 
+    def pairs(self) -> list[tuple[str, str]]:
+        """Return each hyperparameter with each of its values."""
+        return [(panel, value) for panel, values in self.panels.items() for value in values]
+
     def best_rates(self, accuracy: Mapping[str, float]) -> str:
         """Return a table of each value's best learning rate, with the accuracy there and at the task's own rate."""
         own = self.task["LEARNING_RATE"]
         rows = []
-        for panel, values in self.panels.items():
-            for value in values:
-                rate = self.best(accuracy, panel, value)
-                numbers = [accuracy.get(self.cell(r, panel, value), math.nan) for r in (rate, own)]
-                rows.append((f"{panel} {value}", rate, *(f"{number:.2f}" for number in numbers)))
+        for panel, value in self.pairs():
+            rate = self.best(accuracy, panel, value)
+            numbers = [accuracy.get(self.cell(r, panel, value), math.nan) for r in (rate, own)]
+            rows.append((f"{panel} {value}", rate, *(f"{number:.2f}" for number in numbers)))
         return table(("", "best learning rate", "accuracy there", f"accuracy at {own}"), rows)
+
+    def conclusion(self, grid: Mapping[str, Sequence[float]]) -> str:
+        """Return what the grid says about the learning rate, and how little with its seeds and at its edge."""
+        accuracy, last = means(grid), self.rates[-1]
+        # The task's own settings are a value in several panels.
+        at_last = {self.cell(last, *pair): pair for pair in self.pairs()}
+        best = Counter(self.best(accuracy, *pair) for pair in at_last.values())
+        counted = names(f"{rate} in {best[rate]}" for rate in self.rates if rate in best)
+        text = f"of {best.total()} combinations of the other hyperparameters, the highest accuracy is at {counted}"
+        edges = [rate for rate in (self.rates[0], last) if rate in best]
+        if edges:
+            text += f"; {names(edges)} is at the edge of the grid, so the best rate may lie beyond it"
+        found = [accuracy[cell] for cell in at_last if cell in accuracy]
+        if found:
+            text += f". At {last} the accuracies go from {min(found):.2f} to {max(found):.2f}"
+        counts = [len(values) for values in grid.values()]
+        seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        return (
+            f"{text}. A cell has {seeds} of {len(self.choosing)} planned seeds, and differences of cells are not "
+            "tested, so this shows where to look and not which setting is best."
+        )
+
+    def place_of_follow_up(self, grid: Mapping[str, Sequence[float]]) -> str:
+        """Return a clause about the place of the follow-up's rate in the grid."""
+        if self.follow_up in (self.rates[0], self.rates[-1]):
+            return "it lies at an edge of the grid"
+        accuracy = means(grid)
+        inner = [rate for rate in self.rates[1:-1] if rate in accuracy]
+        if inner and max(inner, key=lambda rate: accuracy[rate]) == self.follow_up:
+            return "of the grid's rates between its edges, it has the highest accuracy"
+        return "it lies between the edges of the grid"
+
+
+def means(grid: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean accuracy of each cell."""
+    return {cell: statistics.fmean(values) for cell, values in grid.items()}
 
 
 def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
     """Return the part of a sweep; ``text`` says which task it is of."""
     general = """
     At each learning rate one other hyperparameter is changed at a time. Every cell generates as many completions, and
-    its number is the median accuracy on held-out prompts, sampled at temperature 1 whatever the temperature of
+    its number is the mean accuracy on held-out prompts, sampled at temperature 1 whatever the temperature of
     training. The clip is varied with four updates a batch, since it is never reached with one.
     """
 
     def show(results: Results) -> str:
-        accuracy = sweep.accuracies(results)
-        report = [result for result in results if result.task == REPORT]
+        grid, report = sweep.grid(results), [result for result in results if result.task == REPORT]
         parts = [paragraph(text + general)]
-        if accuracy:
+        if grid:
+            accuracy = means(grid)
             parts.append(heat_maps(name, "accuracy by learning rate (rows)", sweep.maps(accuracy)))
             parts.append(sweep.best_rates(accuracy))
+            conclusion = sweep.conclusion(grid)
+            parts.append(paragraph(conclusion[0].upper() + conclusion[1:]))
         if report:
-            parts.append("The grid's seeds are not used again; these runs have seeds of their own:")
+            place = sweep.place_of_follow_up(grid)
+            follow_up = f"""
+            Beside the task's own settings, on seeds that are not the grid's: a learning rate of {sweep.follow_up}. The
+            grid did not choose this rate. It is a guess; {place}.
+            """
+            parts.append(paragraph(follow_up))
             parts += [comparison(report, REPORT, BASE), accuracy_note(report)]
         return "\n\n".join(parts)
 
     def summary(results: Results) -> list[str]:
-        accuracy, order = sweep.accuracies(results), ranking(results, REPORT, BASE)
+        grid, order = sweep.grid(results), ranking(results, REPORT, BASE)
         sentences = []
-        if accuracy:
-            highest = max(accuracy, key=lambda cell: accuracy[cell])
-            pairs = [(panel, value) for panel, values in sweep.panels.items() for value in values]
-            rates = sorted({sweep.best(accuracy, *pair) for pair in pairs}, key=float)
+        if grid:
             anchor = title.lower().replace("'", "").replace(" ", "-")
-            sentences.append(
-                f"[{title}](#{anchor}): the highest accuracy is that of {highest} ({accuracy[highest]:.2f}); the best "
-                f"learning rate for each other value is {' or '.join(rates)}."
-            )
+            sentences.append(f"[{title}](#{anchor}): {sweep.conclusion(grid)}")
         if order:
-            sentences.append(f"On seeds that chose nothing, beside the task's own settings by mean reward: {order}.")
+            sentences.append(f"{title}, on other seeds beside the task's own settings. {order}")
         return sentences
 
     return Part(name, title, sweep.runs(), show, summary)

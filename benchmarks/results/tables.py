@@ -1,17 +1,17 @@
-"""Markdown of results: tables of variants with medians, spreads and tests of equivalence."""
+"""Markdown of results: tables of variants with means, spreads and tests of equivalence."""
 
 from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from benchmarks.common.harness import spread
-from benchmarks.results.equivalence import ACCURACY_MARGIN, AREA_MARGIN, Verdict, compare
+from benchmarks.results.equivalence import ACCURACY, REWARD, Measure, Verdict, compare
 from benchmarks.results.runs import Result, Results, by_variant
 
 NEEDS_SEEDS = "needs two seeds"
-"""The cell of a difference of variants that do not have two seeds in common."""
+"""The verdict on variants that do not have two seeds in common on one processor."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -25,79 +25,69 @@ def paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 126, break_long_words=False, break_on_hyphens=False)
 
 
-def comparison(results: Results, task: str, base: str) -> str:
-    """Return a table of a task's variants, each with its differences from the variant ``base``.
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Return the mean, and the least and the most of several values, as text; "" without values."""
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else mean
 
-    A number is the median over the seeds with the least and the most. A difference is the mean over seeds with its 90%
-    confidence interval and the verdict of the test of equivalence; without two seeds in common there is none.
+
+def comparison(results: Results, task: str, base: str) -> str:
+    """Return a table of a task's variants, each with its differences from the variant ``base``, and a note on CPU time.
+
+    A number is the mean over the seeds with the least and the most. A difference is the mean over the pairs with its
+    90% confidence interval; without two pairs there is none.
     """
     variants = by_variant(results, task)
+    measures = [
+        one for one in (REWARD, ACCURACY) if any(one.of(run) is not None for own in variants.values() for run in own)
+    ]
+    processor = commonest_processor([run for own in variants.values() for run in own])
     rows = []
     for name, own in variants.items():
         others = variants.get(base, []) if name != base else []
-        rows.append(
-            (
-                name,
-                len(own),
-                spread([result.area for result in own], 3),
-                _cell(own, others, lambda result: result.area, AREA_MARGIN),
-                spread([result.accuracy for result in own if result.accuracy is not None], 2),
-                _cell(own, others, lambda result: result.accuracy, ACCURACY_MARGIN),
-                f"{statistics.median(sum(result.tokens) for result in own):,.0f}",
-                f"{statistics.median(result.processor_seconds for result in own):.0f}",
-            )
-        )
-    return table(
-        ("", "seeds", "mean reward", f"less {base}", "accuracy", f"less {base}", "tokens", "CPU s"),
-        rows,
-    )
+        timed = [run.processor_seconds for run in own if run.processor == processor]
+        cells: list[str] = []
+        for measure in measures:
+            values = [value for run in own if (value := measure.of(run)) is not None]
+            cells += [spread(values, measure.digits), *_difference(own, others, measure)]
+        tokens = f"{statistics.fmean(sum(run.tokens) for run in own):,.0f}"
+        rows.append((name, len(own), *cells, tokens, f"{statistics.fmean(timed):.0f}" if timed else ""))
+    compared = [column for measure in measures for column in (measure.name, f"less {base}", "verdict")]
+    shown = table(("", "seeds", *compared, "tokens", "CPU s"), rows)
+    return f"{shown}\n\nCPU seconds are means of the runs on {processor}."
 
 
-def identical(results: Results, task: str, base: str) -> list[str]:
-    """Return the variants whose rewards are those of ``base``, digit by digit, in every seed."""
-    variants = by_variant(results, task)
-    rewards = {result.seed: result.rewards for result in variants.get(base, [])}
-    others = {name: own for name, own in variants.items() if name != base}
-    return [name for name, own in others.items() if all(result.rewards == rewards.get(result.seed) for result in own)]
+def commonest_processor(results: Sequence[Result]) -> str:
+    """Return the processor that made most of the runs; seconds of different processors cannot be compared."""
+    return Counter(result.processor for result in results).most_common(1)[0][0]
 
 
 def ranking(results: Results, task: str, base: str) -> str:
-    """Return how the variants of a task compare with ``base``, as the end of a sentence.
-
-    It has their mean rewards, and the accuracies whose difference from that of ``base`` has a known sign.
-    """
+    """Return the verdicts on a task's variants beside ``base``, by mean reward and by accuracy, as sentences."""
     variants = by_variant(results, task)
-    found: dict[str, list[str]] = {}
-    by_accuracy: dict[str, list[str]] = {}
-    for name, own in variants.items():
-        compared = compare(own, variants.get(base, []), lambda result: result.area, AREA_MARGIN)
-        if compared is None or name == base:
-            continue
-        if name in identical(results, task, base):
-            found.setdefault("the same to the last digit", []).append(name)
-        elif compared.is_signed:
-            found.setdefault("higher" if compared.mean > 0 else "lower", []).append(f"{name} ({compared.mean:+.3f})")
-        else:
-            outcome = f"equal within {AREA_MARGIN:g}" if compared.verdict is Verdict.EQUAL else "not told apart"
-            found.setdefault(outcome, []).append(name)
-        accuracies = compare(own, variants[base], lambda result: result.accuracy, ACCURACY_MARGIN)
-        if accuracies is not None and accuracies.is_signed:
-            outcome = f"accuracy {'higher' if accuracies.mean > 0 else 'lower'}"
-            by_accuracy.setdefault(outcome, []).append(f"{name} ({accuracies.mean:+.2f})")
-    found |= by_accuracy
-    parts = [f"{outcome}: {names(found[outcome])}" for outcome in found]
-    return "; ".join(parts)
+    sentences = []
+    for measure in (REWARD, ACCURACY):
+        found: dict[Verdict, list[str]] = {}
+        for name, own in variants.items():
+            compared = compare(own, variants.get(base, []), measure) if name != base else None
+            if compared is not None:
+                figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
+                found.setdefault(compared.verdict, []).append(f"`{name}`{figure}")
+        if found:
+            parts = [f"{verdict}: {names(found[verdict])}" for verdict in Verdict if verdict in found]
+            sentences.append(f"{measure.name.capitalize()}: {'; '.join(parts)}.")
+    return " ".join(sentences)
 
 
-def _cell(
-    own: Sequence[Result], base: Sequence[Result], number: Callable[[Result], float | None], margin: float
-) -> str:
-    """Return the difference of ``own`` from ``base`` with its verdict; empty without numbers to compare."""
-    compared = compare(own, base, number, margin)
+def _difference(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> tuple[str, str]:
+    """Return the difference of ``own`` from ``base`` and its verdict; empty without numbers to compare."""
+    compared = compare(own, base, measure)
     if compared is not None:
-        return f"{compared}: {compared.verdict}"
-    has_numbers = all(any(number(result) is not None for result in results) for results in (own, base))
-    return NEEDS_SEEDS if has_numbers else ""
+        return "" if compared.is_identical else str(compared), str(compared.verdict)
+    has_numbers = all(any(measure.of(result) is not None for result in results) for results in (own, base))
+    return "", NEEDS_SEEDS if has_numbers else ""
 
 
 def names(variants: Iterable[str]) -> str:

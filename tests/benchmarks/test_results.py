@@ -11,8 +11,9 @@ import orjson
 import pytest
 
 from benchmarks.results import in_process, job_runs, pages, plots, runs
-from benchmarks.results.equivalence import Comparison, Verdict, compare, t_quantile
+from benchmarks.results.equivalence import ACCURACY, REWARD, Comparison, Verdict, compare, t_quantile
 from benchmarks.results.runs import Part, Result, Run, result_of
+from benchmarks.results.sweeps import Sweep
 from benchmarks.results.tables import comparison, paragraph, ranking
 from benchmarks.results.tasks import TINY, seeded, with_model
 from services.embedded_engine.settings import EngineSettings
@@ -72,41 +73,65 @@ def test_quantiles_of_students_t() -> None:
 def test_equivalence_is_shown_by_the_whole_interval_and_differences_are_taken_seed_by_seed() -> None:
     base = [result("base", seed, reward) for seed, reward in enumerate([0.1, 0.5, 0.9])]
     own = [result("own", seed, reward) for seed, reward in enumerate([0.11, 0.51, 0.92])]
-    compared = compare(own, base, lambda r: r.area, 0.05)
+    compared = compare(own, base, replace(REWARD, margin=0.05))
     assert compared is not None
     # The differences are 0.01, 0.01 and 0.02: mean 0.0133, standard error 0.00333.
     assert (compared.mean, compared.high - compared.mean) == pytest.approx((0.04 / 3, 2.92 * 0.01 / 3), rel=1e-3)
-    assert compared.verdict is Verdict.EQUAL
-    assert compared.is_signed
-    assert replace(compared, margin=0.02).verdict is Verdict.OPEN
-    assert replace(compared, margin=0.003).verdict is Verdict.DIFFERENT
-    assert Comparison(3, 0.0, -0.06, 0.06, 0.05).verdict is Verdict.OPEN
-    assert compare(own[:1], base, lambda r: r.area, 0.05) is None
-    assert compare(own, base, lambda r: r.accuracy, 0.05) is None
+    assert compare(own[:1], base, REWARD) is None
+    assert compare(own, base, ACCURACY) is None
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (-0.01, 0.01, Verdict.EQUAL),
+        (0.001, 0.019, Verdict.WITHIN_MARGIN),
+        (-0.019, -0.001, Verdict.WITHIN_MARGIN),
+        (0.001, 0.021, Verdict.HIGHER),
+        (-0.081, -0.002, Verdict.LOWER),
+        (-0.099, -0.044, Verdict.LOWER),
+        (-0.01, 0.021, Verdict.OPEN),
+        (-0.06, 0.06, Verdict.OPEN),
+    ],
+)
+def test_the_place_of_the_interval_is_the_verdict(low: float, high: float, verdict: Verdict) -> None:
+    assert Comparison(3, (low + high) / 2, low, high, 0.02).verdict is verdict
+
+
+def test_runs_on_different_processors_are_no_pair() -> None:
+    base = [replace(result("base", seed, 0.5), processor="one") for seed in range(3)]
+    own = [replace(result("own", seed, 0.5), processor="one" if seed else "other") for seed in range(3)]
+    compared = compare(own, base, REWARD)
+    assert compared is not None
+    assert compared.seeds == 2
+    assert compare([replace(one, processor="other") for one in own], base, REWARD) is None
 
 
 def test_tables_and_sentences_have_the_figures_of_the_data() -> None:
     base = [result("GRPO", seed, reward, 0.5) for seed, reward in enumerate([0.1, 0.5, 0.9])]
     better = [result("PPO", seed, reward + 0.1, 0.75) for seed, reward in enumerate([0.1, 0.5, 0.9])]
-    *_, first, second = comparison([*base, *better], "tiny", "GRPO").splitlines()
-    assert first == "| GRPO | 3 | 0.500 (0.100 to 0.900) |  | 0.50 (0.50 to 0.50) |  | 40 | 0 |"
-    assert "+0.100 (+0.100 to +0.100): different" in second
-    assert "+0.250 (+0.250 to +0.250): different" in second
     same = [replace(one, variant="same") for one in base]
-    order = "higher: PPO (+0.100); the same to the last digit: same; accuracy higher: PPO (+0.25)"
-    assert ranking([*base, *better, *same], "tiny", "GRPO") == order
+    everything = [*base, *better, *same]
+    first, second, third = comparison(everything, "tiny", "GRPO").splitlines()[2:5]
+    assert first == "| GRPO | 3 | 0.500 (0.100 to 0.900) |  |  | 0.50 (0.50 to 0.50) |  |  | 40 | 0 |"
+    assert "+0.100 (+0.100 to +0.100) | higher" in second
+    assert "+0.250 (+0.250 to +0.250) | higher" in second
+    assert third.count("|  | identical |") == 2
+    assert ranking(everything, "tiny", "GRPO") == (
+        "Mean reward: identical: `same`; higher: `PPO` (+0.100). Accuracy: identical: `same`; higher: `PPO` (+0.250)."
+    )
     assert paragraph("  two\n lines ") == "two lines"
 
 
 def test_variants_without_two_seeds_in_common_say_so() -> None:
     base = [result("GRPO", seed, 0.5, 0.5) for seed in range(2)]
     alone, unmeasured = [result("PPO", 0, 0.6, 0.6)], [result("GSPO", seed, 0.5) for seed in range(2)]
-    rows = comparison([*base, *alone, *unmeasured], "tiny", "GRPO").splitlines()[2:]
+    rows = comparison([*base, *alone, *unmeasured], "tiny", "GRPO").splitlines()[2:5]
     first, second, third = (row.split(" | ") for row in rows)
-    assert (first[3], first[5]) == ("", "")
-    assert (second[3], second[5]) == ("needs two seeds", "needs two seeds")
-    assert third[3].endswith(": equal")
-    assert third[5] == ""
+    assert (first[4], first[7]) == ("", "")
+    assert second[2:8] == ["0.600", "", "needs two seeds", "0.60", "", "needs two seeds"]
+    assert third[4] == "identical"
+    assert third[7] == ""
     part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
     told = pages.provenance(part, [*base, *alone], "command")
     assert "seeds: 0, 1 (variants with fewer: 1, the least has 1);" in told
@@ -196,3 +221,16 @@ def test_a_model_is_made_only_for_settings_without_one() -> None:
     with with_model({}) as settings:
         assert (Path(settings["MODEL_NAME"]) / "config.json").exists()
     assert not Path(settings["MODEL_NAME"]).exists()
+
+
+def test_a_sweep_says_when_its_best_rate_is_at_the_edge_and_what_its_follow_up_is() -> None:
+    sweep = Sweep({"LEARNING_RATE": "2"}, ("1", "2", "3", "4"), {"clip": {"own": {}}}, range(2), "3", range(2))
+    rising = {"1": [0.1, 0.3], "2": [0.4], "3": [0.5], "4": [0.9]}
+    told = sweep.conclusion(rising)
+    assert "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1; 4 is at the edge" in told
+    assert "A cell has 1 to 2 of 2 planned seeds" in told
+    assert "between its edges, it has the highest accuracy" in sweep.place_of_follow_up(rising)
+    peaked = rising | {"2": [0.95]}
+    assert "edge" not in sweep.conclusion(peaked)
+    assert sweep.place_of_follow_up(peaked) == "it lies between the edges of the grid"
+    assert replace(sweep, follow_up="4").place_of_follow_up(peaked) == "it lies at an edge of the grid"

@@ -56,14 +56,22 @@ def result(task: str, seed: int, accuracy: float, **figures: float) -> Result:
 
 def test_a_task_without_runs_says_so_in_its_row() -> None:
     results = [result("gcd", seed, 0.4 + seed / 10, accuracy_before=0.1) for seed in range(3)]
-    _, _, gcd, absent = job_figures.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()
+    gcd, absent = job_figures.task_table(results, {"gcd": "divisors", "countdown": "numbers"}).splitlines()[2:4]
     assert gcd == (
-        "| gcd: divisors | 3 | 0.10 (0.10 to 0.10) to 0.40 (0.40 to 0.40) "
-        "| 0.10 (0.10 to 0.10) to 0.50 (0.40 to 0.60) | 52 | 0.05 (0.05 to 0.05) | 2 (2 to 2) |"
+        "| gcd: divisors | 3 | 0.10 (0.10 to 0.10) | 0.40 (0.40 to 0.40) "
+        "| 0.10 (0.10 to 0.10) | 0.50 (0.40 to 0.60) | 52 | 2 (2 to 2) |"
     )
-    assert absent == "| countdown: numbers | 0 | not run |  |  |  |  |"
+    assert absent == "| countdown: numbers | 0 | not run |  |  |  |  |  |"
+
+
+def test_the_summary_says_which_tasks_were_not_learned() -> None:
+    results = [result("gcd", seed, 0.4 + seed / 10, accuracy_before=0.1) for seed in range(3)]
+    results.append(result("chain_sum", 0, 0.35, accuracy_before=0.28))
     [sentence] = job_figures.sentences(results, "[Tasks](#tasks)")
-    assert sentence == "[Tasks](#tasks), held-out accuracy before and after training: gcd 0.10 to 0.50 (3 seeds)."
+    assert sentence == (
+        "[Tasks](#tasks), held-out accuracy before and after training. 1 of 2 learned: gcd 0.10 to 0.50 (3 seeds). "
+        "1 of 2 not learned by so small a model in these steps: chain_sum 0.28 to 0.35 (1 seed)."
+    )
 
 
 def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,5 +113,5 @@ def test_the_stages_of_a_run_are_compared_seed_by_seed() -> None:
     results = [run(beside_trl.OURS, seed, 0.25) for seed in range(3)]
     results += [run(beside_trl.TRL, seed, 0.0) for seed in range(3)]
     _, _, first, second = beside_trl.stages(results, "tiny").splitlines()
-    assert first == "| 1 to 10 | 0.350 | 0.100 | +0.250 (+0.250 to +0.250) |"
-    assert second == "| 11 to 20 | 0.750 | 0.500 | +0.250 (+0.250 to +0.250) |"
+    assert first == "| 1 to 10 | 0.350 | 0.100 | +0.250 (+0.250 to +0.250) | higher |"
+    assert second == "| 11 to 20 | 0.750 | 0.500 | +0.250 (+0.250 to +0.250) | higher |"

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +17,7 @@ from benchmarks.common import harness
 from benchmarks.common.harness import ROOT
 from benchmarks.common.job import RUN_SECONDS
 from benchmarks.results import in_process
-from benchmarks.results.equivalence import AREA_MARGIN, compare
+from benchmarks.results.equivalence import REWARD, compare
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant, result_of
 from benchmarks.results.tables import comparison, paragraph, table
@@ -140,20 +141,29 @@ def stages(results: Results, task: str) -> str:
         def mean(result: Result, first: int = first) -> float:
             return statistics.fmean(result.rewards[first : first + STAGE])
 
-        compared = compare(ours, trl, mean, AREA_MARGIN)
-        own, other = (statistics.median(map(mean, side)) for side in (ours, trl))
-        rows.append((f"{first + 1} to {first + STAGE}", f"{own:.3f}", f"{other:.3f}", compared or ""))
-    return table(("steps", OURS, TRL, "difference (90% interval)"), rows)
+        compared = compare(ours, trl, replace(REWARD, of=mean))
+        own, other = (statistics.fmean(map(mean, side)) for side in (ours, trl))
+        rows.append(
+            (
+                f"{first + 1} to {first + STAGE}",
+                f"{own:.3f}",
+                f"{other:.3f}",
+                compared or "",
+                compared.verdict if compared else "",
+            )
+        )
+    return table(("steps", OURS, TRL, f"less {TRL}", "verdict"), rows)
 
 
 def show(results: Results) -> str:
     """Return the section: what is equal, and each task's tables and curves."""
-    text = """
+    text = f"""
     This project's trainer and engine in one process, and GRPOTrainer of TRL 1.16, both in float32 on one thread. Both
     have the same weights, the same prompts at each step, group size, length, temperature, reward, advantages (group
     deviation with G - 1, plus 1e-4), loss (the mean over the tokens of a step, clip 0.2) and AdamW with the same betas,
     epsilon, clipping and constant rate. They sample completions by different random numbers, so the rewards of a step
-    differ by chance. CPU seconds are those of a whole run; TRL's include some ten seconds of imports.
+    differ by chance. The second table has the mean rewards of {STAGE} steps each, by the same rule. CPU seconds are
+    those of a whole run; TRL's include some ten seconds of imports.
     """
     sections = [paragraph(text)]
     for task in dict.fromkeys(result.task for result in results):
@@ -167,11 +177,11 @@ def summary(results: Results) -> list[str]:
     sentences = []
     for task in dict.fromkeys(result.task for result in results):
         variants = by_variant(results, task)
-        compared = compare(variants.get(OURS, []), variants.get(TRL, []), lambda result: result.area, AREA_MARGIN)
+        compared = compare(variants.get(OURS, []), variants.get(TRL, []), REWARD)
         if compared is not None:
             sentences.append(
                 f"[Beside TRL](#beside-trl) on the task {task}, {compared.seeds} seeds: mean reward less TRL's "
-                f"{compared}, {compared.verdict} within a margin of {AREA_MARGIN:g}."
+                f"{compared}: {compared.verdict}."
             )
     return sentences
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from benchmarks.common.harness import ROOT
 from benchmarks.common.job import Job, kill
 from benchmarks.results import in_process, job_runs
-from benchmarks.results.equivalence import ACCURACY_MARGIN, AREA_MARGIN, Verdict, compare
 from benchmarks.results.plots import curves
-from benchmarks.results.runs import Part, Result, Results, Run, Settings, by_variant
-from benchmarks.results.tables import accuracy_note, comparison, identical, names, paragraph
+from benchmarks.results.runs import Part, Result, Results, Run, Settings
+from benchmarks.results.tables import accuracy_note, comparison, paragraph, ranking
 from benchmarks.results.tasks import TINY, seeded
 
 SEEDS = range(5)
@@ -69,7 +68,7 @@ RUNS = [
 
 
 def show(results: Results) -> str:
-    """Return the section: task, curves, table, and what the verdicts say."""
+    """Return the section: task, table and curves."""
     stale = [
         f"{result.figures['staleness']:.1f}"
         for name in WAYS
@@ -91,44 +90,10 @@ def show(results: Results) -> str:
     return "\n\n".join([paragraph(text), comparison(results, TASK, BASE), accuracy_note(results), plot])
 
 
-def verdicts(results: Results) -> dict[Verdict, list[str]]:
-    """Return the ways by the verdict on both numbers: equal if both are, different if either is, else open.
-
-    Ways whose rewards are those of the base to the last digit are left out.
-    """
-    variants, same = by_variant(results, TASK), identical(results, TASK, BASE)
-    found: dict[Verdict, list[str]] = {}
-    for name, own in variants.items():
-        if name == BASE or name in same:
-            continue
-        tests = [
-            compare(own, variants.get(BASE, []), lambda result: result.area, AREA_MARGIN),
-            compare(own, variants.get(BASE, []), lambda result: result.accuracy, ACCURACY_MARGIN),
-        ]
-        outcomes = {test.verdict if test else Verdict.OPEN for test in tests}
-        verdict = next(v for v in (Verdict.DIFFERENT, Verdict.OPEN, Verdict.EQUAL) if v in outcomes)
-        found.setdefault(verdict, []).append(name)
-    return found
-
-
 def summary(results: Results) -> list[str]:
-    """Return the sentences of the summary."""
-    found, same = verdicts(results), identical(results, TASK, BASE)
-    sentences = ["[Equal ways](#equal-ways-give-equal-results) are compared with the synchronous job group."]
-    if same:
-        sentences.append(f"Equal to the last digit of every reward, in all seeds: {quoted(same)}.")
-    endings = {
-        Verdict.EQUAL: f"Equal within {AREA_MARGIN:g} of mean reward and {ACCURACY_MARGIN:g} of held-out accuracy",
-        Verdict.DIFFERENT: "Different beyond a margin",
-        Verdict.OPEN: "Neither shown equal within the margins nor different beyond them",
-    }
-    sentences += [f"{ending}: {quoted(found[verdict])}." for verdict, ending in endings.items() if verdict in found]
-    return [" ".join(sentences)]
-
-
-def quoted(ways: Sequence[str]) -> str:
-    """Return ways as an enumeration; their names contain commas."""
-    return names(f"`{name}`" for name in ways)
+    """Return the sentence of the summary."""
+    order = ranking(results, TASK, BASE)
+    return [f"[Equal ways](#equal-ways-give-equal-results) beside the synchronous job group. {order}"] if order else []
 
 
 PART = Part("equal_ways", "Equal ways give equal results", RUNS, show, summary)

@@ -69,7 +69,7 @@ def show(results: Results) -> str:
         [
             paragraph(text),
             job_figures.task_table(results, {TASK: "word problems"}),
-            table(("in training, first to last step", "median (least to most)"), parts),
+            table(("in training, first to last step", "mean (least to most)"), parts),
             curves("gsm8k", results, TASK, "GSM8K, reward of form and answer"),
         ]
     )

@@ -11,7 +11,7 @@ SWEEP = Sweep(
     rates=("1e-5", "2e-5", "4e-5"),
     panels=PANELS,
     choosing=range(100, 102),
-    choices={"learning rate 4e-5": {"LEARNING_RATE": "4e-5"}},
+    follow_up="4e-5",
     reporting=range(3),
 )
 PART = sweep_part(

@@ -38,7 +38,7 @@ def show(results: Results) -> str:
 def summary(results: Results) -> list[str]:
     """Return the sentence of the summary."""
     order = ranking(results, TASK, BASE)
-    return [f"[On the demo's task](#methods-on-the-demos-task), beside GRPO: {order}."] if order else []
+    return [f"[On the demo's task](#methods-on-the-demos-task), beside GRPO. {order}"] if order else []
 
 
 PART = Part("methods_demo", "Methods on the demo's task", RUNS, show, summary)

@@ -56,7 +56,9 @@ def show(results: Results) -> str:
     reasoning-gym have {QUESTIONS} questions and score answers themselves, some with parts of a point, so that a reward
     above 0 need not be a right answer. The questions come once, the easier level first (`CURRICULUM=source`), so the
     reward of later steps is that of harder questions. Accuracy is the share of right answers
-    among one greedy answer to each of n held-out questions of all levels, before and after.
+    among one greedy answer to each of n held-out questions of all levels, before and after. With
+    seed 0, chain_sum's reward rises to 0.92 on the easier level, which the first half of the steps asks, and is near 0
+    on the harder one; its accuracy on the questions of both levels does not move.
     """
     plots = [curves(f"tasks-{task}", results, task, task) for task in TASKS if any(r.task == task for r in results)]
     table = job_figures.task_table(results, {task: text for task, (_, text) in TASKS.items()})
