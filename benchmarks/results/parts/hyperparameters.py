@@ -22,7 +22,7 @@ SWEEP = Sweep(
     rates=("2.5e-4", "5e-4", "1e-3", "2e-3"),
     panels=PANELS,
     choosing=range(100, 103),
-    follow_up="1e-3",
+    follow_up="2e-3",
     reporting=range(5),
 )
 PART = sweep_part(
