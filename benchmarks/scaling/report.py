@@ -19,7 +19,7 @@ from benchmarks.scaling.plan import (
     work,
 )
 from benchmarks.scaling.step import PHASES, Measured, Rates, mean
-from trainer.preflight.sizes import GIB, Need, needed
+from trainer.preflight.sizes import GIB, PROCESS_BYTES, Need, needed
 
 GIGA = 1e9
 
@@ -79,13 +79,22 @@ def plan(found: Sequence[tuple[Model, Prediction]], batch: Batch, step_seconds: 
     return "\n".join(lines)
 
 
-def changes(model: Model, layout: Layout, need: Need) -> dict[tuple[str, str], str]:
-    """Return the values to write into jobgroup.yaml, by task and key."""
-    weights = model.parameters * WEIGHT_BYTES / GIB
+def changes(model: Model, layout: Layout, need: Need, engines: int = 1) -> dict[tuple[str, str], str]:
+    """Return the values to write into jobgroup.yaml, by task and key.
+
+    Args:
+        model: the model.
+        layout: the nodes and their GPUs.
+        need: the trainer's bytes.
+        engines: engines of a rollout node, which share its GPUs. Each may hold a copy of the weights while it loads
+            a version, and has a process for each of its GPUs.
+    """
+    rollout = engines * model.parameters * WEIGHT_BYTES + layout.rollout_gpus * PROCESS_BYTES
     return {
         ("rollout-server", "num_nodes"): str(layout.rollout_nodes),
         ("rollout-server", "resources.accelerators"): f"{GPU}:{layout.rollout_gpus}",
-        ("rollout-server", "resources.memory"): f"{_rounded(32, weights)}+",
+        ("rollout-server", "resources.cpus"): f"{_rollout_cpus(layout.rollout_gpus, engines)}+",
+        ("rollout-server", "resources.memory"): f"{_rounded(32, rollout / GIB)}+",
         ("ppo-trainer", "num_nodes"): str(layout.trainer_nodes),
         ("ppo-trainer", "resources.accelerators"): f"{GPU}:{layout.trainer_gpus}",
         ("ppo-trainer", "resources.memory"): f"{_rounded(64, (need.total('host') + need.total('shm')) / GIB)}+",
@@ -97,9 +106,18 @@ def volume_gibibytes(need: Need) -> int:
     return max(200, math.ceil(need.total("volume") * 1.2 / GIB / 100) * 100)
 
 
-def min_workers(rollout_nodes: int) -> int:
-    """Return MIN_WORKERS: a run goes on with half of its rollout nodes."""
-    return max(1, rollout_nodes // 2)
+def min_workers(rollout_nodes: int, engines: int = 1) -> int:
+    """Return MIN_WORKERS: a run goes on with half of its workers, of which a rollout node has ``engines``."""
+    return max(1, rollout_nodes * engines // 2)
+
+
+def _rollout_cpus(gpus: int, engines: int) -> int:
+    """Return the CPUs of a rollout node, in eights: one for each busy process.
+
+    SGLang has a scheduler for each GPU, and for each engine an HTTP server with the tokenizer, and a detokenizer. The
+    launcher and the router take one each.
+    """
+    return math.ceil((gpus + 2 * engines + 2) / 8) * 8
 
 
 def _rounded(least: int, needed: float) -> int:

@@ -7,8 +7,11 @@ launches it.
 
 from __future__ import annotations
 
+import itertools
+import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,15 +21,16 @@ import yaml
 from typer import Option
 
 from benchmarks.scaling.plan import ASSUMED, Layout, Model, publish_seconds, publishing
-from benchmarks.scaling.report import min_workers, table
+from benchmarks.scaling.report import table
 from local_runner import nodes, spec, variables
 from local_runner.environment import Run
 from local_runner.settings_classes import READERS
 from scripts.launch import job_group_text, skypilot
-from scripts.launch.sizes import Tier, derive, find_model, gibibytes, parse_gpus
+from scripts.launch.sizes import Sizes, Tier, derive, find_model, gibibytes, parse_gpus
 from services.core import logs
 from services.core.endpoints import Task
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
+from services.rollout_server.settings import RolloutSettings
 from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +38,10 @@ VOLUME = ROOT / "volume.yaml"
 CONTROLLER = "and, once for all jobs, SkyPilot's controller: 4 CPUs, 16 GB"
 IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
 """The Dockerfile's target by task; all other tasks have ``services``."""
+TAGGED = re.compile(r"[^@]*[^/:@]:[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""The name of an image with its tag; the colon of a registry's port is before a slash."""
+WIDTH = 120
+"""Columns of the output."""
 
 Count = Annotated[int | None, Option(min=1, help="Nodes; default: as in the file.")]
 
@@ -41,7 +49,10 @@ Count = Annotated[int | None, Option(min=1, help="Nodes; default: as in the file
 def main(
     model: Annotated[
         str | None,
-        Option(help="A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings."),
+        Option(
+            help="A name on the hub, or a directory with its config.json; default: MODEL_NAME of the settings, else "
+            "that of the job group's file."
+        ),
     ] = None,
     rollout_nodes: Count = None,
     trainer_nodes: Count = None,
@@ -56,15 +67,15 @@ def main(
     env_file: Annotated[list[Path] | None, Option(help="File of NAME=VALUE lines; --env wins. Repeatable.")] = None,
     secret: Annotated[list[str] | None, Option(help="NAME or NAME=VALUE, such as HF_TOKEN. Repeatable.")] = None,
     image: Annotated[str | None, Option(help="The images that `make image IMAGE=...` built and pushed.")] = None,
-    output: Annotated[Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/MODEL.")] = None,
+    output: Annotated[
+        Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
 ) -> None:
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
     try:
         logs.configure("launch", "error")
         given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
-        found = find_model(model or given.get("MODEL_NAME", ""))
-        given["MODEL_NAME"] = found.name
         file, chosen = _job_group(
             asynchronous=asynchronous,
             agent=agent or given.get("AGENT"),
@@ -72,15 +83,17 @@ def main(
         )
         secrets = spec.assignments(secret or [], "--secret")
         before = file.read_text()
+        written = job_group_text.values(before)[Task.TRAINER, "envs.MODEL_NAME"]
+        found = find_model(model or given.get("MODEL_NAME") or written)
+        given["MODEL_NAME"] = found.name
         tiers = _tiers(before, rollout_nodes, trainer_nodes, gpus, rollout_gpus)
-        derived = {"MIN_WORKERS": str(min_workers(tiers[Task.ROLLOUT_SERVER].nodes))}
-        group = spec.load(file, spec.Overrides(derived | given | chosen, secrets))
+        group = spec.load(file, spec.Overrides(given | chosen, secrets))
         variables.check_names(group, given | chosen | secrets, {})
-        changes, volume = _sizes(group, found, tiers)
-        volume = max(volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
-        changes |= _variables(group, derived | given | chosen)
-        changes |= _images(group, image)
-        directory = output or Path(".cache/launch") / found.name.rstrip("/").rpartition("/")[2].lower()
+        sizes = _sizes(group, found, tiers)
+        derived = {"MIN_WORKERS": str(sizes.min_workers)}
+        volume = max(sizes.volume, gibibytes(str(yaml.safe_load(VOLUME.read_text())["size"])))
+        changes = sizes.changes | _variables(group, derived | given | chosen) | _images(group, image)
+        directory = output or _directory(found, gpus, rollout_gpus, rollout_nodes, trainer_nodes)
         text = job_group_text.edited(before, changes)
         files = _write(directory, file.name, text, volume)
         _show(before, text, volume, derived.keys() - given.keys())
@@ -127,14 +140,25 @@ def _tiers(
     return tiers
 
 
-def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> tuple[dict[tuple[str, str], str], int]:
-    """Check all settings, and return the sizes that follow from them: values by task and key, and the volume's GiB."""
+def _directory(
+    model: Model, gpus: str | None, rollout_gpus: str | None, rollout_nodes: int | None, trainer_nodes: int | None
+) -> Path:
+    """Return the directory of a model's YAMLs for the sizes that are given, so that those of two sizes stay."""
+    given = {"": gpus, "rollout-": rollout_gpus, "rollout-nodes-": rollout_nodes, "trainer-nodes-": trainer_nodes}
+    name = model.name.rstrip("/").rpartition("/")[2]
+    parts = [name, *(f"{prefix}{value}" for prefix, value in given.items() if value)]
+    return Path(".cache/launch") / re.sub(r"[:, ]+", "-", "-".join(parts)).lower()
+
+
+def _sizes(group: spec.JobGroup, model: Model, tiers: Mapping[str, Tier]) -> Sizes:
+    """Check all settings, and return the sizes that follow from them."""
     with nodes.allocate(group) as addresses:
         run = Run(group, run_id="launch", shared_dir=Path("/shared"), addresses=addresses)
         variables.check_values(run)
-        trainer = next(task for task in group.tasks if task.name == Task.TRAINER)
-        settings = variables.load_settings(run, trainer, TrainerSettings)
-    return derive(settings, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
+        tasks = {task.name: task for task in group.tasks}
+        settings = variables.load_settings(run, tasks[Task.TRAINER], TrainerSettings)
+        rollout = variables.load_settings(run, tasks[Task.ROLLOUT_SERVER], RolloutSettings)
+    return derive(settings, rollout, model, tiers[Task.ROLLOUT_SERVER], tiers[Task.TRAINER])
 
 
 def _variables(group: spec.JobGroup, given: Mapping[str, str]) -> dict[tuple[str, str], str]:
@@ -152,9 +176,17 @@ def _variables(group: spec.JobGroup, given: Mapping[str, str]) -> dict[tuple[str
 
 
 def _images(group: spec.JobGroup, image: str | None) -> dict[tuple[str, str], str]:
-    """Return each task's image among those of `make image` as a value to write; nothing without an ``image``."""
+    """Return each task's image among those of `make image` as a value to write; nothing without an ``image``.
+
+    Raises:
+        ConfigurationError: the image has no tag, to which `make image` appends the part.
+    """
     if image is None:
         return {}
+    if not TAGGED.fullmatch(image):
+        raise ConfigurationError(
+            f"--image {image} has no tag; give the one of `make image`: --image {image.partition('@')[0]}:v1"
+        )
     parts = {task.name: IMAGES.get(task.name, "services") for task in group.tasks}
     return {(task, "resources.image_id"): f"docker:{image}-{part}" for task, part in parts.items()}
 
@@ -178,13 +210,15 @@ def _show(before: str, after: str, volume: int, derived: set[str]) -> None:
     for (task, key), value in new.items():
         if value != old.get((task, key)):
             name = key.rpartition(".")[2]
-            origin = "derived" if name in derived or name == "memory" else "given"
-            rows.setdefault((key, old.get((task, key), "-"), value, origin), []).append(task)
+            origin = "derived" if name in derived or name in ("cpus", "memory") else "given"
+            rows.setdefault(
+                (key.removeprefix(f"{job_group_text.ENVS}."), old.get((task, key), "-"), value, origin), []
+            ).append(task)
     size = str(yaml.safe_load(VOLUME.read_text())["size"])
     if gibibytes(size) != volume:
         rows["size", size, f"{volume}Gi", "derived"] = [VOLUME.name]
-    lines = [[", ".join(tasks), *row] for row, tasks in rows.items()]
-    print(_left(["changed in", "key", "file", "here", "source"], lines))
+    lines = [[", ".join(tasks), *(cell.strip("'") or "''" for cell in row)] for row, tasks in rows.items()]
+    print(_left(["changed in", "key", "file", "here", "source"], lines, WIDTH))
     print("\n" + "\n".join(table(["on the cluster", "nodes", "GPUs", "CPUs", "GB"], _footprint(after))))
     print(f"a volume of {volume} GiB, {CONTROLLER}")
 
@@ -202,10 +236,22 @@ def _advise(model: Model, tiers: Mapping[str, Tier], variables_: Mapping[str, st
         )
 
 
-def _left(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose columns are aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows))
+def _left(header: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """Return a table of ``width`` columns at most, aligned to the left; the widest cells go on in further lines."""
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        # A column between whose words a line can end gives way before one whose words must be cut.
+        spare = [size if size > word else 0 for size, word in zip(widths, words, strict=True)]
+        widths[max(range(len(widths)), key=lambda column: (spare[column], widths[column]))] -= 1
+    lines = []
+    for row in (header, *rows):
+        cells = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, widths, strict=True)]
+        lines += [
+            "  ".join(map(str.ljust, parts, widths)).rstrip() for parts in itertools.zip_longest(*cells, fillvalue="")
+        ]
+    return "\n".join(lines)
 
 
 def _footprint(text: str) -> list[list[str]]:

@@ -6,16 +6,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks.scaling import report, roofline
 from benchmarks.scaling.models import CONFIGS
 from benchmarks.scaling.plan import LEAST_SEQUENCES, NODE_GPUS, WEIGHT_BYTES, Batch, Layout, Model, cached_sequences
 from services.core.errors import ConfigurationError, first_line
+from services.rollout_server.placement import Known, split_node
+from services.rollout_server.settings import EngineKind, RolloutSettings
 from trainer.config import TrainerSettings
-from trainer.preflight.check import Machine, check
+from trainer.preflight.check import Machine, NameNodes, check
 from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import needed
@@ -49,6 +52,18 @@ class Tier:
     nodes: int
     choices: tuple[Gpus, ...]
     """The GPUs of a node, in the order in which SkyPilot tries them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a job group that follow from its model and its nodes."""
+
+    changes: dict[tuple[str, str], str]
+    """The values to write into the job group, by task and key."""
+    volume: int
+    """Gibibytes of the volume."""
+    min_workers: int
+    """MIN_WORKERS, for the GPUs that have the fewest engines."""
 
 
 def parse_gpus(text: str) -> tuple[Gpus, ...]:
@@ -87,13 +102,11 @@ def find_model(given: str) -> Model:
     Raises:
         ConfigurationError: there is no such model, or its configuration is not a decoder's.
     """
-    if not given:
-        raise ConfigurationError("no model is named; give --model, or MODEL_NAME by --env or --env-file")
     for label, (name, config) in CONFIGS.items():
         if given in (label, name):
             return Model(label, name, ModelShape.of(config))
     try:
-        return Model(Path(given).name, given, ModelShape.of(AutoConfig.from_pretrained(given)))
+        return Model(Path(given).name, given, ModelShape.of(_config(given)))
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigurationError(
             f"--model {given}: its config.json cannot be used ({first_line(error)}); give a name on the hub, a "
@@ -101,40 +114,69 @@ def find_model(given: str) -> Model:
         ) from error
 
 
+@cache
+def _config(name: str) -> PretrainedConfig:
+    """Return the configuration of a model by its name; the models of docs/scaling.md need no network."""
+    known = dict(CONFIGS.values())
+    config: PretrainedConfig = known[name] if name in known else AutoConfig.from_pretrained(name)
+    return config
+
+
 def derive(
-    settings: TrainerSettings, model: Model, rollout: Tier, trainer: Tier
-) -> tuple[dict[tuple[str, str], str], int]:
-    """Return the values to write into the job group, by task and key, and the gibibytes of the volume.
+    settings: TrainerSettings, rollout_settings: RolloutSettings, model: Model, rollout: Tier, trainer: Tier
+) -> Sizes:
+    """Return the sizes that follow from the settings, the model and the nodes.
 
     Raises:
         ConfigurationError: GPUs are too small for the model; the message says what would fit.
     """
     _check_engines(settings, model, rollout.choices)
+    engines = {gpus: _engines(rollout_settings, model, gpus) for gpus in rollout.choices}
     changes: dict[tuple[str, str], str] = {}
     volume = 0
-    for gpus, engines in _pairs(trainer.choices, rollout.choices):
+    for gpus, rollout_gpus in _pairs(trainer.choices, rollout.choices):
         limits = Limits(device=gpus.memory, host=_ENOUGH, shm=_ENOUGH, volume=_ENOUGH)
         machine = Machine(trainer.nodes, gpus.count, WEIGHT_BYTES, limits)
         try:
-            need = needed(model.shape, check(settings, model.shape, machine))
+            need = needed(model.shape, check(settings, model.shape, machine, _options(trainer, gpus)))
         except ConfigurationError as error:
             raise ConfigurationError(f"ppo-trainer on {gpus}: {error}") from error
-        layout = Layout(rollout.nodes, engines.count, trainer.nodes, gpus.count)
-        for key, value in report.changes(model, layout, need).items():
-            changes[key] = max(changes.get(key, value), value, key=_gigabytes)
+        layout = Layout(rollout.nodes, rollout_gpus.count, trainer.nodes, gpus.count)
+        for key, value in report.changes(model, layout, need, engines[rollout_gpus]).items():
+            changes[key] = max(changes.get(key, value), value, key=_amount)
         volume = max(volume, report.volume_gibibytes(need))
     for task, tier in (("rollout-server", rollout), ("ppo-trainer", trainer)):
         changes[task, "resources.accelerators"] = f"[{', '.join(map(str, tier.choices))}]"
-    return changes, volume
+    return Sizes(changes, volume, report.min_workers(rollout.nodes, min(engines.values())))
+
+
+def _options(trainer: Tier, gpus: Gpus) -> NameNodes:
+    """Return a function that names trainer nodes by the options of ``scripts.launch`` that change."""
+
+    def name(nodes: int, count: int) -> str:
+        options = [f"--trainer-nodes {nodes}"] if nodes != trainer.nodes else []
+        options += [f"--gpus {gpus.name}:{count}"] if count != gpus.count else []
+        return " ".join(options)
+
+    return name
+
+
+def _engines(settings: RolloutSettings, model: Model, gpus: Gpus) -> int:
+    """Return the number of engines of a rollout node, as its launcher will choose it."""
+    if settings.rollout_engine is EngineKind.EMBEDDED:
+        return 1
+    config = _config(model.name).to_dict()
+    known = Known(config | config.get("text_config", {}), model.parameters * WEIGHT_BYTES, gpus.memory)
+    return split_node(settings, gpus.count, lambda: known).engines
 
 
 def _pairs(one: Sequence[Gpus], other: Sequence[Gpus]) -> list[tuple[Gpus, Gpus]]:
     return [(a, b) for a in one for b in other]
 
 
-def _gigabytes(memory: str) -> float:
+def _amount(size: str) -> float:
     """Return the number of ``32+``; 0 for other values."""
-    return float(memory.rstrip("+")) if memory.rstrip("+").isdecimal() else 0
+    return float(size.rstrip("+")) if size.rstrip("+").isdecimal() else 0
 
 
 def _check_engines(settings: TrainerSettings, model: Model, choices: Sequence[Gpus]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.core import gpus
@@ -38,6 +39,26 @@ class EnginePlace:
 
 
 @dataclass(frozen=True)
+class Known:
+    """The facts that decide over the size of an engine; None where one is not known."""
+
+    config: Config | None
+    weights: int | None
+    """Bytes of the model's weights."""
+    memory: int | None
+    """Bytes of one GPU."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The engines into which a node's GPUs are split."""
+
+    engines: int
+    tensor_parallel: int
+    gpus_each: int
+
+
+@dataclass(frozen=True)
 class _Sizes:
     """The parallel sizes that the user gave; a tensor parallel size of None is chosen here."""
 
@@ -54,11 +75,31 @@ def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> l
     """
     if kind is EngineKind.EMBEDDED:
         return [EnginePlace()]
-    sizes = _given_sizes(settings)
     if not n_gpus:
-        return [EnginePlace(tensor_parallel=sizes.tensor or 1)]
+        return [EnginePlace(tensor_parallel=_given_sizes(settings).tensor or 1)]
+    split = split_node(settings, n_gpus, lambda: _ask(settings))
+    names = gpus.listed(os.environ.get(gpus.VISIBLE, "")) or [str(index) for index in range(n_gpus)]
+    each = split.gpus_each
+    return [
+        EnginePlace(number, split.tensor_parallel, tuple(names[number * each : (number + 1) * each]))
+        for number in range(split.engines)
+    ]
+
+
+def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], Known]) -> Split:
+    """Return the engines of a node with ``n_gpus`` GPUs.
+
+    Args:
+        settings: the rollout node's settings.
+        n_gpus: GPUs of the node, at least one.
+        ask: returns what is known of model and GPUs; called unless the settings give the tensor parallel size.
+
+    Raises:
+        ConfigurationError: an engine needs more GPUs or memory than the node has.
+    """
+    sizes = _given_sizes(settings)
     others = sizes.pipeline * sizes.data
-    tensor = sizes.tensor or _choose_tensor_parallel(settings, n_gpus // sizes.data, sizes.pipeline)
+    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, ask(), n_gpus // sizes.data, sizes.pipeline)
     each = tensor * others
     if each > n_gpus:
         raise ConfigurationError(
@@ -68,8 +109,7 @@ def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> l
     count = min(n_gpus // each, len(ENGINE_PORTS))
     if idle := n_gpus - count * each:
         log.warning("GPUs without an engine", idle=idle, engines=count, gpus_each=each)
-    names = gpus.listed(os.environ.get(gpus.VISIBLE, "")) or [str(index) for index in range(n_gpus)]
-    return [EnginePlace(number, tensor, tuple(names[number * each : (number + 1) * each])) for number in range(count)]
+    return Split(count, tensor, each)
 
 
 def can_split(config: Config, size: int) -> bool:
@@ -92,19 +132,25 @@ def can_split(config: Config, size: int) -> bool:
     )
 
 
-def _choose_tensor_parallel(settings: RolloutSettings, n_gpus: int, pipeline: int) -> int:
+def _ask(settings: RolloutSettings) -> Known:
+    """Return the facts from the model's files and from nvidia-smi."""
+    config = read_config(settings.model_name)
+    weights = None if config is None else weight_bytes(settings.model_name, config, settings.engine_dtype)
+    return Known(config, weights, gpus.memory_bytes())
+
+
+def _choose_tensor_parallel(model: str, known: Known, n_gpus: int, pipeline: int) -> int:
     """Return the smallest tensor parallel size that fits; the largest possible one if a size is not known.
 
     Raises:
         ConfigurationError: the weights alone are larger than the node's GPUs.
     """
     most = max(n_gpus // pipeline, 1)
-    config = read_config(settings.model_name)
-    if config is None:
-        log.warning("tensor parallel size not chosen by size: no config.json", model=settings.model_name, size=most)
+    if known.config is None:
+        log.warning("tensor parallel size not chosen by size: no config.json", model=model, size=most)
         return most
-    possible = [size for size in range(1, most + 1) if can_split(config, size)]
-    weights, memory = weight_bytes(settings.model_name, config, settings.engine_dtype), gpus.memory_bytes()
+    possible = [size for size in range(1, most + 1) if can_split(known.config, size)]
+    weights, memory = known.weights, known.memory
     if weights is None or memory is None:
         log.warning(
             "tensor parallel size not chosen by size", weight_bytes=weights, gpu_bytes=memory, size=possible[-1]
@@ -114,7 +160,7 @@ def _choose_tensor_parallel(settings: RolloutSettings, n_gpus: int, pipeline: in
     size = next((size for size in possible if shares[size] <= WEIGHTS_SHARE), possible[-1])
     if shares[size] >= 1:
         raise ConfigurationError(
-            f"MODEL_NAME={settings.model_name}: its weights take {weights / 2**30:.1f} GiB, and the largest possible "
+            f"MODEL_NAME={model}: its weights take {weights / 2**30:.1f} GiB, and the largest possible "
             f"engine has {size * pipeline} GPUs of {memory / 2**30:.1f} GiB; take more or larger GPUs a node"
         )
     if shares[size] > WEIGHTS_SHARE:

@@ -47,20 +47,42 @@ def no_skypilot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skypilot, "interpreter", lambda: None)
 
 
-@pytest.mark.parametrize("label", ["0.5B", "8B", "70B"])
-def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str) -> None:
+@pytest.mark.parametrize(("label", "engines"), [("0.5B", 8), ("8B", 8), ("70B", 2)])
+def test_memory_and_volume_are_the_planners(tmp_path: Path, label: str, engines: int) -> None:
     given = ["--env", "BATCH_SIZE=128", "--env", "GROUP_SIZE=16", "--env", "MAX_NEW_TOKENS=2048"]
     nodes = ["--rollout-nodes", "5", "--trainer-nodes", "6", "--gpus", "H100:8"]
     _, text = launch(tmp_path, "--model", MODELS[label].name, *nodes, *given)
     values = job_group_text.values(text)
     layout = Layout(5, 8, 6, 8)
     need = needed(MODELS[label].shape, work(MODELS[label], Batch(), 6, 8))
-    for (task, key), value in report.changes(MODELS[label], layout, need).items():
+    for (task, key), value in report.changes(MODELS[label], layout, need, engines).items():
         assert values[task, key] == (f"[{value}]" if "accelerators" in key else value), (task, key)
     volume = yaml.safe_load((tmp_path / "volume.yaml").read_text())
     assert volume["size"] == f"{report.volume_gibibytes(need)}Gi"
     assert volume["config"]["access_mode"] == "ReadWriteMany"
-    assert values["ppo-trainer", "envs.MIN_WORKERS"] == "2"
+    assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(5 * engines // 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "workers", "cpus", "gigabytes"),
+    [
+        (["--model", "8B", "--gpus", "H100:8"], 16, 32, 192),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], 4, 16, 96),
+        # Four engines of two GPUs on an A100's node, eight of one on an H200's, and SkyPilot takes either.
+        (["--model", "32B", "--gpus", "H200:8", "--rollout-gpus", "A100-80GB:8,H200:8"], 8, 32, 672),
+        (["--model", "0.5B", "--gpus", "L4:1"], 2, 8, 32),
+        (["--model", "0.5B", "--gpus", "H100:8", "--env", "ROLLOUT_ENGINE=embedded"], 2, 16, 32),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "MIN_WORKERS=3"], 3, 32, 192),
+    ],
+)
+def test_rollout_nodes_are_sized_by_their_engines(
+    tmp_path: Path, arguments: list[str], workers: int, cpus: int, gigabytes: int
+) -> None:
+    _, text = launch(tmp_path, *arguments, "--rollout-nodes", "4", "--trainer-nodes", "4")
+    values = job_group_text.values(text)
+    assert values["ppo-trainer", "envs.MIN_WORKERS"] == str(workers)
+    assert values["rollout-server", "resources.cpus"] == f"{cpus}+"
+    assert values["rollout-server", "resources.memory"] == f"{gigabytes}+"
 
 
 @pytest.mark.parametrize(("written", "expected"), [("1Ti", "1024Gi"), ("100Gi", "200Gi"), ("200", "200Gi")])
@@ -99,17 +121,49 @@ def test_only_what_is_given_and_what_follows_differs_from_the_file(tmp_path: Pat
         ("rollout-server", "envs.MODEL_NAME"),
         ("rollout-server", "num_nodes"),
         ("rollout-server", "resources.accelerators"),
+        ("rollout-server", "resources.cpus"),
+        ("rollout-server", "resources.memory"),
     }
     assert [line for line in before.splitlines() if "#" in line] == [line for line in text.splitlines() if "#" in line]
     sources = {
         (line.split("  ")[0], line.split()[-4]): line.split()[-1]
         for line in told.splitlines()
-        if line.endswith(("given", "derived")) and "[" not in line
+        if line.endswith(("given", "derived")) and "[" not in line and "MODEL_NAME" not in line
     }
-    assert sources["ppo-trainer", "resources.memory"] == sources["ppo-trainer", "envs.MIN_WORKERS"] == "derived"
-    assert sources["ppo-trainer", "envs.MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
+    assert sources["ppo-trainer", "resources.memory"] == sources["ppo-trainer", "MIN_WORKERS"] == "derived"
+    assert sources["ppo-trainer", "MAX_STEPS"] == sources["rollout-server", "num_nodes"] == "given"
     # The sums over nodes: 2 x 8 and 4 x 8 GPUs.
     assert "together            9    48" in told
+
+
+def test_without_a_model_it_is_the_files(tmp_path: Path) -> None:
+    told, text = launch(tmp_path, "--gpus", "L40S")
+    assert job_group_text.values(text)["ppo-trainer", "envs.MODEL_NAME"] == "Qwen/Qwen2.5-0.5B-Instruct"
+    assert "MODEL_NAME" not in told
+
+
+def test_what_is_shown_fits_120_columns_and_loses_nothing(tmp_path: Path) -> None:
+    image = f"registry.example.org:5000/{'team/' * 12}grpo:v1"
+    told, _ = launch(tmp_path, "--agent", "a:b", "--image", image, "--env", "ENGINE_MAX_RUNNING_REQUESTS=99")
+    shown = told.partition("\n\n")[0].splitlines()
+    assert max(map(len, shown)) <= 120
+    start = shown[0].index("here")
+    column = "".join(line[start : shown[0].index("source")].strip() for line in shown)
+    assert f"docker:{image}-trainer" in column
+    assert "  ENGINE_MAX_RUNNING_REQUESTS " in told
+
+
+def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = (["--gpus", "H100:1"], ["--gpus", "H100:8,H200:8"], ["--rollout-nodes", "3", "--rollout-gpus", "L4:2"])
+    for size in sizes:
+        done = CliRunner().invoke(APP, ["--model", "0.5B", *size, "--dry-run"])
+        assert done.exit_code == 0, done.output
+    assert {path.name for path in (tmp_path / ".cache/launch").iterdir()} == {
+        "qwen2.5-0.5b-instruct-h100-1",
+        "qwen2.5-0.5b-instruct-h100-8-h200-8",
+        "qwen2.5-0.5b-instruct-rollout-l4-2-rollout-nodes-3",
+    }
 
 
 def test_one_gpu_a_tier_is_the_least(tmp_path: Path) -> None:
@@ -152,6 +206,12 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
         (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
         (["--model", "8B"], r"needs 81.4 GiB of GPU memory"),
+        (["--model", "8B"], "--gpus H100:2, or with LORA_RANK=32"),
+        (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1"], "with --gpus L4:4, or with LORA_RANK=32."),
+        (["--model", "70B", "--gpus", "H100:8"], "with --trainer-nodes 3, or with LORA_RANK=32."),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
+        (["--image", "registry.example.org:5000/grpo"], "has no tag"),
+        (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
         (["--model", "32B", "--gpus", "L4:1"], "it fits with --rollout-gpus L4:4"),
         (["--model", "70B", "--gpus", "A10G:1"], "it fits with --rollout-gpus A10G:8"),
         (["--model", "no-such-directory/model"], "its config.json cannot be used"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from services.core.errors import ConfigurationError
@@ -27,6 +27,17 @@ LENGTHS = ("activations", "logits and backward pass")
 NODE_GPUS = (1, 2, 4, 8)
 LEAST_TOKENS = 1024
 """The smallest MICRO_BATCH_TOKENS that is proposed."""
+ADAPTERS = 32
+"""The LORA_RANK that is proposed."""
+
+NameNodes = Callable[[int, int], str]
+"""Returns where to write a number of trainer nodes and of GPUs of a node."""
+
+
+def name_in_file(nodes: int, gpus: int) -> str:
+    """Return a number of nodes and GPUs with the keys of the job group's file."""
+    size = f"{nodes} node{'s'[: nodes > 1]} of {gpus} GPU{'s'[: gpus > 1]}"
+    return f"{size} (num_nodes and accelerators of ppo-trainer in jobgroup.yaml)"
 
 
 @dataclass(frozen=True)
@@ -39,8 +50,18 @@ class Machine:
     limits: Limits
 
 
-def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
+Way = tuple[str, TrainerSettings, Machine]
+"""A change that may help: its text, and the settings and the machine with it."""
+
+
+def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_nodes: NameNodes = name_in_file) -> Work:
     """Return the work with what the settings leave open chosen; log the needs and what is there, place by place.
+
+    Args:
+        settings: the run's settings.
+        shape: the model.
+        machine: the ranks and what each may use.
+        name_nodes: names nodes and GPUs in a refusal that proposes others.
 
     Raises:
         ConfigurationError: a place has too little; the message has the sizes and the setting that would fit.
@@ -54,7 +75,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Wor
             log.info(f"preflight: {name}", needs=total, has=there, **sizes)
     for place in PLACES:
         if not _fits(need, work, limits, place):
-            raise ConfigurationError(_refusal(settings, shape, machine, work, place))
+            raise ConfigurationError(_refusal(settings, shape, machine, work, place, name_nodes))
     if need.total("host") > limits.host:
         tokens = next(_micro_batches_that_fit(settings, shape, machine), None)
         remedy = f"MICRO_BATCH_TOKENS={tokens}" if tokens else "a smaller MAX_NEW_TOKENS, or more memory"
@@ -95,7 +116,9 @@ def _size(need: Need, work: Work, place: str) -> int:
     return sum(size for part, size in parts.items() if not (place == "host" and part in LENGTHS))
 
 
-def _refusal(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str) -> str:
+def _refusal(
+    settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str, name_nodes: NameNodes
+) -> str:
     need = needed(shape, work)
     wanted, there = _size(need, work, place), getattr(machine.limits, place)
     largest = sorted(_parts(need, work, place).items(), key=lambda item: -item[1])[:4]
@@ -103,11 +126,13 @@ def _refusal(settings: TrainerSettings, shape: ModelShape, machine: Machine, wor
     return (
         f"MODEL_NAME={settings.model_name} with {machine.nodes} x {machine.ranks_per_node} ranks needs "
         f"{gigabytes(wanted)} of {PLACES[place]} ({parts}); there is {gigabytes(there)}. "
-        + _remedy(settings, shape, machine, work, place)
+        + _remedy(settings, shape, machine, work, place, name_nodes)
     )
 
 
-def _remedy(settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str) -> str:
+def _remedy(
+    settings: TrainerSettings, shape: ModelShape, machine: Machine, work: Work, place: str, name_nodes: NameNodes
+) -> str:
     """Return what to change so that the place has enough."""
     wanted = _size(needed(shape, work), work, place)
     if place == "shm":
@@ -119,27 +144,58 @@ def _remedy(settings: TrainerSettings, shape: ModelShape, machine: Machine, work
         return f"{keep} volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more, or remove old runs (scripts.clean)."
     if place == "host":
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
-        return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK=32."
-    for text, changed, ranks in _ways_to_fit(settings, machine):
-        if _fits(needed(shape, _chosen(changed, shape, ranks)), work, machine.limits, place):
-            return f"It fits with {text}."
+        return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."
+    kinds = (
+        _settings_to_fit(settings, machine),
+        _nodes_to_fit(settings, machine, name_nodes),
+        _adapters(settings, machine),
+    )
+    by_settings, by_nodes, by_adapters = (_first_fitting(shape, work, ways) for ways in kinds)
+    if by_settings:
+        return f"It fits with {by_settings}."
+    if by_nodes or by_adapters:
+        return f"It fits with {', or with '.join(filter(None, (by_nodes, by_adapters)))}."
     return "No number of GPUs of this size holds it; choose a smaller model."
 
 
-def _ways_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[tuple[str, TrainerSettings, Machine]]:
-    """Yield changes that take less memory of a GPU, the one with the least effect first."""
-    open_ = settings.model_copy(update={"activation_checkpointing": "auto", "shard_parameters": "auto"})
+def _first_fitting(shape: ModelShape, work: Work, ways: Iterator[Way]) -> str | None:
+    """Return the text of the first way that takes no more memory than a GPU has."""
+    for text, changed, machine in ways:
+        if _fits(needed(shape, _chosen(changed, shape, machine)), work, machine.limits, "device"):
+            return text
+    return None
+
+
+def _left_open(settings: TrainerSettings) -> TrainerSettings:
+    return settings.model_copy(update={"activation_checkpointing": "auto", "shard_parameters": "auto"})
+
+
+def _settings_to_fit(settings: TrainerSettings, machine: Machine) -> Iterator[Way]:
+    """Yield settings that take less memory of a GPU and train the same, the one with the least effect first."""
+    open_ = _left_open(settings)
     if open_ != settings:
         yield "ACTIVATION_CHECKPOINTING=auto and SHARD_PARAMETERS=auto", open_, machine
     for tokens, smaller in _smaller_micro_batches(open_):
         yield f"MICRO_BATCH_TOKENS={tokens}", smaller, machine
+
+
+def _nodes_to_fit(settings: TrainerSettings, machine: Machine, name_nodes: NameNodes) -> Iterator[Way]:
+    """Yield more GPUs a node, then more nodes."""
+    open_ = _left_open(settings)
     for nodes in range(machine.nodes, 33):
         for gpus in NODE_GPUS:
             if gpus >= machine.ranks_per_node:
-                where = f"{nodes} nodes of {gpus} GPUs (num_nodes and accelerators of ppo-trainer in jobgroup.yaml)"
-                yield where, open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
-    if not settings.lora_rank:
-        yield "LORA_RANK=32", open_.model_copy(update={"lora_rank": 32}), machine
+                yield name_nodes(nodes, gpus), open_, replace(machine, nodes=nodes, ranks_per_node=gpus)
+
+
+def _adapters(settings: TrainerSettings, machine: Machine) -> Iterator[Way]:
+    """Yield adapters in place of the whole model, with smaller and smaller micro-batches."""
+    if settings.lora_rank:
+        return
+    adapters = _left_open(settings).model_copy(update={"lora_rank": ADAPTERS})
+    yield f"LORA_RANK={ADAPTERS}", adapters, machine
+    for tokens, smaller in _smaller_micro_batches(adapters):
+        yield f"LORA_RANK={ADAPTERS} and MICRO_BATCH_TOKENS={tokens}", smaller, machine
 
 
 def _smaller_micro_batches(settings: TrainerSettings) -> Iterator[tuple[int, TrainerSettings]]:
