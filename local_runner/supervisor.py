@@ -29,12 +29,11 @@ from local_runner.environment import Run, node_environment
 from local_runner.spec import TaskSpec
 from services.core.errors import EXIT_CONFIGURATION
 
-PRIMARY_STOP_SECONDS = 7.0
-"""The time from Ctrl-C to the end of the primary tasks, in which the trainer writes a checkpoint."""
-AUXILIARY_STOP_SECONDS = 8.0
-"""The time from Ctrl-C to the end of the auxiliaries; a busy machine has ended everything within 10 s."""
+PRIMARY_STOP_SECONDS = 60.0
+"""The time from Ctrl-C to the end of the primary tasks, in which the trainer writes a checkpoint of some gigabytes.
+A second Ctrl-C ends it."""
 AUXILIARY_END_SECONDS = 5.0
-"""The time that auxiliaries have to end after a run, when nobody waits for their work."""
+"""The time that auxiliaries have to end after the primary tasks, when nobody waits for their work."""
 KILLED = 128 + signal.SIGKILL
 TERMINATED = 128 + signal.SIGTERM
 LONGEST_BACKOFF_SECONDS = 30.0
@@ -167,10 +166,12 @@ class Supervisor:
         assert self._stop is not None
         tasks = self._run.group.tasks
         if self._stop.done():
-            asked = time.monotonic()
-            await self._end_tasks([task for task in tasks if task.is_primary], PRIMARY_STOP_SECONDS)
-            left = asked + AUXILIARY_STOP_SECONDS - time.monotonic()
-            await self._end_tasks([task for task in tasks if not task.is_primary], max(left, 0.0))
+            primaries = [task for task in tasks if task.is_primary]
+            for task in primaries:
+                if not jobs[task.name].done():
+                    self._report(task, None, State.RUNNING, "asked to stop; Ctrl-C again ends it at once")
+            await self._end_tasks(primaries, PRIMARY_STOP_SECONDS)
+            await self._end_tasks([task for task in tasks if not task.is_primary], AUXILIARY_END_SECONDS)
         elif exit_code:
             await self._end_tasks(list(tasks), AUXILIARY_END_SECONDS)
         else:

@@ -280,7 +280,8 @@ def test_ctrl_c_ends_every_process_however_stubborn(tmp_path):
         "for i in 1 2; do (trap '' TERM; sleep 3600 & echo $! >> pids; wait) & done\n"
         "trap '' TERM; echo $$ >> pids; touch started; while :; do sleep 1; done\n"
     )
-    runner = Runner(tmp_path, task("ppo-trainer", "exec bash stubborn.sh"), task("reward-server", "exec sleep 300"))
+    tasks = task("ppo-trainer", "exec bash stubborn.sh"), task("reward-server", "exec sleep 300")
+    runner = Runner(tmp_path, *tasks, stop_seconds=1)
     runner.wait_for("started")
     runner.send(signal.SIGINT)
     ended = runner.end()
@@ -304,7 +305,9 @@ def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
     runner.send(signal.SIGINT)
     runner.wait_for("asked")
     runner.send(signal.SIGINT)
-    assert runner.end().exit_code == 130
+    ended = runner.end()
+    assert ended.exit_code == 130
+    assert "ppo-trainer running, asked to stop; Ctrl-C again ends it at once" in ended.output
 
 
 def test_processes_in_sessions_of_their_own_end_too(tmp_path):
