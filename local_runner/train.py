@@ -92,7 +92,7 @@ def train(
             be a function, also of a notebook or a script.
 
     Raises:
-        ValueError: a setting is unknown or its value is not allowed.
+        ValueError: a setting is unknown or its value is not allowed, or a dataset has no rows.
         RunError: the run failed.
     """
     directory = Path(shared_dir, "runs", run_id or time.strftime("grpo-%Y%m%d-%H%M%S"))
@@ -134,6 +134,7 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
 
     Raises:
         TypeError: a row is no dict, or has a value that JSON has not.
+        ValueError: there are no rows.
     """
     given = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
     path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', given)}.jsonl"
@@ -143,6 +144,8 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} of {setting} is {row!r}; give rows as dicts")
             file.write(json.dumps(dict(row)) + "\n")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{setting} has no rows; give at least one")
     return path
 
 

@@ -66,6 +66,11 @@ def test_a_setting_that_is_unknown_or_not_allowed_is_refused_as_by_the_runner(he
     assert not any(here.glob("runs/*"))
 
 
+def test_a_dataset_without_rows_is_refused(here):
+    with pytest.raises(ValueError, match="dataset has no rows; give at least one"):
+        train(job_group=group(task("ppo-trainer", "exit 0")), dataset=[])
+
+
 def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here):
     command = "[ $SKYPILOT_NODE_RANK = 0 ] && exec sleep 60; echo 'error: no such model'; exit 78"
     job_group = group(task("ppo-trainer", "exec sleep 60"), task("rollout-server", command))
