@@ -105,9 +105,10 @@ def test_the_variables_in_its_table_are_settings():
 
 def test_figures_are_those_of_the_records():
     assert demo.main(["--check"]) == 0
-    (said,) = re.findall(r"\[([\d.]+) of TRL's time\]", README)
-    measured = json.loads((ROOT / "docs/benchmarks/step.json").read_text())["output"]
-    assert re.search(rf"│ ours .*│ +{said} │", measured)
+    [shares] = re.findall(r"\[([\d.]+) of TRL's time\]\S+ in float32 and ([\d.]+) in bfloat16", README)
+    for said, record in zip(shares, ("step", "step-bfloat16"), strict=True):
+        measured = json.loads((ROOT / f"docs/benchmarks/{record}.json").read_text())["output"]
+        assert re.search(rf"│ ours .*│ +{said} │", measured)
 
 
 def test_a_run_gives_the_figures(tmp_path, monkeypatch):
