@@ -25,7 +25,7 @@ class WeightedFunction:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a function of the user's own."""
+        """True for a function of the user's own."""
         return ":" in self.name
 
 
