@@ -10,8 +10,8 @@ import orjson
 
 from benchmarks.common.job import JOB_GROUP, Job
 from benchmarks.results import job_runs
-from benchmarks.results.runs import Result, Results, Run
-from benchmarks.results.tables import commonest_processor, names, spread, table
+from benchmarks.results.runs import Result, Results, Run, commonest_processor
+from benchmarks.results.tables import names, spread, table
 from services.protocol.pass_at_k import interval
 
 Figures = dict[str, float]

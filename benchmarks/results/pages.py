@@ -17,6 +17,7 @@ COMMAND = ".venv/bin/python -m benchmarks.results --only"
 
 NAMES = (
     "equal_ways",
+    "equal_ways_demo",
     "methods",
     "methods_demo",
     "hyperparameters",
@@ -98,7 +99,7 @@ def provenance(part: Part, results: Results, command: str) -> str:
         costs.append(f"{len(seconds)} on {processor} ({each})")
     return paragraph(
         f"{command}: {runs} runs{of}, seeds: {seeds}; {' or '.join(map(str, steps))} steps; {' and '.join(costs)}. "
-        f"Data: [`{part.file.name}`](results/{part.file.name})."
+        f"Data: [`{part.name}.jsonl`](results/{part.name}.jsonl)."
     )
 
 

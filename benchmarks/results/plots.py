@@ -9,31 +9,43 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.results.runs import KEPT, Results, by_variant
+from benchmarks.results.runs import KEPT, Results, by_variant, commonest_processor
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def curves(name: str, results: Results, task: str, title: str) -> str:
+def curves(name: str, results: Results, task: str, title: str, *, timed: bool = False) -> str:
     """Draw a task's rewards by step and by generated tokens to KEPT/NAME.svg, and return a Markdown image of it.
 
     A line is the mean over a variant's seeds, its band reaches from the least to the most. Seeds that have fewer
-    steps than others, which are runs that ended early, shorten the line.
+    steps than others, which are runs that ended early, shorten the line. With ``timed``, a third plot is by the clock:
+    the median over the variant's runs on the processor that made most of the task's runs.
     """
-    figure = _figure(name, (10, 4))
-    by_step, by_token = figure.subplots(1, 2, sharey=True)
     variants = by_variant(results, task)
-    for own in variants.values():
+    processor = commonest_processor([result for result in results if result.task == task])
+    figure = _figure(name, (15 if timed else 12, 4))
+    panels = figure.subplots(1, 3 if timed else 2, sharey=True)
+    for number, (variant, own) in enumerate(variants.items()):
         count = min(len(result.rewards) for result in own)
         rewards = np.array([result.rewards[:count] for result in own])
-        tokens = np.mean([np.cumsum(result.tokens[:count]) for result in own], axis=0)
-        for axes, places in ((by_step, np.arange(1, count + 1)), (by_token, tokens)):
-            [line] = axes.plot(places, rewards.mean(axis=0), linewidth=1.2)
-            axes.fill_between(places, rewards.min(0), rewards.max(0), alpha=0.1, color=line.get_color(), linewidth=0)
-    by_step.set(xlabel="step", ylabel="mean reward of completions", title=title)
-    by_token.set(xlabel="generated tokens")
-    by_token.legend(by_token.get_lines(), list(variants), fontsize="small")
+        clocked = [np.cumsum(result.seconds[:count]) for result in own if result.processor == processor]
+        places = [
+            np.arange(1, count + 1),
+            np.mean([np.cumsum(result.tokens[:count]) for result in own], axis=0),
+            *([np.median(clocked, axis=0)] if timed and clocked else []),
+        ]
+        # There are ten colours: lines from the eleventh on are dashed.
+        colour, style = f"C{number % 10}", "-" if number < 10 else "--"
+        for axes, own_places in zip(panels, places, strict=False):
+            axes.plot(own_places, rewards.mean(axis=0), style, linewidth=1.2, color=colour, label=variant)
+            axes.fill_between(own_places, rewards.min(0), rewards.max(0), alpha=0.1, color=colour, linewidth=0)
+    panels[0].set(xlabel="step", ylabel="mean reward of completions", title=title)
+    panels[1].set(xlabel="generated tokens")
+    if timed:
+        panels[2].set(xlabel="seconds of steps")
+        panels[2].set_title(processor, fontsize="small")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return _saved(figure, name, title)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,21 +113,22 @@ class Part:
     summary: Callable[[Results], Sequence[str]]
     """Returns the part's sentences of the summary, with figures taken from the results."""
 
-    @property
-    def file(self) -> Path:
-        """The file of the results, a line of JSON each."""
-        return KEPT / f"{self.name}.jsonl"
+    def file(self, directory: Path | None = None) -> Path:
+        """Return the file of the results in ``directory`` (None: KEPT), a line of JSON each."""
+        return (directory or KEPT) / f"{self.name}.jsonl"
 
-    def results(self) -> list[Result]:
+    def results(self, directory: Path | None = None) -> list[Result]:
         """Return the results that are kept of the part's runs, in the order of the runs."""
-        lines = self.file.read_bytes().splitlines() if self.file.exists() else []
+        file = self.file(directory)
+        lines = file.read_bytes().splitlines() if file.exists() else []
         kept = {result.key: result for result in (Result(**orjson.loads(line)) for line in lines)}
         made = [(run, kept[run.key]) for run in self.runs if run.key in kept]
         return [result for run, result in made if _learned(result.settings) == _learned(run.settings)]
 
-    def make(self, seeds: int | None = None) -> None:
+    def make(self, seeds: int | None = None, directory: Path | None = None) -> None:
         """Make the missing runs of a task's first ``seeds`` seeds (None: all), and add each to the file."""
-        had = {result.key for result in self.results()}
+        file = self.file(directory)
+        had = {result.key for result in self.results(directory)}
         wanted = {
             (task, seed)
             for task in {run.task for run in self.runs}
@@ -136,8 +138,8 @@ class Part:
         for number, run in enumerate(missing, start=1):
             result = run.train(run)
             result.processor = processor()
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("ab") as lines:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("ab") as lines:
                 lines.write(orjson.dumps(result) + b"\n")
             where = f"{self.name} {number}/{len(missing)}: {run.task}, {run.variant}, seed {run.seed}"
             harness.say(f"{where}: mean reward {result.area:.3f}, {result.processor_seconds:.0f} processor seconds")
@@ -159,6 +161,11 @@ def by_variant(results: Results, task: str) -> Mapping[str, list[Result]]:
         if result.task == task:
             found.setdefault(result.variant, []).append(result)
     return found
+
+
+def commonest_processor(results: Results) -> str:
+    """Return the processor that made most of the runs; seconds of different processors cannot be compared."""
+    return Counter(result.processor for result in results).most_common(1)[0][0]
 
 
 def processor() -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from benchmarks.results import in_process
 from benchmarks.results.plots import HeatMap, heat_maps
 from benchmarks.results.runs import Part, Results, Run, Settings
-from benchmarks.results.tables import accuracy_note, comparison, names, paragraph, ranking, table
+from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, ranking, table
 from benchmarks.results.tasks import seeded
 
 SWEEP, REPORT, BASE = "sweep", "report", "defaults"
@@ -158,8 +158,7 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         grid, order = sweep.grid(results), ranking(results, REPORT, BASE)
         sentences = []
         if grid:
-            anchor = title.lower().replace("'", "").replace(" ", "-")
-            sentences.append(f"[{title}](#{anchor}): {sweep.conclusion(grid)}")
+            sentences.append(f"[{title}](#{anchor(title)}): {sweep.conclusion(grid)}")
         if order:
             sentences.append(f"{title}, on other seeds beside the task's own settings. {order}")
         return sentences

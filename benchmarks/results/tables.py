@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchmarks.results.equivalence import ACCURACY, REWARD, Measure, Verdict, compare
-from benchmarks.results.runs import Result, Results, by_variant
+from benchmarks.results.runs import Result, Results, by_variant, commonest_processor
 
 NEEDS_SEEDS = "needs two seeds"
 """The verdict on variants that do not have two seeds in common on one processor."""
@@ -23,6 +23,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 def paragraph(text: str) -> str:
     """Return a sentence or more with the line breaks of a paragraph in a document."""
     return textwrap.fill(" ".join(text.split()), 126, break_long_words=False, break_on_hyphens=False)
+
+
+def anchor(title: str) -> str:
+    """Return the name by which links lead to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -57,11 +62,6 @@ def comparison(results: Results, task: str, base: str) -> str:
     compared = [column for measure in measures for column in (measure.name, f"less {base}", "verdict")]
     shown = table(("", "seeds", *compared, "tokens", "CPU s"), rows)
     return f"{shown}\n\nCPU seconds are means of the runs on {processor}."
-
-
-def commonest_processor(results: Sequence[Result]) -> str:
-    """Return the processor that made most of the runs; seconds of different processors cannot be compared."""
-    return Counter(result.processor for result in results).most_common(1)[0][0]
 
 
 def ranking(results: Results, task: str, base: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks.results import in_process, job_runs, pages, plots, runs
+from benchmarks.results import again, in_process, job_runs, pages, plots, runs
 from benchmarks.results.equivalence import ACCURACY, REWARD, Comparison, Verdict, compare, t_quantile
 from benchmarks.results.runs import Part, Result, Run, result_of
 from benchmarks.results.sweeps import Sweep
@@ -166,6 +166,39 @@ def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
     assert len((kept / "part.jsonl").read_bytes().splitlines()) == 5
 
 
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.1, 0.5], "identical"),
+        ([0.49, 0.52], "equal"),
+        # The kept values are 0.1, 0.5 and 0.9; two new ones lie within 4.3 x 0.4 x sqrt(1/3 + 1/2) of their mean.
+        ([0.9, 0.9], "within the spread"),
+        ([2.0, 2.2], "apart"),
+    ],
+)
+def test_runs_made_again_agree_or_are_apart(rewards: list[float], verdict: str) -> None:
+    kept = [result("GRPO", seed, reward) for seed, reward in enumerate([0.1, 0.5, 0.9])]
+    made = [result("GRPO", seed, reward) for seed, reward in enumerate(rewards)]
+    [row] = again.compared("methods", kept, made)
+    assert row[:4] == ("methods", "tiny", "GRPO", "mean reward")
+    assert row[-1] == verdict
+
+
+def test_runs_made_again_lie_in_a_directory_of_their_own(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    def train(run: Run) -> Result:
+        return replace(result(run.variant, run.seed, 0.5), settings=run.settings)
+
+    planned = [Run("tiny", "a", seed, {"SEED": str(seed)}, train) for seed in range(2)]
+    part = Part("part", "A part", planned, lambda _: "text", lambda _: [])
+    part.make()
+    written = (kept / "part.jsonl").read_bytes()
+    other = tmp_path_factory.mktemp("again")
+    part.make(seeds=1, directory=other)
+    assert len(part.results(other)) == 1
+    assert (kept / "part.jsonl").read_bytes() == written
+    assert "1 of 1 rows agree" in again.report([part], other)
+
+
 def test_plots_show_curves_and_heat_maps(kept: Path) -> None:
     curves = [result("base", 0, 0.5), result("own", 0, 0.6)]
     assert plots.curves("curves", curves, "tiny", "Curves") == "![Curves](results/curves.svg)"
@@ -173,6 +206,9 @@ def test_plots_show_curves_and_heat_maps(kept: Path) -> None:
     assert b"own" in first
     plots.curves("curves", curves, "tiny", "Curves")
     assert (kept / "curves.svg").read_bytes() == first
+    assert b"seconds of steps" not in first
+    plots.curves("timed", [replace(one, processor="the processor") for one in curves], "tiny", "Timed", timed=True)
+    assert b"the processor" in (kept / "timed.svg").read_bytes()
     plots.heat_maps("map", "Map", [plots.HeatMap("panel", ("r",), ("c", "d"), [[0.25, float("nan")]])])
     assert "0.25" in (kept / "map.svg").read_text()
 

@@ -167,7 +167,7 @@ def show(results: Results) -> str:
     """
     sections = [paragraph(text)]
     for task in dict.fromkeys(result.task for result in results):
-        plot = curves(f"beside_trl-{task}", results, task, f"Beside TRL: {task}")
+        plot = curves(f"beside_trl-{task}", results, task, f"Beside TRL: {task}", timed=True)
         sections += [comparison(results, task, TRL), stages(results, task), plot]
     return "\n\n".join(sections)
 
