@@ -62,7 +62,7 @@ def blocks(record: dict[str, Any]) -> dict[str, str]:
         f"{record['held_out']} held-out questions from {record['accuracy_before']:.2f} to "
         f"{record['accuracy_after']:.2f}. It took {record['seconds'] / 60:.1f} minutes ({record['machine']}), "
         "downloads not counted. You get the trained model, its curves, its samples, and a command to chat with it. "
-        "[Results](docs/results.md) has other tasks, methods and seeds."
+        "[Results](docs/results.md#tasks-of-one-completion) has it with further seeds, and other tasks and methods."
     )
     lines = [describe(step, len(steps), None) for step in steps[:SHOWN_STEPS]]
     return {
