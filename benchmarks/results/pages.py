@@ -35,7 +35,8 @@ INTRODUCTION = """\
 This page says what training learns, with the data behind every figure. `make results` makes all runs and writes the
 page anew; `.venv/bin/python -m benchmarks.results --only PART` makes one part's. An interrupted command goes on with
 the runs that are missing. Every run is a line of `docs/results/<part>.jsonl`: its settings, its seed, the mean reward
-and the generated tokens of each step, the accuracy on held-out prompts, its processor time.
+and the generated tokens of each step, the accuracy on held-out prompts, its processor time. To repeat what is here,
+`--only PART --seeds 1 --again DIRECTORY` makes runs once more, into a directory, and says which agree with these.
 
 A number is the mean over seeds, behind it in brackets the least and the most; a single seed has no brackets. Lines of
 plots are means, too. Variants are compared seed by seed: a seed fixes the prompts and their order, so that the
