@@ -24,7 +24,7 @@ SETTINGS = DEMO_TASK | {
     "REWARD_FN": "math=1,format=0.2",
     "BATCH_SIZE": "4",
     "MAX_NEW_TOKENS": "128",
-    "MAX_STEPS": "16",
+    "MAX_STEPS": "8",
     "EVAL_SAMPLES": "0",
     "EVAL_PROMPTS": "100",
 }
