@@ -2,6 +2,7 @@
 
 import { text } from "./differences.js";
 import { byId, h } from "./dom.js";
+import { date } from "./format.js";
 
 export class Settings {
   constructor() {
@@ -25,7 +26,7 @@ export class Settings {
 
   /** Shows the outcomes and components of ``runs``. */
   update(runs) {
-    const signature = JSON.stringify(runs.map((run) => [run.components, run.summary]));
+    const signature = JSON.stringify(runs.map((run) => [run.components, run.summary, run.state]));
     if (signature === this.signature) return;
     this.signature = signature;
     this.runs = runs;
@@ -57,7 +58,7 @@ export class Settings {
 function parts(runs) {
   const components = union(runs.map((run) => run.components));
   return [
-    { title: "Outcome", rows: rowsOf(runs, (run) => rounded(run.summary)) },
+    { title: "Outcome", rows: rowsOf(runs, outcome).filter(({ cells }) => cells.some((cell) => cell.text)) },
     ...components.map((name) => ({
       title: `Settings of ${name}`,
       rows: rowsOf(runs, (run) => run.components[name]?.settings, (run) => run.components[name]?.changed).map((row) => ({
@@ -70,6 +71,12 @@ function parts(runs) {
       rows: rowsOf(runs, ({ components: { [name]: component } }) => component && versions(component)),
     })),
   ];
+}
+
+/** Returns a run's state and what its summary says beside the state. */
+function outcome({ state, summary }) {
+  const { status, ended, ...rest } = summary;
+  return { state, ...rounded(rest), ended: ended && date(ended) };
 }
 
 /** Returns the values with four significant digits for fractions, and large numbers whole. */
