@@ -110,7 +110,12 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
     assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
-    for command in ("scripts.view runs/run-1", "scripts.evaluate --model runs/run-1/model --env-file demo.env"):
+    assert ["disk", "space"] in [row[:2] for row in rows]
+    for command in (
+        "scripts.view runs/run-1",
+        "scripts.clean runs/run-1",
+        "scripts.evaluate --model runs/run-1/model --env-file demo.env",
+    ):
         assert f"-m {command}" in said
 
 

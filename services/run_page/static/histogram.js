@@ -9,6 +9,8 @@ import { savePicture } from "./picture.js";
 import { bounds } from "./series.js";
 
 const [WIDEST, NARROWEST] = [40, 2];
+/** The share of the way between neighbouring rewards that columns may fill. */
+const FILLED = 0.85;
 const TITLE = "Rewards of one step";
 
 export class Histogram {
@@ -69,13 +71,13 @@ export class Histogram {
     const amounts = runs.flatMap((run) => run.counts.map(([, amount]) => amount));
     const [low, high] = bounds([rewards], null, 0) ?? [0, 1];
     const nearest = Math.min(...rewards.slice(1).map((reward, i) => reward - rewards[i]), high - low);
-    // Several runs' columns may take half the way to the next reward on either side.
-    const room = Math.max(0.12 * (high - low), runs.length > 1 ? nearest / 2 : 0) || 0.5;
+    // On either side, several runs' columns take up to half of their share of the way to the next reward.
+    const room = Math.max(0.12 * (high - low), runs.length > 1 ? (FILLED / 2 + 0.02) * nearest : 0) || 0.5;
     // Room for the numbers above the columns.
     const plane = new Plane(width, height, [low - room, high + room], [0, 1.15 * Math.max(1, ...amounts)]);
     paintAxes(context, plane, { name: "reward", wholeHeights: true });
     const gap = nearest ? plane.x(low + nearest) - plane.x(low) : plane.plotWidth;
-    const column = Math.max(NARROWEST, Math.min(WIDEST, (0.85 * gap) / runs.length));
+    const column = Math.max(NARROWEST, Math.min(WIDEST, (FILLED * gap) / runs.length));
     within(context, plane, () => {
       for (const [place, { color, counts }] of runs.entries()) {
         const shift = (place - (runs.length - 1) / 2) * column;

@@ -90,7 +90,11 @@ function versions({ commit, packages }) {
 }
 
 function rowsOf(runs, values, changed = () => []) {
-  const cell = (run, name) => ({ text: text(values(run)?.[name]), isChanged: (changed(run) ?? []).includes(name) });
+  const cell = (run, name) => ({
+    text: text(values(run)?.[name]),
+    isRecorded: values(run) !== undefined,
+    isChanged: (changed(run) ?? []).includes(name),
+  });
   return union(runs.map((run) => values(run) ?? {})).map((name) => ({ name, cells: runs.map((run) => cell(run, name)) }));
 }
 
@@ -99,8 +103,9 @@ function drawn({ name, cells }) {
   return h("tr", { class: differ(cells) ? "differs" : null }, h("th", { scope: "row" }, name), cells.map(cell));
 }
 
+/** Returns whether a row's values differ; a run that failed before it recorded a component does not differ in it. */
 function differ(cells) {
-  return new Set(cells.map((cell) => cell.text)).size > 1;
+  return new Set(cells.filter((cell) => cell.isRecorded).map((cell) => cell.text)).size > 1;
 }
 
 /** Returns the names in any of ``objects``, in their order. */

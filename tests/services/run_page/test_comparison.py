@@ -251,6 +251,10 @@ def test_a_run_that_failed_before_its_first_step_is_in_the_table(open_page, tmp_
     settled(page, 4)
     assert cells(page, "failed")[:2] == ["failed", "\N{EN DASH}"]
     assert cells(page, "good")[:2] == ["succeeded", "4"]
+    page.get_by_role("link", name="Settings").click()
+    page.get_by_label("only what differs").check()
+    expect(page.locator("#settings")).to_contain_text("Outcome")
+    expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
 
 
 def test_each_runs_newest_rewards_stand_around_their_marks(open_page, runs):
@@ -283,7 +287,7 @@ COLUMNS_BESIDE_ZERO = """async (newest) => {
     const canvas = Object.assign(document.createElement("canvas"), { width: 362, height: 200 });
     const context = canvas.getContext("2d");
     histogram.paint(context, canvas.width, canvas.height);
-    const room = newest.length > 1 ? 0.5 : 0.12;
+    const room = newest.length > 1 ? 0.445 : 0.12;
     const zero = new Plane(canvas.width, canvas.height, [-room, 1 + room], [0, 1]).x(0);
     const { data } = context.getImageData(0, 150, canvas.width, 1);
     const isRed = (x) => data[4 * x] > 240 && data[4 * x + 1] < 10;
