@@ -25,15 +25,14 @@ def state_of(run_dir: Path) -> str:
     try:
         if runner_of(run_dir, read_nodes(run_dir)) is not None:
             return RUNNING
-        outcome, summary = read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json")
-    except (ValueError, TypeError, OSError) as error:
+        if outcome := read_object(run_dir / OUTCOME):
+            ended = "failed" if outcome.get("failed") else "interrupted"
+            return "succeeded" if outcome["exit_code"] == 0 else ended
+        if status := read_object(run_dir / "summary.json").get("status"):
+            return str(status)
+        may_go_on = under_way(run_dir, last_written(run_dir)) is not None
+    except (ValueError, TypeError, OSError) as error:  # damaged files, or a run that is being removed
         return f"unknown: {error}"
-    if outcome:
-        ended = "failed" if outcome.get("failed") else "interrupted"
-        return "succeeded" if outcome["exit_code"] == 0 else ended
-    if status := summary.get("status"):
-        return str(status)
-    may_go_on = under_way(run_dir, last_written(run_dir)) is not None
     return MAYBE if may_go_on else WITHOUT_SUMMARY
 
 

@@ -66,7 +66,8 @@ def test_the_lock_shows_a_runner_in_another_container(tmp_path):
     assert state_of(run) == "succeeded"
 
 
-def test_a_damaged_file_makes_the_state_unknown(tmp_path):
+def test_a_damaged_file_or_a_removed_run_makes_the_state_unknown(tmp_path):
+    assert state_of(tmp_path / "removed").startswith("unknown: ")
     run = make(tmp_path / "run", nodes=HERE)
     (run / "summary.json").write_text("{")
     assert state_of(run).startswith("unknown: ")
