@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from local_runner import directory
+from local_runner import directory, run_state
 from local_runner.commands import module
 from local_runner.directory import RUNS
 from local_runner.spec import seconds
@@ -34,7 +34,7 @@ class Listed:
     def of(cls, path: Path) -> Listed:
         """Measure the run at ``path``."""
         size, written = directory.usage(path)
-        return cls(path, size, written, directory.under_way(path, written))
+        return cls(path, size, written, run_state.under_way(path, written))
 
 
 def select(runs: list[Path], keep: int | None, older_than: str | None) -> list[Listed]:
@@ -106,9 +106,7 @@ def _table(console: Console, runs: list[Listed]) -> None:
     for column in ("run", "state", "size", "last written"):
         table.add_column(column, overflow="fold", justify="right" if column == "size" else "left")
     for run in runs:
-        state = directory.state_of(run.path, directory.read_nodes(run.path))
-        shown = "may be under way" if run.under_way and state != "running" else state
         ago = f"{duration(max(time.time() - run.written, 0))} ago"
-        table.add_row(run.path.name, shown, decimal(run.size), ago)
+        table.add_row(run.path.name, run_state.state_of(run.path), decimal(run.size), ago)
     console.print(table)
     console.print(f"number of runs: {len(runs)}, size: {decimal(sum(run.size for run in runs))}", highlight=False)

@@ -68,6 +68,7 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
     elif any(task.name == Task.TRAINER for task in run.group.tasks):
         commands.append(("start again", shlex.join(launch.again(run.run_id))))
     elsewhere = [] if launch.shared_dir == Path() else ["--runs", shown_path(run.run_dir.parent)]
+    commands.append(("remove it", shlex.join([*module("scripts.clean"), directory])))
     commands.append(("list runs by size, and remove some", shlex.join([*module("scripts.clean"), *elsewhere])))
     return commands
 

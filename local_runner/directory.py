@@ -1,4 +1,4 @@
-"""Run directories: their names on a command line, and the runner, state and size of a run."""
+"""Run directories: their names on a command line, and the runner and size of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,13 @@ import psutil
 from local_runner.environment import Run
 from services.core.errors import ConfigurationError
 from services.core.files import atomic_write
-from services.run_page.directory import read_object
+from services.run_page.directory import is_run, read_object
 
 FILE = "nodes.json"
 LOCK = "runner.lock"
 RUNS = Path("runs")
-MARKS = (FILE, LOCK, "metrics.jsonl", "components")
-"""A directory with any of these is a run's. config.json is not among them, because models have one, too."""
-QUIET_SECONDS = 24 * 3600
-"""A run without a runner on this machine may be under way elsewhere until nothing has been written for this long; a
-step, or a wait for nodes, may take hours."""
+OUTCOME = "runner.json"
+"""The file in which a local runner records how the run ended; there is none while it runs."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Nodes:
 
 
 def record_nodes(run: Run) -> None:
-    """Write nodes.json, which says that this process runs ``run``, and on which addresses.
+    """Write nodes.json, which says that this process runs ``run``, and on which addresses; remove an earlier outcome.
 
     Raises:
         ConfigurationError: the run directory cannot be written.
@@ -66,6 +62,8 @@ def record_nodes(run: Run) -> None:
         "machine": socket.gethostname(),
         "endpoints": run.addresses.endpoints,
     }
+    with contextlib.suppress(OSError):  # such as a missing file; the run's end tells of one that cannot be written
+        (run.run_dir / OUTCOME).unlink()
     try:
         write_object(run.run_dir / FILE, content)
     except OSError as error:
@@ -103,45 +101,23 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def under_way(run_dir: Path, written: float) -> str | None:
-    """Return why the run is, or may be, under way; None when it is over.
+def runner_of(run_dir: Path, nodes: Nodes | None) -> str | None:
+    """Return how the run's local runner shows that it lives; None if there is none.
 
-    A local run is under way while its runner has the lock or its process lives. A run of another machine or a cluster
-    is over when nothing has been written for QUIET_SECONDS.
-
-    Args:
-        run_dir: the run.
-        written: the time of the run's newest file.
+    The runner has the lock as long as it lives, in another container, too. A file system may be without locks; then the
+    runner's process alone says it.
     """
-    nodes = read_nodes(run_dir)
     if nodes is not None and nodes.is_running():
         return f"its runner is process {nodes.pid} of this machine"
-    if (run_dir / LOCK).exists():
-        try:
-            with locked(run_dir):
-                pass
-        except ConfigurationError as error:
-            return str(error)
-        except OSError:
-            pass  # a file system without locks, or another user's file: the other signs decide
-    ago = max(time.time() - written, 0.0)
-    if (nodes is not None and nodes.is_here) or ago >= QUIET_SECONDS:
-        return None
-    where = f"machine {nodes.machine}" if nodes is not None else "a cluster or another machine"
-    return (
-        f"it may go on in {where}, since it was last written {ago / 60:.0f} minutes ago; "
-        f"if it is over, remove it by hand: rm -r {run_dir}"
-    )
-
-
-def state_of(run_dir: Path, nodes: Nodes | None) -> str:
-    """Return ``running``, the outcome of the run, or ``unknown`` if neither runner nor trainer has recorded it."""
-    if nodes is not None and nodes.is_running():
-        return "running"
-    status: str | None = read_object(run_dir / "summary.json").get("status")
-    if status is None and nodes is not None:
-        return "ended without a summary" if nodes.is_here else f"unknown: started on {nodes.machine}"
-    return status or "unknown"
+    try:
+        # Shared, so that no two readers take each other for the runner.
+        with (run_dir / LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"its runner holds {LOCK}"
+    except OSError:
+        pass  # no runner's file, no locks here, or another user's file
+    return None
 
 
 def usage(run_dir: Path) -> tuple[int, float]:
@@ -196,15 +172,11 @@ def named_run(given: str, runs: Path = RUNS) -> Path | None:
     return next((path for path in (runs / given, Path(given)) if is_run(path)), None)
 
 
-def is_run(path: Path) -> bool:
-    """Return whether ``path`` is a run's directory."""
-    return path.is_dir() and any((path / mark).exists() for mark in MARKS)
-
-
 def all_runs(runs: Path = RUNS) -> list[Path]:
     """Return the runs in the directory ``runs``, the one last written to first."""
-    return sorted(filter(is_run, runs.glob("*")), key=_last_written, reverse=True)
+    return sorted(filter(is_run, runs.glob("*")), key=last_written, reverse=True)
 
 
-def _last_written(run_dir: Path) -> float:
+def last_written(run_dir: Path) -> float:
+    """Return the time of the newest of a run's own files and logs."""
     return max(path.stat().st_mtime for path in [run_dir, *run_dir.glob("*.json*"), *run_dir.glob("logs/*.log")])

@@ -12,8 +12,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from local_runner.directory import find_run, named_run, newest, read_nodes
+from local_runner.directory import find_run, named_run, newest
 from local_runner.progress import GrowingFile
+from local_runner.run_state import RUNNING, state_of
 from local_runner.supervisor import START_MARK
 from services.core.errors import ConfigurationError
 
@@ -76,11 +77,10 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
             console.print(prefix.append(line, style), soft_wrap=True, highlight=False)
 
     show_new(last)
-    nodes = read_nodes(run_dir)
     is_running = follow
     while is_running:
         # Asked before reading, so that the last lines of a run that just ended are still read.
-        is_running = nodes is not None and nodes.is_running()
+        is_running = state_of(run_dir) == RUNNING
         show_new(None)
         if is_running:
             time.sleep(POLL_SECONDS)

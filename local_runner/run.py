@@ -69,7 +69,7 @@ async def _execute(run: Run, launch: Launch | None, console: Console, *, live: b
             await asyncio.gather(watcher, return_exceptions=True)
     record = asdict(outcome)
     try:
-        directory.write_object(run.run_dir / "runner.json", record)
+        directory.write_object(run.run_dir / directory.OUTCOME, record)
     except OSError as error:
         console.print(f"the run's record cannot be written: {error}", soft_wrap=True)
     summary.show(console, run, launch, record, summary.trainer_summary(run, since))

@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -16,51 +16,62 @@ from rich.text import Text
 
 from local_runner import health
 from local_runner.commands import module
-from local_runner.directory import read_nodes, state_of
+from local_runner.directory import OUTCOME, read_nodes
 from local_runner.health import TrainerStatus
 from local_runner.learning import nothing_learned
 from local_runner.nodes import health_address, trainer_address
 from local_runner.progress import GrowingFile, mean_rewards, new_steps
+from local_runner.run_state import RUNNING, state_of
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.view import STYLES, duration, last_error
 from services.run_page.directory import read_object
 from services.run_page.rewards import first_and_last
 
 RECENT_STEPS = 5
+NOT_ASKED = "without /health"
+"""The state of a node that does not listen, such as all but the first of the trainer."""
 
 
 async def show(console: Console, run_dir: Path, token: str | None) -> None:
     """Print state, figures and nodes of a run; ``token`` is that of its job group."""
-    nodes = read_nodes(run_dir)
-    # Only the nodes of a running run are asked.
-    addresses = nodes.endpoints if nodes is not None and nodes.is_running() else {}
+    state, nodes = state_of(run_dir), read_nodes(run_dir)
+    is_running = state == RUNNING
+    addresses = nodes.endpoints if nodes is not None and nodes.is_here and is_running else {}
     logs = sorted((run_dir / "logs").glob("*.log"))
     page = trainer_address(addresses)
     async with health.client(token) as http:
         trainer = None if page is None else await health.trainer_status(http, page)
         rows = await asyncio.gather(*(_node(http, addresses, log) for log in logs))
-    state = state_of(run_dir, nodes)
     line = Text.assemble(("run ", "dim"), (run_dir.name, "bold"), "  ", (state, STYLES.get(state, "yellow")))
     console.print(line.append(f", {trainer.phase}") if trainer else line)
     figures = Table.grid(padding=(0, 2))
-    for name, value in _figures(run_dir, trainer, is_running=bool(addresses)):
+    for name, value in _figures(run_dir, trainer, is_running=is_running):
         figures.add_row(Text(name, "dim"), value)
     console.print(figures)
-    table = Table(box=None, pad_edge=False)
-    for column in ("component", "state", "address", "error"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    if shown := _table(rows, is_running=is_running):
+        console.print(shown)
     where = shlex.join([*module("scripts.view"), str(run_dir)]) if page is None else f"http://{page}"
     console.print(f"run page  {where}", highlight=False, soft_wrap=True)
+
+
+def _table(rows: Sequence[tuple[str, Text, str, Text]], *, is_running: bool) -> Table | None:
+    """Return the table of the components; of an ended run, of those with an error, and None without one."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("component", "state", "address", "error") if is_running else ("component", "error"):
+        table.add_column(column, overflow="fold")
+    for name, state, address, error in rows:
+        if is_running:
+            table.add_row(name, state, address, error)
+        elif error:
+            table.add_row(name, error)
+    return table if table.row_count else None
 
 
 async def _node(http: httpx.AsyncClient, addresses: Mapping[str, str], log: Path) -> tuple[str, Text, str, Text]:
     """Return the name of the log's node, its state if it is asked, its address, and its last error."""
     address = health_address(addresses, log.stem)
-    state = "" if address is None else await health.state(http, address)
-    style = STYLES.get(state, "yellow")
+    state = NOT_ASKED if address is None else await health.state(http, address)
+    style = STYLES.get(state, "dim" if address is None else "yellow")
     if state == health.BUSY and address == trainer_address(addresses):
         state = _busy_trainer(log.parents[1] / "metrics.jsonl")
     return log.stem, Text(state, style), address or "", Text(last_error(log) or "", "red")
@@ -87,7 +98,7 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
             left = f", {duration(mean * (total - last))} left" if total else ""
             rows.append(("a step", f"{duration(mean)}{left}"))
     if not is_running:
-        rows += outcome_rows(read_object(run_dir / "runner.json"), read_object(run_dir / "summary.json"))
+        rows += outcome_rows(read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json"))
     if advice := nothing_learned(steps):
         rows.append(("learning", advice))
     return rows

@@ -44,6 +44,7 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
     for name, value in outcome_rows(outcome, summary):
         table.add_row(name, value)
     table.add_row("directory", shown_path(run.run_dir))
+    table.add_row("disk space", decimal(usage(run.run_dir)[0]))
     console.print(table)
     if advice := nothing_learned(new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))):
         console.print(Text(advice, "yellow"), soft_wrap=not console.is_terminal)
@@ -75,7 +76,7 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
         rows += [_accuracy(summary, when) for when in ("before", "after")]
     if outcome:
         rows.append(("outcome", outcome["reason"]))
-        rows.append(("time, from start to end", duration(outcome["seconds"])))
+        rows.append(("time of last attempt", duration(outcome["seconds"])))
     if summary.get("seconds") is not None:
         rows.append(("time of training, all attempts", duration(summary["seconds"])))
     if restarts := outcome.get("restarts"):

@@ -30,7 +30,9 @@ def main(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="Id or directory. Default: the newest run below runs/.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer, in tokens. Default: the run's MAX_NEW_TOKENS.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, max=100, help="0: the likeliest token each time.")] = 0.0,
 ) -> None:
     """Talk to a run's model beside the model that it began as."""
@@ -40,20 +42,20 @@ def main(
         directory = find_run(run)
         start, result = models(directory)
         data = settings_of(directory, "data-server")
+        longest = max_new_tokens or longest_answer(directory)
         # Not at the top, since torch takes seconds to import and a run may be named wrongly.
         from local_runner.speaker import Speaker
 
         console = Console(markup=False, highlight=False)
         console.print(f"loading {start} and {shown_path(Path(result))}; then each line that you give is a prompt")
+        console.print(f"an answer ends after {longest} tokens at the latest; --max-new-tokens sets another limit")
         speakers = [Speaker(model, data) for model in (start, result)]
         with ThreadPoolExecutor(len(speakers)) as threads:
             for line in lines():
                 table = Table(expand=True)
                 for title in (start, shown_path(Path(result))):
                     table.add_column(title, ratio=1, overflow="fold")
-                answers = threads.map(
-                    Speaker.answer, speakers, repeat(line), repeat(max_new_tokens), repeat(temperature)
-                )
+                answers = threads.map(Speaker.answer, speakers, repeat(line), repeat(longest), repeat(temperature))
                 table.add_row(*(answer or "(ended without a word)" for answer in answers))
                 console.print(table)
 
@@ -79,6 +81,18 @@ def models(run_dir: Path) -> tuple[str, str]:
     if not start:
         raise ConfigurationError(f"{run_dir}/config.json does not name the model that the run began as")
     return start, str(result)
+
+
+def longest_answer(run_dir: Path) -> int:
+    """Return the most tokens that a run's model sampled for one answer, so that it is asked as it was trained.
+
+    Raises:
+        ConfigurationError: the run does not say.
+    """
+    longest: int | None = settings_of(run_dir, "ppo-trainer").get("max_new_tokens")
+    if longest is None:
+        raise ConfigurationError(f"{run_dir}/config.json has no MAX_NEW_TOKENS of the trainer; give --max-new-tokens")
+    return longest
 
 
 def settings_of(run_dir: Path, component: str) -> dict[str, Any]:

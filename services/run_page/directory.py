@@ -15,6 +15,8 @@ from services.run_page.samples import SampleIndex
 
 RECORDS_A_REPLY = 1000
 METRIC_DIGITS = 6
+MARKS = ("nodes.json", "runner.lock", "metrics.jsonl", "components")
+"""A directory with any of these is a run's. config.json is not among them, because models have one, too."""
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,13 @@ def find_runs(paths: list[Path]) -> list[RunDirectory]:
     """
     found: list[Path] = []
     for path in paths:
-        if _is_run(path):
+        if is_run(path):
             found.append(path)
             continue
-        within = sorted(child for child in path.iterdir() if _is_run(child)) if path.is_dir() else []
+        within = sorted(child for child in path.iterdir() if is_run(child)) if path.is_dir() else []
         if not within:
             raise ConfigurationError(
-                f"{path} is no run directory: it has no config.json or metrics.jsonl, nor has a directory in it. "
+                f"{path} is no run directory: it has none of {', '.join(MARKS)}, nor has a directory in it. "
                 "Give one such as runs/grpo-1, or the directory of all runs."
             )
         found += within
@@ -142,8 +144,9 @@ def _shortest_name(path: Path, among: list[Path]) -> str:
     return str(Path(*parts))
 
 
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in ("config.json", "metrics.jsonl"))
+def is_run(path: Path) -> bool:
+    """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
+    return path.is_dir() and any((path / mark).exists() for mark in MARKS)
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -45,19 +45,34 @@ class RunGroupsQuery(GroupsQuery):
 
 
 @dataclass(frozen=True)
+class RunWithState(RunOverview):
+    """A run with its state, such as ``running`` or ``succeeded``."""
+
+    state: str
+
+
+@dataclass(frozen=True)
 class RunsReply:
     """Reply of GET /api/runs. ``live`` says that the first run is under way, as GET /api/now describes."""
 
     live: bool
-    runs: list[RunOverview]
+    runs: list[RunWithState]
 
 
-def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: Now | None, asks_token: bool) -> None:
+def add_run_page(
+    app: FastAPI,
+    runs: Callable[[], list[RunDirectory]],
+    state_of: Callable[[Path], str],
+    *,
+    now: Now | None,
+    asks_token: bool,
+) -> None:
     """Add the page at ``/`` and its routes at ``/api/``.
 
     Args:
         app: made with ``public=PUBLIC``.
         runs: returns the runs to show, a live run first.
+        state_of: returns the state of the run in a directory.
         now: returns the state of the live run; None without one.
         asks_token: whether the page asks for the token.
     """
@@ -69,8 +84,8 @@ def add_run_page(app: FastAPI, runs: Callable[[], list[RunDirectory]], *, now: N
             raise ProblemError(404, f"no run {name!r} here; there are {[run.name for run in runs()]}")
         return run
 
-    def overviews() -> list[RunOverview]:
-        return [run.overview() for run in runs()]
+    def overviews() -> list[RunWithState]:
+        return [RunWithState(**vars(run.overview()), state=state_of(run.path)) for run in runs()]
 
     @app.get("/api/runs", response_model=RunsReply, tags=["run page"])
     async def get_runs() -> Response:

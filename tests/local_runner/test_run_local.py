@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from local_runner import spec
+from local_runner.run_state import state_of
 from tests.local_runner.runner import HEADER, OUTPUT, Runner, is_running, run, task
 from tests.waiting import IDLE_SECONDS
 
@@ -344,6 +345,29 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path):
     runner.process.wait()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=IDLE_SECONDS)
     assert not is_running(pid)
+
+
+def test_a_run_is_running_while_it_is_resumed_and_has_ended_when_its_runner_was_killed(tmp_path):
+    first = run(tmp_path, DONE)
+    assert state_of(first.run_dir) == "succeeded"
+    runner = Runner(tmp_path, task("ppo-trainer", "touch resumed; exec sleep 300"))
+    runner.wait_for("resumed")
+    assert state_of(runner.run_dir) == "running"
+    runner.send(signal.SIGKILL)
+    runner.process.wait()
+    assert state_of(runner.run_dir) == "ended without a summary"
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "state"),
+    [("touch started; exit 3", None, "failed"), ("touch started; exec sleep 300", signal.SIGINT, "interrupted")],
+)
+def test_a_run_without_a_summary_has_the_outcome_that_its_runner_saw(tmp_path, command, number, state):
+    runner = Runner(tmp_path, task("ppo-trainer", command))
+    if number is not None:
+        runner.wait_for("started")
+        runner.send(number)
+    assert state_of(runner.end().run_dir) == state
 
 
 @pytest.mark.parametrize(("code", "reason"), [(0, "No space left on device"), (7, "File exists")])

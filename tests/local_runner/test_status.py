@@ -52,3 +52,25 @@ def test_a_trainer_that_listens_and_does_not_answer_is_busy_and_one_that_is_gone
         told = shown(running, port, free_port())
         assert told["ppo-trainer-0"][:-1] == ["busy", "for", "2h05m", "since", "step", "4"]
         assert told["reward-server-0"][:-1] == ["silent"]
+
+
+def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_error(running):
+    (running / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.25}\n{"step": 2, "reward_mean": 0.75}\n')
+    nodes = {"pid": 1, "started": 0.0, "machine": socket.gethostname(), "endpoints": {}}
+    write_object(running / "nodes.json", nodes)
+    write_object(running / "runner.json", {"exit_code": 0, "reason": "done", "seconds": 65, "failed": None})
+    summary = {"status": "succeeded", "steps": 2, "accuracy_before": 0.1, "accuracy_after": 0.9}
+    write_object(running / "summary.json", summary)
+    said = printed(running)
+    for words in ("succeeded", "steps 2", "0.250 → 0.750", "outcome done", "accuracy after, held-out prompts 0.900"):
+        assert words in said
+    assert "component" not in said
+    (running / "logs/reward-server-0.log").write_text("=== start ===\nerror: no such verifier\n")
+    assert "component error reward-server-0 error: no such verifier run page" in printed(running)
+
+
+def printed(run_dir: Path) -> str:
+    """Return what is printed on a run, with single spaces."""
+    console = Console(file=io.StringIO(), width=200)
+    asyncio.run(status.show(console, run_dir, None))
+    return " ".join(console.file.getvalue().split())

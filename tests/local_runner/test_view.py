@@ -107,10 +107,15 @@ def test_the_end_of_a_run_shows_times_sizes_and_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = ended(tmp_path)
     rows = [line.replace("│", " ").split() for line in said.splitlines()]
-    assert ["time,", "from", "start", "to", "end", "3m42s"] in rows
+    assert ["time", "of", "last", "attempt", "3m42s"] in rows
     assert ["time", "of", "training,", "all", "attempts", "2m47s"] in rows
     assert "size of all runs in runs/: " in said
-    for command in ("scripts.view runs/run-1", "scripts.evaluate --model runs/run-1/model --env-file demo.env"):
+    assert ["disk", "space"] in [row[:2] for row in rows]
+    for command in (
+        "scripts.view runs/run-1",
+        "scripts.clean runs/run-1",
+        "scripts.evaluate --model runs/run-1/model --env-file demo.env",
+    ):
         assert f"-m {command}" in said
 
 

@@ -47,6 +47,27 @@ def test_both_answers_stand_side_by_side(run_dir, tiny_model, monkeypatch, capsy
     assert rows[0][0] == expected != rows[0][1]
 
 
+def test_an_answer_is_as_long_as_the_run_trained_them_unless_a_length_is_given(run_dir, monkeypatch, capsys):
+    config = json.loads((run_dir / "config.json").read_text())
+    config["components"]["ppo-trainer"]["settings"]["max_new_tokens"] = 2
+    (run_dir / "config.json").write_text(json.dumps(config))
+    asked = []
+    monkeypatch.setattr(Speaker, "answer", lambda self, line, tokens, temperature: asked.append(tokens) or line)
+    for given in (None, 3):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("3+4="))
+        with pytest.raises(SystemExit):
+            chat.main(max_new_tokens=given)
+    assert asked == [2, 2, 3, 3]
+    assert "an answer ends after 2 tokens" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_say_its_length_asks_for_one(run_dir, capfd):
+    with pytest.raises(SystemExit) as ended:
+        chat.main()
+    assert ended.value.code == 78
+    assert "give --max-new-tokens" in capfd.readouterr().err
+
+
 def test_a_conversation_has_the_system_prompt_and_the_earlier_turns(tiny_model):
     speaker = Speaker(str(tiny_model), {"system_prompt": "1+1=2", "prompt_style": "chat"})
     answer = speaker.answer("3+4=", 4, 0)

@@ -36,7 +36,7 @@ class RunFiles:
         decode: Decode,
         services: Mapping[Task, ComponentRecord] | None = None,
     ) -> None:
-        """Open the run directory and drop the records that an earlier attempt wrote after ``resumed_step``.
+        """Open the run directory and drop an earlier attempt's summary and its records after ``resumed_step``.
 
         Args:
             settings: the trainer's settings.
@@ -56,6 +56,8 @@ class RunFiles:
             _drop_after(self.directory / name, resumed_step)
         # A run that starts again from step 0 repeats the evaluation before the first step.
         _drop_after(self.directory / "evaluations.jsonl", resumed_step or -1)
+        # The outcome of an earlier attempt is not the run's any more.
+        (self.directory / "summary.json").unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -74,10 +75,13 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     def now() -> dict[str, Any]:
         return {**status.position(), "components": watch.components()}
 
+    def state_of(_: Path) -> str:
+        return "succeeded" if status.phase == "finished" else "running"
+
     app = create_service_app(
         Task.TRAINER.value, settings=settings, lifespan=lifespan, stats=status.stats, public=PUBLIC
     )
-    add_run_page(app, lambda: runs, now=now, asks_token=settings.token is not None)
+    add_run_page(app, lambda: runs, state_of, now=now, asks_token=settings.token is not None)
     return app
 
 

@@ -12,7 +12,7 @@ const MOST_SETTINGS = 8;
 // A column is {title, value, show}: ``value`` sorts the runs, ``show`` is its text.
 const COLUMNS = [
   { title: "run", value: (run) => run.name },
-  { title: "status", value: (run) => run.status },
+  { title: "state", value: (run) => run.state },
   { title: "steps", value: (run) => run.steps, show: (run) => count(run.steps) },
   { title: "reward", value: (run) => run.rewards[1] ?? run.rewards[0], show: (run) => change(run.rewards) },
   { title: "accuracy", value: (run) => run.accuracies[1] ?? run.accuracies[0], show: accuracy },
@@ -70,7 +70,7 @@ export class Comparison {
 
   /** Returns the text in which the filter finds words. */
   textOf(run) {
-    return [run.name, run.status, ...this.differing.map(({ values }) => values.get(run) ?? "")].join("\n").toLowerCase();
+    return [run.name, run.state, ...this.differing.map(({ values }) => values.get(run) ?? "")].join("\n").toLowerCase();
   }
 
   drawHead() {

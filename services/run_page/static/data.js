@@ -3,6 +3,9 @@
 import { RefusedError, get } from "./api.js";
 import { count } from "./format.js";
 
+/** The states of a run that is, or may be, under way; local_runner/run_state.py has all. */
+const GOING = ["running", "may be under way"];
+
 export class RunData {
   constructor(overview) {
     this.before = null;
@@ -24,6 +27,7 @@ export class RunData {
     this.components = overview.components;
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
+    this.state = overview.state;
     this.takeBefore(overview.summary);
   }
 
@@ -106,9 +110,13 @@ export class RunData {
     return steps.length > 0;
   }
 
+  get isOver() {
+    return !GOING.includes(this.state);
+  }
+
   /** Returns whether the run may have metrics that were not read. */
   get isBehind() {
-    return !this.summary.status || this.readTo !== this.written;
+    return !this.isOver || this.readTo !== this.written;
   }
 
   /** Returns sentences on the run's files that could not be read. */
@@ -150,11 +158,17 @@ export class RunData {
     return (this.file && this.last("step")) || (this.summary.steps ?? null);
   }
 
-  /** Returns the mean rewards of the first and the newest steps, as services/run_page/rewards.py counts them. */
+  /** Returns the number of first and of newest steps over which rewards are averaged, as services/run_page/rewards.py does. */
+  get rewardSteps() {
+    const rewards = (this.column("reward_mean") ?? []).filter((reward) => reward !== null);
+    return Math.max(1, Math.min(3, Math.floor(rewards.length / 2)));
+  }
+
+  /** Returns the mean rewards of the first and the newest steps. */
   get rewards() {
     const rewards = (this.column("reward_mean") ?? []).filter((reward) => reward !== null);
     if (!rewards.length) return [this.summary.reward_first ?? null, this.summary.reward_last ?? null];
-    const steps = Math.max(1, Math.min(3, Math.floor(rewards.length / 2)));
+    const steps = this.rewardSteps;
     return [mean(rewards.slice(0, steps)), rewards.length > 1 ? mean(rewards.slice(-steps)) : null];
   }
 
@@ -169,10 +183,6 @@ export class RunData {
     const asked = this.file ? this.last("eval_prompts") : null;
     const prompts = asked === null ? (this.summary.accuracy_after_prompts ?? null) : asked - (this.last("eval_left_out") ?? 0);
     return { low, high, prompts };
-  }
-
-  get status() {
-    return this.summary.status ?? "running";
   }
 }
 

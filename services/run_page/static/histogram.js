@@ -9,6 +9,8 @@ import { savePicture } from "./picture.js";
 import { bounds } from "./series.js";
 
 const [WIDEST, NARROWEST] = [40, 2];
+/** The share of the way between neighbouring rewards that columns may fill. */
+const FILLED = 0.85;
 const TITLE = "Rewards of one step";
 
 export class Histogram {
@@ -30,13 +32,18 @@ export class Histogram {
     new ResizeObserver(() => this.draw()).observe(this.frame);
   }
 
-  /** Shows ``step`` of ``runs``; without it the chosen step, or else the newest. */
+  /** Shows ``step`` of ``runs``; without it the chosen step, or else each run's newest. */
   update(runs, step) {
-    const newest = Math.max(...runs.map((run) => [...run.rewardCounts.keys()].at(-1) ?? 0));
-    const shown = step || Number(this.chosen.value) || newest;
-    this.runs = runs.map((run) => ({ name: run.name, color: run.color, counts: run.rewardCounts.get(shown) ?? [] }));
-    this.step = shown;
-    show(this.element, runs.some((run) => run.rewardCounts.size > 0));
+    const chosen = step || Number(this.chosen.value);
+    const counted = runs.filter((run) => run.rewardCounts.size > 0);
+    this.runs = counted.map((run) => {
+      const shown = chosen || [...run.rewardCounts.keys()].at(-1);
+      return { name: run.name, color: run.color, step: shown, counts: run.rewardCounts.get(shown) ?? [] };
+    });
+    const steps = [...new Set(this.runs.map((run) => run.step))].sort((a, b) => a - b);
+    this.step = steps.length > 1 ? null : (steps[0] ?? 0);
+    this.steps = steps.length > 1 ? "the newest step of each run" : `step ${count(this.step)}`;
+    show(this.element, counted.length > 0);
     this.draw();
   }
 
@@ -47,36 +54,41 @@ export class Histogram {
     const context = this.canvas.getContext("2d");
     context.clearRect(0, 0, width, HEIGHT);
     this.paint(context, width, HEIGHT);
-    const words = this.runs.map(({ name, counts }) => {
+    const words = this.runs.map(({ name, step, counts }) => {
       const amounts = counts.map(([reward, amount]) => `${count(amount)} with reward ${number(reward)}`);
-      return `${this.runs.length > 1 ? `${name}: ` : ""}${amounts.join(", ") || "none"}`;
+      const whose = this.runs.length > 1 ? `${name}${this.step === null ? `, step ${count(step)}` : ""}: ` : "";
+      return `${whose}${amounts.join(", ") || "none"}`;
     });
-    this.canvas.setAttribute("aria-label", `${TITLE}, number of completions. Step ${count(this.step)}: ${words.join("; ")}.`);
+    this.canvas.setAttribute("aria-label", `${TITLE}, number of completions. ${this.steps[0].toUpperCase()}${this.steps.slice(1)}: ${words.join("; ")}.`);
     const total = this.runs.flatMap((run) => run.counts).reduce((sum, [, amount]) => sum + amount, 0);
-    this.what.textContent = total ? `shown: step ${count(this.step)}, ${count(total)} completions` : `no rewards of step ${count(this.step)}`;
+    this.what.textContent = total ? `shown: ${this.steps}, ${count(total)} completions` : `no rewards of ${this.steps}`;
   }
 
   paint(context, width, height) {
-    const rewards = [...new Set(this.runs.flatMap((run) => run.counts.map(([reward]) => reward)))].sort((a, b) => a - b);
-    const amounts = this.runs.flatMap((run) => run.counts.map(([, amount]) => amount));
+    // A run without such a step takes no place beside the others.
+    const runs = this.runs.filter((run) => run.counts.length);
+    const rewards = [...new Set(runs.flatMap((run) => run.counts.map(([reward]) => reward)))].sort((a, b) => a - b);
+    const amounts = runs.flatMap((run) => run.counts.map(([, amount]) => amount));
     const [low, high] = bounds([rewards], null, 0) ?? [0, 1];
-    const room = 0.12 * (high - low) || 0.5;
+    const nearest = Math.min(...rewards.slice(1).map((reward, i) => reward - rewards[i]), high - low);
+    // On either side, several runs' columns take up to half of their share of the way to the next reward.
+    const room = Math.max(0.12 * (high - low), runs.length > 1 ? (FILLED / 2 + 0.02) * nearest : 0) || 0.5;
     // Room for the numbers above the columns.
     const plane = new Plane(width, height, [low - room, high + room], [0, 1.15 * Math.max(1, ...amounts)]);
     paintAxes(context, plane, { name: "reward", wholeHeights: true });
-    const gap = Math.min(...rewards.slice(1).map((reward, i) => plane.x(reward) - plane.x(rewards[i])), plane.plotWidth);
-    const column = Math.max(NARROWEST, Math.min(WIDEST, (0.85 * gap) / this.runs.length));
+    const gap = nearest ? plane.x(low + nearest) - plane.x(low) : plane.plotWidth;
+    const column = Math.max(NARROWEST, Math.min(WIDEST, (FILLED * gap) / runs.length));
     within(context, plane, () => {
-      for (const [place, { color, counts }] of this.runs.entries()) {
-        const shift = (place - (this.runs.length - 1) / 2) * column;
+      for (const [place, { color, counts }] of runs.entries()) {
+        const shift = (place - (runs.length - 1) / 2) * column;
         paintColumns(context, plane, counts, { fill: color, width: column, shift });
       }
     });
   }
 
   save() {
-    savePicture(`rewards-of-step-${this.step}`, {
-      title: `Rewards of step ${count(this.step)}`,
+    savePicture(`rewards-of-${this.steps.replaceAll(" ", "-")}`, {
+      title: `Rewards of ${this.steps}`,
       unit: `number of completions by reward${this.runs.length === 1 ? ` · ${this.runs[0].name}` : ""}`,
       entries: this.runs.map(({ name, color }) => ({ label: name, color, dash: [] })),
       paint: (context, width, height) => this.paint(context, width, height),

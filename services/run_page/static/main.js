@@ -87,7 +87,7 @@ async function poll() {
     if (page.now) page.runs[0].takeBefore(page.now);
     draw();
     // The table has the outcome of a run that ended; its metrics are read for its curves only.
-    const isWanted = (run) => page.isLive || (run.isBehind && (run.slot !== null || !run.summary.status));
+    const isWanted = (run) => page.isLive || (run.isBehind && (run.slot !== null || !run.summary.status || !run.isOver));
     const changes = await Promise.all(page.runs.filter(isWanted).map((run) => run.read(drawSoon)));
     page.answered = Date.now() / 1000;
     show(byId("trouble"), false);
@@ -186,14 +186,14 @@ function showHeader(runs, now) {
   const isOne = runs.length === 1;
   setText(byId("title"), isOne ? run.name : `${runs.length} runs`);
   const unwell = (now?.components ?? []).filter((component) => look(component.state) === "bad");
-  const ended = run.summary.status && !(now && now.phase !== "finished");
+  const ended = run.isOver && !(now && now.phase !== "finished");
   const [word, kind] = ended
-    ? [run.summary.status, run.summary.status === "succeeded" ? "good" : "bad"]
+    ? [run.state, run.state === "succeeded" ? "good" : "bad"]
     : unwell.length
       ? [`${unwell.map((component) => component.name).join(", ")} unwell`, "bad"]
       : now
         ? [now.phase, "live"]
-        : ["running, or ended without a summary", "fair"];
+        : [run.state, run.state === "running" ? "live" : "fair"];
   const state = byId("state");
   show(state, isOne);
   setText(state, word);
@@ -210,7 +210,7 @@ function showHeader(runs, now) {
     byId("progress-bar").value = Math.min(step, total);
     const pace = run.recent("seconds_step", 5);
     const left = ended || pace === null ? "" : `, ${duration(pace * (total - step))} left`;
-    const took = ended ? `, ${duration(run.summary.seconds)} of training` : "";
+    const took = ended && run.summary.seconds ? `, ${duration(run.summary.seconds)} of training` : "";
     setText(byId("progress-text"), `step ${count(step)} of ${count(total)}${took}${left}`);
   }
   const damage = isOne ? run.damage.join("; ") : "";

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { runColor, seriesColor, valueOf } from "./colors.js";
-import { byId, h, show } from "./dom.js";
+import { byId, h, setText, show } from "./dom.js";
 import { saveCsv } from "./download.js";
 import { clock, count } from "./format.js";
 import { Histogram } from "./histogram.js";
@@ -28,7 +28,7 @@ export class Plots {
     this.others = h("details", null, h("summary", null, "Further metrics"), this.more);
     this.where = h("span", { class: "muted", id: "cursor" });
     this.reset = h("button", { type: "button", hidden: true, onclick: () => this.view.set({ range: null }) }, "Whole run");
-    this.empty = h("p", { class: "muted" }, "No step yet.");
+    this.empty = h("p", { class: "muted", id: "no-curves" });
     byId("plots").replaceChildren(h("div", { id: "summary" }), this.controls(), this.empty, this.grid, this.others);
     this.view.addEventListener("view", () => this.redraw());
     this.view.addEventListener("emphasis", () => this.charts.forEach((chart) => chart.paintBase()));
@@ -75,6 +75,7 @@ export class Plots {
     const shown = this.shown();
     for (const run of shown) run.color = valueOf(runColor(run.slot));
     show(this.empty, !shown.length);
+    setText(this.empty, runs.some((run) => run.isShown) || !runs.length ? "No step yet." : "No run of the table above is ticked.");
     const xs = new Map(shown.map((run) => [run, run.xs(this.view.axis)]));
     this.view.extent = bounds([...xs.values()], null, 0);
     const used = new Set(NOT_PLOTTED);

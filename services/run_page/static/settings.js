@@ -2,6 +2,7 @@
 
 import { text } from "./differences.js";
 import { byId, h } from "./dom.js";
+import { date } from "./format.js";
 
 export class Settings {
   constructor() {
@@ -25,7 +26,7 @@ export class Settings {
 
   /** Shows the outcomes and components of ``runs``. */
   update(runs) {
-    const signature = JSON.stringify(runs.map((run) => [run.components, run.summary]));
+    const signature = JSON.stringify(runs.map((run) => [run.components, run.summary, run.state]));
     if (signature === this.signature) return;
     this.signature = signature;
     this.runs = runs;
@@ -57,7 +58,7 @@ export class Settings {
 function parts(runs) {
   const components = union(runs.map((run) => run.components));
   return [
-    { title: "Outcome", rows: rowsOf(runs, (run) => rounded(run.summary)) },
+    { title: "Outcome", rows: rowsOf(runs, outcome).filter(({ cells }) => cells.some((cell) => cell.text)) },
     ...components.map((name) => ({
       title: `Settings of ${name}`,
       rows: rowsOf(runs, (run) => run.components[name]?.settings, (run) => run.components[name]?.changed).map((row) => ({
@@ -72,6 +73,12 @@ function parts(runs) {
   ];
 }
 
+/** Returns a run's state and what its summary says beside the state. */
+function outcome({ state, summary }) {
+  const { status, ended, ...rest } = summary;
+  return { state, ...rounded(rest), ended: ended && date(ended) };
+}
+
 /** Returns the values with four significant digits for fractions, and large numbers whole. */
 function rounded(values) {
   const round = (value) => (Math.abs(value) >= 1e4 ? Math.round(value) : Number(value.toPrecision(4)));
@@ -83,7 +90,11 @@ function versions({ commit, packages }) {
 }
 
 function rowsOf(runs, values, changed = () => []) {
-  const cell = (run, name) => ({ text: text(values(run)?.[name]), isChanged: (changed(run) ?? []).includes(name) });
+  const cell = (run, name) => ({
+    text: text(values(run)?.[name]),
+    isRecorded: values(run) !== undefined,
+    isChanged: (changed(run) ?? []).includes(name),
+  });
   return union(runs.map((run) => values(run) ?? {})).map((name) => ({ name, cells: runs.map((run) => cell(run, name)) }));
 }
 
@@ -92,8 +103,9 @@ function drawn({ name, cells }) {
   return h("tr", { class: differ(cells) ? "differs" : null }, h("th", { scope: "row" }, name), cells.map(cell));
 }
 
+/** Returns whether a row's values differ; a run that failed before it recorded a component does not differ in it. */
 function differ(cells) {
-  return new Set(cells.map((cell) => cell.text)).size > 1;
+  return new Set(cells.filter((cell) => cell.isRecorded).map((cell) => cell.text)).size > 1;
 }
 
 /** Returns the names in any of ``objects``, in their order. */

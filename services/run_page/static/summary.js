@@ -5,8 +5,9 @@ import { count, duration, number } from "./format.js";
 
 /** Returns the tiles for one run. */
 export function summarise(run, now) {
+  const averaged = run.rewardSteps > 1 ? `${run.rewardSteps} steps` : "step";
   const tiles = [
-    ["Reward", change(run.rewards), "first to newest 3 steps"],
+    ["Reward", change(run.rewards), `first to newest ${averaged}`],
     ["Accuracy", change(run.accuracies), [interval(run.accuracyInterval), "held-out, greedy"].filter(Boolean).join(", ")],
     ["Step", duration(run.recent("seconds_step", 5)), "mean of the newest 5"],
     ["Generated", `${number(rate(run, "completion_tokens", "seconds_step"))}/s`, "tokens, over whole steps"],

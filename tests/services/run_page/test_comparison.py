@@ -1,6 +1,7 @@
 """Several runs on the page: a table to sort, to filter and to choose from, and curves in its colours."""
 
 import re
+import socket
 
 import orjson
 import pytest
@@ -182,7 +183,7 @@ def test_only_runs_that_go_on_and_chosen_ones_are_asked_for_their_metrics(open_p
     append(runs[2] / "metrics.jsonl", [metrics(21)])
     row = page.locator(".runs tbody tr").filter(has=page.get_by_label("show under-way"))
     expect(row.locator("td").nth(1)).to_have_text("21")
-    assert cells(page, "under-way")[0] == "running"
+    assert cells(page, "under-way")[0] == "may be under way"
     assert asked
     assert all("under-way" in url for url in asked)
 
@@ -236,3 +237,83 @@ def test_a_comparison_fits_a_phone(open_page, tmp_path, part):
         assert max(box["height"] for box in tops) < PHONE["height"] / 4
         page.locator("#plot-reward canvas.top").press("Home")
     assert not is_wider_than_window(page)
+
+
+def test_a_run_that_failed_before_its_first_step_is_in_the_table(open_page, tmp_path):
+    write_run(tmp_path / "runs" / "good", 4)
+    failed = tmp_path / "runs" / "failed"
+    failed.mkdir()
+    nodes = {"pid": 1, "started": 0.0, "endpoints": {}, "machine": socket.gethostname()}
+    (failed / "nodes.json").write_bytes(orjson.dumps(nodes))
+    (failed / "runner.json").write_bytes(orjson.dumps({"exit_code": 78, "failed": "data-server-0"}))
+    found = find_runs([tmp_path / "runs"])
+    page = open_page(view(*[run.path for run in found]))
+    settled(page, 4)
+    assert cells(page, "failed")[:2] == ["failed", "\N{EN DASH}"]
+    assert cells(page, "good")[:2] == ["succeeded", "4"]
+    page.get_by_role("link", name="Settings").click()
+    page.get_by_label("only what differs").check()
+    expect(page.locator("#settings")).to_contain_text("Outcome")
+    expect(page.locator("#settings")).not_to_contain_text("LEARNING_RATE")
+
+
+def test_each_runs_newest_rewards_stand_around_their_marks(open_page, runs):
+    page = open_page(view(*runs))
+    settled(page)
+    histogram = page.locator("#plot-histogram canvas")
+    said = r"The newest step of each run: short, step 10: 20 with reward 0, 12 with reward 1; good, step 40: 20 with"
+    expect(histogram).to_have_attribute("aria-label", re.compile(said))
+    page.locator("#plot-histogram").get_by_role("spinbutton", name="Step").fill("30")
+    # Only one run has this step, and its columns stand on the marks of their rewards.
+    expect(histogram).to_have_attribute("aria-label", re.compile(r"Step 30: .*good: 20 with reward 0"))
+    left, right = page.evaluate(COLUMNS_BESIDE_ZERO, [40])
+    assert abs(left - right) <= 1
+    # Of two runs, neither is cut off at the edge.
+    left, right = page.evaluate(COLUMNS_BESIDE_ZERO, [10, 40])
+    assert abs(left - right) <= 1
+    assert left > 30
+
+
+COLUMNS_BESIDE_ZERO = """async (newest) => {
+    const { Histogram } = await import("/static/histogram.js");
+    const { Plane } = await import("/static/paint.js");
+    const colors = ["rgb(255, 0, 0)", "rgb(250, 0, 0)"];
+    const runs = newest.map((step, n) => ({
+        name: `run ${n}`, color: colors[n], rewardCounts: new Map([[step, [[0, 5], [1, 5]]]]),
+    }));
+    const histogram = new Histogram(() => {});
+    // A run without the chosen step is there, too.
+    histogram.update([...runs, { name: "none", color: "rgb(0, 0, 255)", rewardCounts: new Map() }], null);
+    const canvas = Object.assign(document.createElement("canvas"), { width: 362, height: 200 });
+    const context = canvas.getContext("2d");
+    histogram.paint(context, canvas.width, canvas.height);
+    const room = newest.length > 1 ? 0.445 : 0.12;
+    const zero = new Plane(canvas.width, canvas.height, [-room, 1 + room], [0, 1]).x(0);
+    const { data } = context.getImageData(0, 150, canvas.width, 1);
+    const isRed = (x) => data[4 * x] > 240 && data[4 * x + 1] < 10;
+    const red = [...Array(canvas.width).keys()].filter((x) => x < zero + 60 && isRed(x));
+    return [zero - red[0], red.at(-1) + 1 - zero];
+}"""
+
+
+def test_without_a_ticked_run_the_page_says_so(open_page, runs):
+    page = open_page(view(*runs))
+    settled(page, 10)
+    box = page.get_by_label("show all listed runs")
+    expect(box).to_be_checked()
+    box.uncheck()
+    expect(page.locator("#no-curves")).to_have_text("No run of the table above is ticked.")
+
+
+def test_outcomes_have_times_and_only_rows_with_a_value(open_page, runs):
+    for run in runs[:2]:
+        summary = orjson.loads((run / "summary.json").read_bytes()) | {"job": None, "ended": 1_700_000_000.5}
+        (run / "summary.json").write_bytes(orjson.dumps(summary))
+    page = open_page(view(*runs[:2]), "/#settings")
+    outcome = page.locator("#settings tbody").first
+    expect(outcome).to_contain_text("Outcome")
+    heads = outcome.locator("th[scope=row]").all_inner_texts()
+    assert "job" not in heads
+    ended = outcome.locator("tr").filter(has=page.get_by_role("rowheader", name="ended", exact=True)).locator("td")
+    assert re.fullmatch(r"2023-11-1\d \d\d:\d\d", ended.first.inner_text())
+    assert heads[0] == "state"

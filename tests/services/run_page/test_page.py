@@ -43,7 +43,7 @@ def live(run, now):
 
     runs = [RunDirectory(run.name, run)]
     app = create_service_app("ppo-trainer", settings=Settings(), lifespan=nothing_to_load, public=PUBLIC)
-    add_run_page(app, lambda: runs, now=lambda: now, asks_token=False)
+    add_run_page(app, lambda: runs, lambda _: "running", now=lambda: now, asks_token=False)
     return app
 
 

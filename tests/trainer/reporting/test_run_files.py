@@ -86,3 +86,12 @@ def test_a_resumed_run_keeps_the_evaluations_that_count(tmp_path: Path) -> None:
         for step in (0, 4, 6):
             files.record_evaluation(step, [{"prompt": "1 + 1 =", "completion": "2"}])
         files.close()
+
+
+def test_a_resumed_run_has_no_outcome_until_it_ends(tmp_path: Path) -> None:
+    settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
+    for step in (0, 4):
+        files = RunFiles(settings, step, str)
+        assert not (tmp_path / "runs" / "r" / "summary.json").exists()
+        files.write_summary({"status": "succeeded", "accuracy_before": None})
+        files.close()
