@@ -86,7 +86,7 @@ def methods_part(
         for group, updates in ((task, "one update a batch"), (four, "four updates a batch")):
             order = ranking(results, group, BASE)
             if order:
-                sentences.append(f"[{title}](#{anchor(title)}) beside GRPO, {updates}. {order}")
+                sentences.append(f"[{title}](#{anchor(title)}) beside GRPO, {updates}: {order}")
         return [*sentences, *_more_updates(results, task, four)]
 
     return Part(name, title, runs, show, summary)
@@ -98,6 +98,5 @@ def _more_updates(results: Results, task: str, four: str) -> list[str]:
     if not once or len(once) != len(often):
         return []
     before, after = (statistics.fmean(run.accuracy or 0.0 for run in runs) for runs in (once, often))
-    return [
-        f"From one update a batch to four, GRPO's accuracy on the task {task} goes from {before:.2f} to {after:.2f}."
-    ]
+    change = f"{after:.2f} instead of {before:.2f}"
+    return [f"With four updates a batch instead of one, GRPO's accuracy on the task {task} is {change}."]

@@ -58,6 +58,12 @@ accuracy, were stated before the runs were made.
 Where two variants do not differ, one interval in ten excludes 0 by chance, and this page has dozens of intervals."""
 
 
+SUMMARY = """
+Verdicts and differences of the summary are of the mean reward over all steps of a run, by which runs differ in how fast
+they learn. The sections have those of the accuracy after training, too.
+"""
+
+
 def load_parts(names: Sequence[str] = NAMES) -> list[Part]:
     """Return the parts with these names, in the order of the page."""
     return [import_module(f"benchmarks.results.parts.{name}").PART for name in NAMES if name in names]
@@ -71,7 +77,8 @@ def page(parts: Sequence[Part]) -> str:
     missing = [part for part, results in made if not results]
     text = INTRODUCTION.format(reward=f"{REWARD.margin:g}", accuracy=f"{ACCURACY.margin:g}")
     introduction = [one if one.startswith("- ") else paragraph(one) for one in text.split("\n\n")]
-    return "\n\n".join([*introduction, "## Summary", "\n".join(sentences), *sections, *not_run(missing)]) + "\n"
+    summary = ["## Summary", paragraph(SUMMARY), "\n".join(sentences)]
+    return "\n\n".join([*introduction, *summary, *sections, *not_run(missing)]) + "\n"
 
 
 def section(part: Part, results: Results) -> str:

@@ -160,7 +160,7 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         if grid:
             sentences.append(f"[{title}](#{anchor(title)}): {sweep.conclusion(grid)}")
         if order:
-            sentences.append(f"{title}, on other seeds beside the task's own settings. {order}")
+            sentences.append(f"{title}, on other seeds beside the task's own settings: {order}")
         return sentences
 
     return Part(name, title, sweep.runs(), show, summary)

@@ -65,20 +65,16 @@ def comparison(results: Results, task: str, base: str) -> str:
 
 
 def ranking(results: Results, task: str, base: str) -> str:
-    """Return the verdicts on a task's variants beside ``base``, by mean reward and by accuracy, as sentences."""
+    """Return the verdicts on the mean rewards of a task's variants beside ``base``, as a sentence; "" without any."""
     variants = by_variant(results, task)
-    sentences = []
-    for measure in (REWARD, ACCURACY):
-        found: dict[Verdict, list[str]] = {}
-        for name, own in variants.items():
-            compared = compare(own, variants.get(base, []), measure) if name != base else None
-            if compared is not None:
-                figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
-                found.setdefault(compared.verdict, []).append(f"`{name}`{figure}")
-        if found:
-            parts = [f"{verdict}: {names(found[verdict])}" for verdict in Verdict if verdict in found]
-            sentences.append(f"{measure.name.capitalize()}: {'; '.join(parts)}.")
-    return " ".join(sentences)
+    found: dict[Verdict, list[str]] = {}
+    for name, own in variants.items():
+        compared = compare(own, variants.get(base, []), REWARD) if name != base else None
+        if compared is not None:
+            figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
+            found.setdefault(compared.verdict, []).append(f"{name}{figure}")
+    parts = [f"**{verdict}** {names(found[verdict])}" for verdict in Verdict if verdict in found]
+    return f"{'; '.join(parts)}." if parts else ""
 
 
 def _difference(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> tuple[str, str]:

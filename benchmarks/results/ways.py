@@ -87,7 +87,7 @@ def ways_part(
 
     def summary(results: Results) -> list[str]:
         order = ranking(results, task, BASE)
-        return [f"[{title}](#{anchor(title)}), beside the synchronous job group. {order}"] if order else []
+        return [f"[{title}](#{anchor(title)}), beside the synchronous job group: {order}"] if order else []
 
     return Part(name, title, runs, show, summary)
 

@@ -117,9 +117,7 @@ def test_tables_and_sentences_have_the_figures_of_the_data() -> None:
     assert "+0.100 (+0.100 to +0.100) | higher" in second
     assert "+0.250 (+0.250 to +0.250) | higher" in second
     assert third.count("|  | identical |") == 2
-    assert ranking(everything, "tiny", "GRPO") == (
-        "Mean reward: identical: `same`; higher: `PPO` (+0.100). Accuracy: identical: `same`; higher: `PPO` (+0.250)."
-    )
+    assert ranking(everything, "tiny", "GRPO") == "**identical** same; **higher** PPO (+0.100)."
     assert paragraph("  two\n lines ") == "two lines"
 
 

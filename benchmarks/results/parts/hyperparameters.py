@@ -19,7 +19,7 @@ PANELS: dict[str, dict[str, Settings]] = {
 
 SWEEP = Sweep(
     task=TINY,
-    rates=("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3"),
+    rates=("2.5e-4", "5e-4", "1e-3", "2e-3", "4e-3", "8e-3"),
     panels=PANELS,
     choosing=range(100, 103),
     follow_up="2e-3",
