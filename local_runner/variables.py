@@ -16,7 +16,6 @@ from local_runner.environment import Run, node_environment
 from local_runner.settings_classes import READERS
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
-from services.core.retired import RETIRED
 from services.core.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -56,9 +55,7 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     for name in dict.fromkeys((*options, *files)):
         if name in declared or _is_foreign(name, readers):
             continue
-        if name in RETIRED:
-            problems.append(f"{name} is no longer read: {RETIRED[name]}")
-        elif name.upper() not in readers:
+        if name.upper() not in readers:
             problems.append(
                 f"{name} is read by no component{_nearest(name, {*readers, *declared})}. If your own code reads it, "
                 "declare it under `envs` of its task in the job group's file"
