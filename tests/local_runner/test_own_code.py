@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    "my_rewards.py": "def close(response): return 0.0\n",
+    "my_rewards.py": "def close(response): return 0.0\ndef by_level(response, level): return 0.0\n",
     "my_methods.py": "def quadratic(tokens): ...\nasync def solve(example): ...\ndef plain(example): ...\n",
     "my_game.py": """
 from services.environment_server.environments import Conversation
@@ -57,6 +57,10 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
         (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' cannot be loaded: ModuleNotFoundError"),
         (["REWARD_FN=math=1,my_rewards:far=1"], "module 'my_rewards' has no attribute 'far'; correct it or its module"),
         (["REWARD_FN=broken:close"], "SyntaxError: "),
+        (
+            ["REWARD_FN=my_rewards:by_level"],
+            "my_rewards:by_level needs level, which it is not given. Use prompt, response, ",
+        ),
         (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
         (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
         (["LOSS=unhappy:quadratic"], "cannot be imported: RuntimeError: no such table; give module:function"),
