@@ -40,11 +40,21 @@ def test_a_models_directory_that_does_not_exist_is_named(model: str) -> None:
         check_model_directory(model)
 
 
+def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    Path("weights.gguf").touch()
+    for model in ("models", str(tmp_path / "models"), "./weights.gguf"):
+        with pytest.raises(ConfigurationError, match=f"MODEL_NAME={model}: {tmp_path}/.* has no config.json"):
+            check_model_directory(model)
+
+
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     model = tmp_path / "smollm2-135m"
     with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
         check_model_directory(str(model))
     model.mkdir()
+    (model / "config.json").touch()
     check_model_directory(str(model))
     check_model_directory("Qwen/Qwen2.5-0.5B-Instruct")
     check_model_directory("gpt2")
