@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from local_runner import environment, nodes, own_code, run, spec, variables
+from local_runner import engines, environment, nodes, own_code, run, spec, variables
 from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
@@ -90,9 +90,13 @@ def main(
             )
             environment.check_gpus(planned)
             variables.check_values(planned)
+            engines.check(planned)
             own_code.check(planned)
             if dry_run:
                 run.show_plan(console, planned)
+                if models := own_code.hub_models(planned):
+                    unchecked = f"MODEL_NAME={', '.join(models)}"
+                    console.print(f"not looked for on the Hugging Face hub: {unchecked}", soft_wrap=True)
                 raise typer.Exit
             by_hand = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
