@@ -16,7 +16,7 @@ from local_runner.settings_classes import READERS, Reader
 from local_runner.spec import TaskSpec
 from local_runner.variables import load_settings
 from services.core.errors import ConfigurationError
-from services.core.files import check_model_directory
+from services.core.files import check_model
 from services.core.settings import Settings
 from services.data_server.columns import check_columns
 from services.data_server.files import check_file, named_files
@@ -59,7 +59,7 @@ def _all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
 def _missing_files(settings: Settings) -> Iterator[str]:
     try:
         if model := getattr(settings, "model_name", None):
-            check_model_directory(model)
+            check_model(model)
     except ConfigurationError as error:
         yield str(error)
     for variable, path in named_files(settings).items() if isinstance(settings, DataSettings) else ():

@@ -45,27 +45,33 @@ def replace_directory(new: Path, old: Path) -> None:
 
 
 def check_model_directory(model: str) -> None:
-    """Check that MODEL_NAME is a model's directory if it is a path, and no name on the hub.
-
-    A path exists, or begins with ``.``, ``/`` or ``~``, or has more than one ``/``.
+    """Check that MODEL_NAME exists if it is a path: it begins with ``.``, ``/`` or ``~``, or has more than one ``/``.
 
     Raises:
-        ConfigurationError: it is a path that does not exist, or a directory without config.json.
+        ConfigurationError: it is a path that does not exist.
     """
-    path = Path(model).expanduser()
-    if path.exists():
-        if not (path / "config.json").exists():
-            raise ConfigurationError(
-                f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give "
-                "one, such as the model/ of a run, or a Hugging Face name"
-            )
-        return
-    if not model.startswith((".", "/", "~")) and model.count("/") < 2:
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if not is_path or Path(model).expanduser().exists():
         return
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `python -m scripts.prepare_demo_model {model}`"
     raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
+
+
+def check_model(model: str) -> None:
+    """Check that MODEL_NAME is a model's directory, or a name that may be on the hub.
+
+    Raises:
+        ConfigurationError: it is a path that does not exist, or has no config.json.
+    """
+    check_model_directory(model)
+    path = Path(model).expanduser()
+    if path.exists() and not (path / "config.json").exists():
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such as "
+            "the model/ of a run, or a Hugging Face name"
+        )
 
 
 def is_full(directory: Path) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write, check_model_directory
+from services.core.files import atomic_write, check_model, check_model_directory
 
 
 @pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
@@ -46,7 +46,10 @@ def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypat
     Path("weights.gguf").touch()
     for model in ("models", str(tmp_path / "models"), "./weights.gguf"):
         with pytest.raises(ConfigurationError, match=f"MODEL_NAME={model}: {tmp_path}/.* has no config.json"):
-            check_model_directory(model)
+            check_model(model)
+    Path("models/config.json").touch()
+    check_model("models")
+    check_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
@@ -54,7 +57,6 @@ def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
         check_model_directory(str(model))
     model.mkdir()
-    (model / "config.json").touch()
     check_model_directory(str(model))
     check_model_directory("Qwen/Qwen2.5-0.5B-Instruct")
     check_model_directory("gpt2")
