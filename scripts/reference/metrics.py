@@ -49,7 +49,7 @@ STANDARD = ("python_", "process_", "stamina_")
 INTRODUCTION = """# Metrics
 
 Every component serves `/metrics` in Prometheus' text format, on its own port; the router's are on :29000 of
-rollout-server's node 0. Where there is a `JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`,
+rollout-server's node 0, and those of all engines on its `/engine_metrics` at :30000. Where there is a `JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`,
 `python_*` and `stamina_*` are there besides. Import [grafana.json](grafana.json) for a dashboard of these: it asks for
 the data source.
 

@@ -69,8 +69,8 @@ def check_model(model: str) -> None:
     path = Path(model).expanduser()
     if path.exists() and not (path / "config.json").exists():
         raise ConfigurationError(
-            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such as "
-            "the model/ of a run, or a Hugging Face name"
+            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such "
+            "as the model/ of a run, or a Hugging Face name"
         )
 
 
