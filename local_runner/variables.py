@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -94,6 +95,12 @@ def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
     """
     with _environment(node_environment(run, task, 0)):
         return settings_class.load()
+
+
+def as_keywords(message: str, given: Iterable[str]) -> str:
+    """Return ``message`` with the names of settings and those of ``given`` as keywords of ``train``: in lower case."""
+    names = {field.upper() for reader in READERS for field in reader.settings_class().model_fields} | set(given)
+    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda found: found[0].lower() if found[0] in names else found[0], message)
 
 
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:

@@ -42,7 +42,8 @@ ByProgram = Annotated[
     Option(
         "--by-program",
         hidden=True,
-        help="For a program that starts this one: stop when standard input ends, and print no commands at the end.",
+        help="For `train`, which starts this program: stop when standard input ends, print no commands at the end, and "
+        "write the names of settings as keywords.",
     ),
 ]
 OwnHosts = Annotated[
@@ -102,7 +103,9 @@ def main(
             launch = None if by_program else by_hand
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
-        print(f"run_local: {error}", file=sys.stderr)
+        given = [assignment.partition("=")[0] for assignment in env or []]
+        told = variables.as_keywords(str(error), given) if by_program else str(error)
+        print(f"run_local: {told}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(code)
 

@@ -93,7 +93,9 @@ class Settings(BaseSettings):
 
 
 def _describe(problem: Any) -> str:
-    name = "_".join(str(part) for part in problem["loc"]).upper() or "settings"
+    name, said = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
+    if not name:  # a check of several settings, which names them itself
+        return str(said)
     value = problem.get("input")
     shown = "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
-    return f"{name}{shown}: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{name}{shown}: {said}"
