@@ -57,6 +57,12 @@ def wait_registered(nodes: FakeNodes, engines: int = 4) -> None:
     nodes.wait_until(lambda: nodes.registered() == wanted, f"workers {wanted}")
 
 
+def test_workers_wait_for_the_first_router_without_a_warning(node: FakeNodes) -> None:
+    start = node.nodes[0].log.read_text().partition("worker registered")[0]
+    assert "waiting for the router" in start
+    assert "worker not registered" not in start
+
+
 def test_every_engine_has_gpus_of_its_own_and_is_registered_by_itself(node: FakeNodes) -> None:
     told = [node.get(node.worker(0, engine), "/server_info").json() for engine in range(4)]
     assert [(engine["visible"], engine["tp_size"]) for engine in told] == [
