@@ -62,7 +62,9 @@ def _missing_files(settings: Settings) -> Iterator[str]:
             check_model(model)
     except ConfigurationError as error:
         yield str(error)
-    for variable, path in named_files(settings).items() if isinstance(settings, DataSettings) else ():
+    if not isinstance(settings, DataSettings):
+        return
+    for variable, path in named_files(settings).items():
         try:
             check_file(variable, path)
             check_columns(variable, path, settings)
