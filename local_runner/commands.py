@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from local_runner.environment import Run
+from local_runner.variables import load_settings
 from scripts.grpo import COMMANDS
 from services.core.endpoints import Task
 
@@ -62,7 +63,7 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
         commands.append(
             ("chat with it, beside the model it began as", shlex.join([*module("scripts.chat"), directory]))
         )
-        commands.append(("train on", shlex.join(launch.again(run.run_id, f"MAX_STEPS={2 * int(summary['steps'])}"))))
+        commands.append(("train on", shlex.join(launch.again(run.run_id, *_twice(run, int(summary["steps"]))))))
     elif any((run.run_dir / "checkpoints").glob("*")):
         commands.append(("resume", shlex.join(launch.again(run.run_id))))
     elif any(task.name == Task.TRAINER for task in run.group.tasks):
@@ -71,6 +72,17 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
     commands.append(("remove it", shlex.join([*module("scripts.clean"), directory])))
     commands.append(("list runs by size, and remove some", shlex.join([*module("scripts.clean"), *elsewhere])))
     return commands
+
+
+def _twice(run: Run, steps: int) -> list[str]:
+    """Return the variables with which a run of ``steps`` steps continues to twice as many, with prompts for all."""
+    # Only now: the settings take a second to import, and `scripts.status` needs none of them.
+    from trainer.config import TrainerSettings
+
+    [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
+    settings = load_settings(run, trainer, TrainerSettings)
+    limit = [f"MAX_STEPS={2 * steps}"] if settings.max_steps else []
+    return [*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"]
 
 
 def shown_path(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Data files and functions of the user's own that settings name, looked for before a run starts.
+"""Models, data files and functions of the user's own that settings name, looked for before a run starts.
 
 A component's module ``own_code`` imports its functions as the component will, in a process of its own with the node's
 environment, because an import may take memory, print, or read variables.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from local_runner.environment import Run, node_environment
-from local_runner.settings_classes import READERS
+from local_runner.settings_classes import READERS, Reader
 from local_runner.spec import TaskSpec
 from local_runner.variables import load_settings
 from services.core.errors import ConfigurationError
+from services.core.files import check_model
 from services.core.settings import Settings
+from services.data_server.columns import check_columns
 from services.data_server.files import check_file, named_files
 from services.data_server.settings import DataSettings
 
@@ -26,27 +29,45 @@ ERROR = "error: "
 
 
 def check(run: Run) -> None:
-    """Check that the data files exist and the functions can be imported that the settings of the run's tasks name.
+    """Check that the files exist and the functions can be imported that the settings of the run's tasks name.
 
     Raises:
-        ConfigurationError: one does not exist or cannot be imported; the message names the tasks that need it.
+        ConfigurationError: one does not exist or cannot be used; the message names the tasks that need it.
     """
     problems: dict[str, list[str]] = {}
-    for task in run.group.tasks:
-        for reader in READERS:
-            if task.name in reader.tasks:
-                settings = load_settings(run, task, reader.settings_class())
-                package = reader.module.rpartition(".")[0]
-                for problem in (*_missing_files(settings), *_failed_imports(run, task, settings, package)):
-                    problems.setdefault(problem, []).append(task.name)
+    for task, reader, settings in _all_settings(run):
+        package = reader.module.rpartition(".")[0]
+        for problem in (*_missing_files(settings), *_failed_imports(run, task, settings, package)):
+            problems.setdefault(problem, []).append(task.name)
     if problems:
         raise ConfigurationError("; ".join(f"{', '.join(tasks)}: {problem}" for problem, tasks in problems.items()))
 
 
+def hub_models(run: Run) -> list[str]:
+    """Return the models that ``check`` does not look for, because they are names on the Hugging Face hub."""
+    given = (getattr(settings, "model_name", None) for _, _, settings in _all_settings(run))
+    return list(dict.fromkeys(model for model in given if model and not Path(model).exists()))
+
+
+def _all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
+    for task in run.group.tasks:
+        for reader in READERS:
+            if task.name in reader.tasks:
+                yield task, reader, load_settings(run, task, reader.settings_class())
+
+
 def _missing_files(settings: Settings) -> Iterator[str]:
-    for variable, path in named_files(settings).items() if isinstance(settings, DataSettings) else ():
+    try:
+        if model := getattr(settings, "model_name", None):
+            check_model(model)
+    except ConfigurationError as error:
+        yield str(error)
+    if not isinstance(settings, DataSettings):
+        return
+    for variable, path in named_files(settings).items():
         try:
             check_file(variable, path)
+            check_columns(variable, path, settings)
         except ConfigurationError as error:
             yield str(error)
 

@@ -181,7 +181,7 @@ def _python_path(inputs: Path) -> str:
 
 
 def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run the local runner, print what it prints, and return its exit code and last line."""
+    """Run the local runner, print what it prints, except for a refusal, and return its exit code and last line."""
     line = ""
     # A session of its own keeps an interrupt of this process from reaching it twice.
     with subprocess.Popen(
@@ -196,7 +196,9 @@ def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, s
         assert runner.stdout is not None
         try:
             for line in runner.stdout:
-                print(line, end="", flush=True)
+                # A refusal is the message of the error that is raised.
+                if not line.startswith(REFUSAL):
+                    print(line, end="", flush=True)
         except BaseException:
             try:
                 # Closes its standard input, upon which it stops in order.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -16,7 +17,6 @@ from local_runner.environment import Run, node_environment
 from local_runner.settings_classes import READERS
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
-from services.core.retired import RETIRED
 from services.core.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -56,9 +56,7 @@ def check_names(group: JobGroup, options: Mapping[str, str], files: Mapping[str,
     for name in dict.fromkeys((*options, *files)):
         if name in declared or _is_foreign(name, readers):
             continue
-        if name in RETIRED:
-            problems.append(f"{name} is no longer read: {RETIRED[name]}")
-        elif name.upper() not in readers:
+        if name.upper() not in readers:
             problems.append(
                 f"{name} is read by no component{_nearest(name, {*readers, *declared})}. If your own code reads it, "
                 "declare it under `envs` of its task in the job group's file"
@@ -97,6 +95,12 @@ def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
     """
     with _environment(node_environment(run, task, 0)):
         return settings_class.load()
+
+
+def as_keywords(message: str, given: Iterable[str]) -> str:
+    """Return ``message`` with the names of settings and those of ``given`` as keywords of ``train``: in lower case."""
+    names = {field.upper() for reader in READERS for field in reader.settings_class().model_fields} | set(given)
+    return re.sub(r"\b[A-Z][A-Z0-9_]*\b", lambda found: found[0].lower() if found[0] in names else found[0], message)
 
 
 def _is_foreign(name: str, settings: Iterable[str]) -> bool:

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
-from local_runner import environment, nodes, own_code, run, spec, variables
+from local_runner import engines, environment, nodes, own_code, run, spec, variables
 from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
@@ -42,7 +42,8 @@ ByProgram = Annotated[
     Option(
         "--by-program",
         hidden=True,
-        help="For a program that starts this one: stop when standard input ends, and print no commands at the end.",
+        help="For `train`, which starts this program: stop when standard input ends, print no commands at the end, and "
+        "write the names of settings as keywords.",
     ),
 ]
 OwnHosts = Annotated[
@@ -90,15 +91,21 @@ def main(
             )
             environment.check_gpus(planned)
             variables.check_values(planned)
+            engines.check(planned)
             own_code.check(planned)
             if dry_run:
                 run.show_plan(console, planned)
+                if models := own_code.hub_models(planned):
+                    unchecked = f"MODEL_NAME={', '.join(models)}"
+                    console.print(f"not looked for on the Hugging Face hub: {unchecked}", soft_wrap=True)
                 raise typer.Exit
             by_hand = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
-        print(f"run_local: {error}", file=sys.stderr)
+        given = [assignment.partition("=")[0] for assignment in env or []]
+        told = variables.as_keywords(str(error), given) if by_program else str(error)
+        print(f"run_local: {told}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(code)
 

@@ -20,9 +20,8 @@ def targets(pods: Iterable[dict[str, Any]]) -> dict[str, set[tuple[str, str]]]:
 
 def labels(pods: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
     """Return the labels of each target by scrape job."""
-    configuration = yaml.safe_load(FILE.read_text())
     found: dict[str, list[dict[str, str]]] = {}
-    for job in configuration["scrape_configs"]:
+    for job in scrape_jobs():
         [discovery] = job["kubernetes_sd_configs"]
         [selector] = discovery["selectors"]
         key, _, value = selector["label"].partition("=")
@@ -30,6 +29,12 @@ def labels(pods: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, str]]]:
         relabelled = [relabel(_meta_labels(metadata), job["relabel_configs"]) for metadata in chosen]
         found[job["job_name"]] = [one for one in relabelled if one is not None]
     return found
+
+
+def scrape_jobs() -> list[dict[str, Any]]:
+    """Return the scrape jobs of the file."""
+    jobs: list[dict[str, Any]] = yaml.safe_load(FILE.read_text())["scrape_configs"]
+    return jobs
 
 
 def _meta_labels(metadata: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,6 @@ import yaml
 
 from local_runner.spec import load
 from services.core import endpoints
-from services.core.endpoints import Task
 from tests.prometheus_targets import ADDRESS, labels, targets
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from tests.waiting import LIMIT_SECONDS
@@ -205,32 +204,29 @@ def test_prometheus_scrapes_each_component_once_at_its_port():
         }
         for job, its in targets(pods()).items()
     }
-    ports = {task.value: its[0] for task, its in endpoints.PORTS.items() if its} | {
-        Task.ROLLOUT_SERVER: endpoints.ENGINE_PORT
-    }
+    ports = {task.value: its[0] for task, its in endpoints.PORTS.items() if its}
     assert found == {
         "grpo": {
-            (task, ports[task])
-            for task in ("ppo-trainer", "data-server", "reward-server", "replay-buffer", "gateway", "rollout-server")
+            (task, ports[task]) for task in ("ppo-trainer", "data-server", "reward-server", "replay-buffer", "gateway")
         },
         "grpo-router": {("rollout-server", endpoints.ROUTER_METRICS_PORT)},
+        "grpo-engines": {("rollout-server", endpoints.ROUTER_PORT)},
         "evaluation-head": {("evaluation-head", endpoints.EVALUATION_HEAD_PORT)},
         "environment-server": {(name, endpoints.ENVIRONMENT_PORT) for name in ("environment-server", "game-server-1")},
     }
 
 
-def test_prometheus_scrapes_the_engines_of_all_nodes_and_the_trainers_first_rank():
-    scraped = [name for name, _ in targets(pods())["grpo"]]
+def test_prometheus_scrapes_the_first_node_of_a_task_alone():
+    scraped = [name for job in ("grpo", "grpo-engines") for name, _ in targets(pods())[job]]
     assert sorted(name for name in scraped if name.startswith(("rollout-server", "ppo-trainer"))) == [
         f"ppo-trainer-{JOB}-{USER}-head",
         f"rollout-server-{JOB}-{USER}-head",
-        f"rollout-server-{JOB}-{USER}-worker1",
     ]
 
 
 def test_every_target_of_a_job_has_its_run_and_namespace():
     found = labels(pods())
-    assert {one["run"] for job in ("grpo", "grpo-router") for one in found[job]} == {JOB}
+    assert {one["run"] for job in ("grpo", "grpo-router", "grpo-engines") for one in found[job]} == {JOB}
     assert {one["namespace"] for its in found.values() for one in its} == {"default"}
     assert not any("run" in one for one in found["evaluation-head"])
 
@@ -238,7 +234,8 @@ def test_every_target_of_a_job_has_its_run_and_namespace():
 def test_rules_name_scrape_jobs_that_there_are():
     configuration = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     [rules] = configuration["rule_files"]
-    named = set(re.findall(r'job="([\w-]+)"', (ROOT / "docs" / rules).read_text()))
+    found = re.findall(r'job=~?"([\w|-]+)"', (ROOT / "docs" / rules).read_text())
+    named = {name for names in found for name in names.split("|")}
     assert "grpo" in named
     assert named <= {job["job_name"] for job in configuration["scrape_configs"]}
 

@@ -47,10 +47,13 @@ def test_make_knows_its_targets(command):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkout in which a reader has data and a reward of their own."""
+    """A checkout with the demo's model, in which a reader has data and a reward of their own."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
+    model = tmp_path / ".cache/models/smollm2-135m"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
     (tmp_path / "my").mkdir()
     for name in ("questions", "held-out"):
         (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')

@@ -213,6 +213,9 @@ class MainRank:
             async with asyncio.timeout(deadline_seconds), RouterAdmin(token=self.settings.token) as router:
                 while len(workers) < self.settings.min_workers:
                     await asyncio.sleep(WORKER_POLL_SECONDS)
+                    # Each retry is a warning in the log, but the router of a healthy start is late.
+                    if not await router.is_healthy():
+                        continue
                     try:
                         workers = await router.workers()
                         reason = f"{len(workers)} are registered"

@@ -49,9 +49,9 @@ STANDARD = ("python_", "process_", "stamina_")
 INTRODUCTION = """# Metrics
 
 Every component serves `/metrics` in Prometheus' text format, on its own port; the router's are on :29000 of
-rollout-server's node 0. Where there is a `JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`,
-`python_*` and `stamina_*` are there besides. Import [grafana.json](grafana.json) for a dashboard of these: it asks for
-the data source.
+rollout-server's node 0, whose :30000 has those of all engines at `/engine_metrics`. Where there is a
+`JOBGROUP_TOKEN`, the scraper sends it as bearer token. `process_*`, `python_*` and `stamina_*` are there besides.
+Import [grafana.json](grafana.json) for a dashboard of these: it asks for the data source.
 
 Engines of SGLang export more; those below with `sglang:` in front the embedded engine has too.
 

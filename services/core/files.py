@@ -59,6 +59,21 @@ def check_model_directory(model: str) -> None:
     raise ConfigurationError(f"MODEL_NAME={model}: the directory does not exist, seen from {Path.cwd()}; {remedy}")
 
 
+def check_model(model: str) -> None:
+    """Check that MODEL_NAME is a model's directory, or a name that may be on the hub.
+
+    Raises:
+        ConfigurationError: it is a path that does not exist, or has no config.json.
+    """
+    check_model_directory(model)
+    path = Path(model).expanduser()
+    if path.exists() and not (path / "config.json").exists():
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such "
+            "as the model/ of a run, or a Hugging Face name"
+        )
+
+
 def is_full(directory: Path) -> bool:
     """Return whether a write to the disk of ``directory`` may have failed for lack of space."""
     return shutil.disk_usage(directory).free < FULL_BELOW_BYTES

@@ -8,7 +8,6 @@ variables, so a class ignores variables of the other classes. A value that is no
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -16,7 +15,6 @@ from pydantic import BeforeValidator, Field, JsonValue, SecretStr, ValidationErr
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.core.errors import ConfigurationError
-from services.core.retired import RETIRED
 from services.core.run_ids import default_run_id
 
 
@@ -65,13 +63,8 @@ class Settings(BaseSettings):
         """Return the settings of the environment and of ``overrides``: command-line flags, None if not given.
 
         Raises:
-            ConfigurationError: a value is not allowed, or a variable is retired. The message has the name, the value
-                and the allowed values.
+            ConfigurationError: a value is not allowed. The message has the name, the value and the allowed values.
         """
-        if retired := [
-            f"{name} is no longer read: {instead}" for name, instead in RETIRED.items() if os.environ.get(name)
-        ]:
-            raise ConfigurationError("; ".join(retired))
         try:
             return cls(**{name: value for name, value in overrides.items() if value is not None})
         except ValidationError as error:
@@ -100,7 +93,9 @@ class Settings(BaseSettings):
 
 
 def _describe(problem: Any) -> str:
-    name = "_".join(str(part) for part in problem["loc"]).upper() or "settings"
+    name, said = "_".join(str(part) for part in problem["loc"]).upper(), problem["msg"].removeprefix("Value error, ")
+    if not name:  # a check of several settings, which names them itself
+        return str(said)
     value = problem.get("input")
     shown = "" if value is None or isinstance(value, dict) or "TOKEN" in name or "KEY" in name else f" is {value!r}"
-    return f"{name}{shown}: {problem['msg'].removeprefix('Value error, ')}"
+    return f"{name}{shown}: {said}"

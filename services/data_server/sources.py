@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError, first_line
 from services.core.reasoning_entries import PREFIX
-from services.data_server import arithmetic, reasoning, seeds
+from services.data_server import arithmetic, columns, reasoning, seeds
 from services.data_server.files import FILE_TYPES, check_file, named_files
 from services.data_server.settings import DataSettings, GroundTruthFormat
 
@@ -32,8 +32,6 @@ INSTRUCTIONS = {
 }
 """The instruction asks for the form in which the source itself writes its ground truths; every verifier reads it."""
 
-_PROMPT_COLUMNS = ("question", "prompt", "problem")
-_GROUND_TRUTH_COLUMNS = ("answer", "ground_truth", "solution")
 _CATEGORY_COLUMN = "category"
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _DIGESTED_ROWS = 10_000
@@ -144,9 +142,10 @@ def load(settings: DataSettings) -> Source:
         test_rows = _rows(test, form, refused)
     for rows, split in ((train_rows, "training"), (test_rows, "held-out")):
         if len(rows) == 0:
+            left_out = ", ".join(f"{count} with {reason}" for reason, count in (+refused).items()) or "it has no rows"
             raise ConfigurationError(
-                f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth "
-                f"(left out: {dict(+refused)}); check the columns and GROUND_TRUTH_FORMAT"
+                f"DATASET {settings.dataset!r} has no {split} row with a question and a ground truth ({left_out}); "
+                "check the columns and GROUND_TRUTH_FORMAT"
             )
     return Source(name, form, instruction, train_rows, test_rows, dict(+refused))
 
@@ -220,36 +219,27 @@ def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]
 def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
     """Choose the columns of a dataset; ConfigurationError where a column is missing or holds another type."""
     table = dataset.data.table
-    columns = {
-        "question": _column(table, where, "PROMPT_COLUMN", settings.prompt_column, _PROMPT_COLUMNS),
-        "answer": _column(table, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _GROUND_TRUTH_COLUMNS),
-    }
+    chosen = columns.choose(table.column_names, where, settings)
+    for setting, name in (("PROMPT_COLUMN", "question"), ("GROUND_TRUTH_COLUMN", "answer")):
+        _check_type(table, where, setting, chosen[name])
     if _CATEGORY_COLUMN in table.column_names:
-        columns["category"] = _CATEGORY_COLUMN
+        chosen["category"] = _CATEGORY_COLUMN
     files = [file["filename"] for file in dataset.cache_files]
 
     def read() -> pa.Table:
         whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
-        return pa.table({name: whole[column] for name, column in columns.items()})
+        return pa.table({name: whole[column] for name, column in chosen.items()})
 
     return read
 
 
-def _column(table: pa.Table, where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
-    if given is not None and given not in table.column_names:
-        raise ConfigurationError(f"{setting} is {given!r}, which {where} lacks; it has {table.column_names}")
-    found = given or next((name for name in usual if name in table.column_names), None)
-    if found is None:
-        raise ConfigurationError(
-            f"{where} has none of the columns {', '.join(usual)}; set {setting} to one of {table.column_names}"
-        )
-    kind = table[found].type
+def _check_type(table: pa.Table, where: str, setting: str, column: str) -> None:
+    kind = table[column].type
     allowed = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
     if not any(fits(kind) for fits in allowed):
         raise ConfigurationError(
-            f"{where}: column {found!r} holds {kind}; set {setting} to a column of text or numbers"
+            f"{where}: column {column!r} holds {kind}; set {setting} to a column of text or numbers"
         )
-    return found
 
 
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
@@ -304,7 +294,16 @@ def _ground_truths(answers: pa.ChunkedArray, form: GroundTruthFormat) -> pa.Chun
 
 
 def _hold_out(rows: Rows, settings: DataSettings) -> tuple[Rows, Rows]:
-    """Return training and held-out rows of a source without a held-out split: DATA_SEED draws the held-out share."""
+    """Return training and held-out rows of a source without a held-out split: DATA_SEED draws the held-out share.
+
+    Raises:
+        ConfigurationError: the source has a single row.
+    """
+    if len(rows) == 1:
+        raise ConfigurationError(
+            f"DATASET {settings.dataset!r} has a single row with a question and a ground truth, and at least one is "
+            "held out of training; give more rows, or a file of held-out ones as DATASET_TEST"
+        )
     order = np.random.default_rng([settings.data_seed, len(rows)]).permutation(len(rows))
     cut = min(len(rows) - 1, max(1, round(settings.dataset_held_out * len(rows))))
     return rows.select(np.sort(order[cut:])), rows.select(np.sort(order[:cut]))

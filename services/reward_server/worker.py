@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -24,6 +24,7 @@ import orjson
 
 from services.core.processors import THREADS_VARIABLE
 from services.protocol.groups import RewardStatus
+from services.protocol.rewards import RewardItem
 
 EXIT_MEMORY = 77
 """Exit code of a worker that ran out of memory, in which little works any more."""
@@ -96,6 +97,7 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the evaluation of a function of ``RewardSettings.worker_functions``: from an item to a value.
 
     Raises:
+        TypeError: the user's function needs a parameter that reward functions are not given.
         Exception: the user's module cannot be imported, or has no such function.
     """
     if name == "math":
@@ -113,6 +115,8 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     is_batched = "completions" in parameters
+    given = [_BATCHED.get(key, key) if is_batched else key for key in RewardItem.model_fields]
+    _check_parameters(name, parameters, given)
 
     def call(item: dict[str, Any]) -> dict[str, Any]:
         if is_batched:
@@ -126,6 +130,16 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return {"value": number}
 
     return call
+
+
+def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], given: list[str]) -> None:
+    optional = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [p for p in parameters.values() if p.default is p.empty and p.kind not in optional]
+    if unknown := [p.name for p in needed if p.name not in given or p.kind is p.POSITIONAL_ONLY]:
+        raise TypeError(
+            f"{name} needs {', '.join(unknown)}, which it is not given. Use {', '.join(given)}, by keyword; other "
+            "columns of the dataset are not passed, so such a parameter needs a default"
+        )
 
 
 def _limit_memory(extra_bytes: int) -> None:

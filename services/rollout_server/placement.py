@@ -65,6 +65,8 @@ class _Sizes:
     tensor: int | None
     pipeline: int
     data: int
+    splits_attention: bool
+    """False with data-parallel attention, which splits the heads over fewer GPUs."""
 
 
 def place_engines(settings: RolloutSettings, kind: EngineKind, n_gpus: int) -> list[EnginePlace]:
@@ -92,24 +94,56 @@ def split_node(settings: RolloutSettings, n_gpus: int, ask: Callable[[], Known])
     Args:
         settings: the rollout node's settings.
         n_gpus: GPUs of the node, at least one.
-        ask: returns what is known of model and GPUs; called unless the settings give the tensor parallel size.
+        ask: returns what is known of model and GPUs.
 
     Raises:
-        ConfigurationError: an engine needs more GPUs or memory than the node has.
+        ConfigurationError: an engine needs more GPUs or memory than the node has, or a given size does not divide them.
     """
-    sizes = _given_sizes(settings)
-    others = sizes.pipeline * sizes.data
-    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, ask(), n_gpus // sizes.data, sizes.pipeline)
-    each = tensor * others
+    sizes, known = _given_sizes(settings), ask()
+    check_given_sizes(settings, n_gpus, known.config)
+    tensor = sizes.tensor or _choose_tensor_parallel(settings.model_name, known, n_gpus // sizes.data, sizes.pipeline)
+    each = tensor * sizes.pipeline * sizes.data
     if each > n_gpus:
-        raise ConfigurationError(
-            f"an engine needs {each} GPUs (tensor parallel size {tensor}, pipeline {sizes.pipeline}, data "
-            f"{sizes.data}) and this node has {n_gpus}; lower SGLANG_TP_SIZE or the sizes in SGLANG_EXTRA_FLAGS"
-        )
+        raise ConfigurationError(_too_few_gpus(sizes, tensor, n_gpus))
     count = min(n_gpus // each, len(ENGINE_PORTS))
     if idle := n_gpus - count * each:
         log.warning("GPUs without an engine", idle=idle, engines=count, gpus_each=each)
     return Split(count, tensor, each)
+
+
+def check_given_sizes(settings: RolloutSettings, n_gpus: int, config: Config | None) -> None:
+    """Check that the parallel sizes of the settings divide a node's GPUs and the model's attention heads.
+
+    Args:
+        settings: the rollout node's settings; without a tensor parallel size there is nothing to check.
+        n_gpus: GPUs of the node, at least one.
+        config: the model's configuration; None if it is not known.
+
+    Raises:
+        ConfigurationError: a size does not; the message has those that do.
+    """
+    sizes = _given_sizes(settings)
+    if sizes.tensor is None:
+        return
+    others = sizes.pipeline * sizes.data
+    heads = (config or {}).get("num_attention_heads") if sizes.splits_attention else None
+    allowed = [n for n in range(1, n_gpus + 1) if n_gpus % (n * others) == 0 and (heads is None or heads % n == 0)]
+    if sizes.tensor * others > n_gpus or not allowed:
+        raise ConfigurationError(_too_few_gpus(sizes, sizes.tensor, n_gpus))
+    if sizes.tensor not in allowed:
+        heads_too = "" if heads is None else f" and the {heads} attention heads of {settings.model_name}"
+        raise ConfigurationError(
+            f"SGLANG_TP_SIZE is {sizes.tensor}; for the {n_gpus} GPUs of a node{heads_too}, allowed are "
+            f"{', '.join(map(str, allowed))}"
+        )
+
+
+def _too_few_gpus(sizes: _Sizes, tensor: int, n_gpus: int) -> str:
+    return (
+        f"an engine needs {tensor * sizes.pipeline * sizes.data} GPUs (tensor parallel size {tensor}, pipeline "
+        f"{sizes.pipeline}, data {sizes.data}) and this node has {n_gpus}; lower SGLANG_TP_SIZE or the sizes in "
+        "SGLANG_EXTRA_FLAGS"
+    )
 
 
 def can_split(config: Config, size: int) -> bool:
@@ -180,4 +214,5 @@ def _given_sizes(settings: RolloutSettings) -> _Sizes:
     except argparse.ArgumentError as error:
         raise ConfigurationError(f"SGLANG_EXTRA_FLAGS is {settings.sglang_extra_flags!r}: {error}") from error
     # With data-parallel attention the replicas share the GPUs of the tensor parallel group.
-    return _Sizes(given.tp_size, given.pp_size, 1 if given.enable_dp_attention else given.dp_size)
+    data = 1 if given.enable_dp_attention else given.dp_size
+    return _Sizes(given.tp_size, given.pp_size, data, splits_attention=not given.enable_dp_attention)

@@ -61,6 +61,8 @@ class WorkerRegistration:
         """True while the engine has the weights that it started with."""
         self._was_registered = False
         self._is_loading = False
+        self._has_met_router = False
+        """False while the router, which starts after the first engine, has never answered."""
         self._removals = 0
         """Number of times that the worker was found removed from the routing while its engine ran."""
 
@@ -124,6 +126,7 @@ class WorkerRegistration:
             try:
                 if not await self._router.is_healthy():
                     raise DependencyLostError("the router does not answer")
+                self._has_met_router = True
                 is_registered = self._url in await self._router.workers()
                 self._removals += was_registered and not is_registered
                 was_registered = is_registered
@@ -139,7 +142,10 @@ class WorkerRegistration:
                     break
                 if str(error) != logged:
                     logged = str(error)
-                    self._log.warning("worker not registered", reason=logged)
+                    if self._has_met_router:
+                        self._log.warning("worker not registered", reason=logged)
+                    else:
+                        self._log.info("waiting for the router", seconds=lost_seconds)
                 refusals += isinstance(error, WorkerRefusedError)
                 if refusals >= MAX_TRIES:
                     self._log.error("engine refuses the published version: killed")

@@ -7,6 +7,7 @@ import shutil
 import signal
 import statistics
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -75,6 +76,12 @@ def test_a_run_says_what_it_did(finished):
     assert components.keys() == {"ppo-trainer", "data-server", "rollout-server", "reward-server", "replay-buffer"}
     assert "reward_fn" in components["reward-server"]["changed"]
     assert components["rollout-server"]["settings"]["run_id"] == finished.run_dir.name
+
+
+def test_a_healthy_start_logs_no_warning(finished):
+    first_step = datetime.fromtimestamp(finished.metrics()[0]["time"], UTC).isoformat()
+    lines = [line for log in (finished.run_dir / "logs").iterdir() for line in log.read_text().splitlines()]
+    assert [line for line in lines if re.match(r"\S+Z (warning|error) ", line) and line < first_step] == []
 
 
 def test_accuracies_have_their_intervals_and_prompts(finished):

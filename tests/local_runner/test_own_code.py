@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    "my_rewards.py": "def close(response): return 0.0\n",
+    "my_rewards.py": "def close(response): return 0.0\ndef by_level(response, level): return 0.0\n",
     "my_methods.py": "def quadratic(tokens): ...\nasync def solve(example): ...\ndef plain(example): ...\n",
     "my_game.py": """
 from services.environment_server.environments import Conversation
@@ -28,6 +30,11 @@ def here(tmp_path: Path) -> Path:
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "questions.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (tmp_path / "late.jsonl").write_text('{"question": "1+1="}\n\n{"question": "1+2=", "answer": 3}\n')
+    (tmp_path / "sums.jsonl").write_text('{"sum": "1+1=", "total": "2"}\n')
+    (tmp_path / "list.json").write_text('[{"sum": "1+1=", "total": "2"}]\n')
+    pq.write_table(pa.table({"sum": ["1+1="], "answer": ["2"]}), tmp_path / "sums.parquet")
+    (tmp_path / "empty").mkdir()
     document = (ROOT / "jobgroup.yaml").read_text()
     declared = document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n")
     (tmp_path / "group.yaml").write_text(declared)
@@ -54,9 +61,31 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
             ["DATASET=questions.jsonl", "DATASET_TEST=more.jsonl"],
             "data-server: DATASET_TEST 'more.jsonl' is not a file",
         ),
+        (["DATASET=late.jsonl"], None),
+        (["DATASET=list.json"], None),
+        (["DATASET=sums.jsonl", "PROMPT_COLUMN=sum", "GROUND_TRUTH_COLUMN=total"], None),
+        (
+            ["DATASET=questions.jsonl", "DATASET_TEST=sums.jsonl"],
+            "data-server: DATASET_TEST 'sums.jsonl' has none of the columns question, prompt, problem; "
+            "set PROMPT_COLUMN to one of ['sum', 'total']",
+        ),
+        (
+            ["DATASET=sums.parquet", "PROMPT_COLUMN=sums"],
+            "PROMPT_COLUMN is 'sums', which DATASET 'sums.parquet' lacks; it has ['sum', 'answer']",
+        ),
+        (
+            ["DATASET=sums.jsonl", "PROMPT_COLUMN=sum"],
+            "none of the columns answer, ground_truth, solution; set GROUND_TRUTH_COLUMN to one of ['sum', 'total']",
+        ),
+        (["MODEL_NAME=./models/x"], "rollout-server: MODEL_NAME=./models/x: the directory does not exist, seen from"),
+        (["MODEL_NAME=empty"], "MODEL_NAME=empty: {here}/empty has no config.json, so it is no model's directory"),
         (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' cannot be loaded: ModuleNotFoundError"),
         (["REWARD_FN=math=1,my_rewards:far=1"], "module 'my_rewards' has no attribute 'far'; correct it or its module"),
         (["REWARD_FN=broken:close"], "SyntaxError: "),
+        (
+            ["REWARD_FN=my_rewards:by_level"],
+            "my_rewards:by_level needs level, which it is not given. Use prompt, response, ",
+        ),
         (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
         (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
         (["LOSS=unhappy:quadratic"], "cannot be imported: RuntimeError: no such table; give module:function"),
@@ -101,6 +130,12 @@ def test_agents_and_environments_are_looked_for(here, job_group, env, said):
 def test_all_that_is_missing_is_named_at_once(here):
     _, error = told(here, "DATASET=answers.jsonl", "REWARD_FN=nowhere:close", "LOSS=nowhere:quadratic")
     assert all(name in error for name in ("'answers.jsonl'", "'nowhere:close'", "'nowhere:quadratic'"))
+
+
+def test_a_model_on_the_hub_is_said_to_be_unchecked(here):
+    command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--env", "MODEL_NAME=nobody/knows", "--dry-run"]
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\nnot looked for on the Hugging Face hub: MODEL_NAME=nobody/knows\n")
 
 
 def test_what_is_there_passes(here):

@@ -35,6 +35,7 @@ def refused(capfd, *env: str, **options) -> str:
         ("BATCH_SIZE=two", "ppo-trainer: BATCH_SIZE is 'two': Input should be a valid integer"),
         ("REWARD_FN=maths", "reward-server: REWARD_FN is 'maths'"),
         ("UPDATES_PER_BATCH=9", "UPDATES_PER_BATCH is 9; allowed is at most BATCH_SIZE (4)"),
+        ("SGLANG_TP_SIZE=3", "rollout-server: an engine needs 3 GPUs"),
         ("LOG_LEVEL=loud", "ppo-trainer, data-server, rollout-server, reward-server, replay-buffer: LOG_LEVEL"),
     ],
 )

@@ -131,14 +131,27 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     )
 
 
+def trained_on(directory: Path, launch: Launch, *, steps: int, **variables: str) -> str:
+    """Return the options of the command that trains on after a run of ``steps`` steps."""
+    run = run_of(TaskSpec("ppo-trainer", "", environment=variables))
+    run = Run(run.group, run.run_id, directory, run.addresses)
+    (run.run_dir / "model").mkdir(parents=True)
+    commands = dict(next_commands(run, launch, {"status": "succeeded", "steps": steps}))
+    return commands["train on"].partition(" jobgroup.yaml ")[2]
+
+
 def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run = run_of(TaskSpec("ppo-trainer", ""))
-    run = Run(run.group, run.run_id, tmp_path, run.addresses)
-    (run.run_dir / "model").mkdir(parents=True)
     launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
-    commands = dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}))
-    assert commands["train on"].partition(" jobgroup.yaml ")[2] == "--env SEED=1 --env MAX_STEPS=8 --run-id run-1"
+    assert trained_on(tmp_path, launch, steps=4, MAX_STEPS="4") == (
+        "--env SEED=1 --env MAX_STEPS=8 --env NUM_EPOCHS=6 --run-id run-1"
+    )
+
+
+def test_the_command_that_trains_on_has_more_epochs_where_a_run_ended_with_its_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    launch = Launch(Path("jobgroup.yaml"), env=["NUM_EPOCHS=1"])
+    assert trained_on(tmp_path, launch, steps=4, NUM_EPOCHS="1") == "--env NUM_EPOCHS=2 --run-id run-1"
 
 
 def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):

@@ -210,6 +210,8 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
         (["--model", "1.5B", "--gpus", "L4:1", "--trainer-nodes", "1"], "with --gpus L4:4, or with LORA_RANK=32."),
         (["--model", "70B", "--gpus", "H100:8"], "with --trainer-nodes 3, or with LORA_RANK=32."),
         (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=16"], "an engine needs 16 GPUs"),
+        (["--model", "8B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=3"], "allowed are 1, 2, 4, 8"),
+        (["--model", "0.5B", "--gpus", "H100:8", "--env", "SGLANG_TP_SIZE=4"], "the 14 attention heads of"),
         (["--image", "registry.example.org:5000/grpo"], "has no tag"),
         (["--image", "grpo@sha256:0123"], "--image grpo:v1"),
         (["--model", "32B", "--gpus", "L4:1"], "it fits with --rollout-gpus L4:4"),

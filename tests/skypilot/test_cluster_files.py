@@ -142,10 +142,8 @@ def test_prometheus_finds_every_component(on_one_machine):
         "ppo-trainer head",
         "replay-buffer head",
         "reward-server head",
-        "rollout-server head",
-        "rollout-server worker1",
     ]
-    assert len(scraped["grpo-router"]) == 1
+    assert len(scraped["grpo-router"]) == len(scraped["grpo-engines"]) == 1
 
 
 def test_the_command_for_the_run_page_finds_the_trainers_first_pod(on_one_machine):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write, check_model_directory
+from services.core.files import atomic_write, check_model, check_model_directory
 
 
 @pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
@@ -38,6 +38,18 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
 def test_a_models_directory_that_does_not_exist_is_named(model: str) -> None:
     with pytest.raises(ConfigurationError, match=f"MODEL_NAME={model}: the directory does not exist, seen from /"):
         check_model_directory(model)
+
+
+def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("models").mkdir()
+    Path("weights.gguf").touch()
+    for model in ("models", str(tmp_path / "models"), "./weights.gguf"):
+        with pytest.raises(ConfigurationError, match=f"MODEL_NAME={model}: {tmp_path}/.* has no config.json"):
+            check_model(model)
+    Path("models/config.json").touch()
+    check_model("models")
+    check_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:

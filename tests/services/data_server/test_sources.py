@@ -94,7 +94,8 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
         ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
         ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl"),
         ("empty.jsonl", {}, "is not a file with rows"),
-        ("nothing.jsonl", {}, "no training row with a question and a ground truth"),
+        ("nothing.jsonl", {}, r"no training row with a question and a ground truth \(2 with no question\); check"),
+        ("one.jsonl", {}, "has a single row with a question and a ground truth, .*; give more rows, or a file"),
         ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
         ("good.jsonl", {"ground_truth_column": "list"}, "holds list"),
         ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl' is not a file"),
@@ -107,7 +108,8 @@ def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
     monkeypatch.chdir(tmp_path)
     Path("broken.jsonl").write_text('{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
-    write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}])
+    write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}] * 2)
+    write_rows(Path("one.jsonl"), [{"question": "a", "answer": "1"}])
     write_rows(Path("good.jsonl"), [{"question": "a", "answer": "1", "list": [1]}] * 3)
     write_rows(Path("strange.jsonl"), [{"x": "a"}])
     with pytest.raises(ConfigurationError, match=message) as error:

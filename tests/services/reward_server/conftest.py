@@ -26,6 +26,12 @@ def distinct(completions, ground_truth, **rest):
     assert set(rest) == {"prompts", "completion_tokens", "finish_reason"}, rest
     return [len(set(text)) + float(truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
+def by_column(completions, level, **rest):
+    """Takes a column of the dataset, as TRL passes it."""
+
+def by_place(response, /):
+    """Cannot be called by keyword."""
+
 def moody(prompt, response):
     """Does what the response says."""
     match response:

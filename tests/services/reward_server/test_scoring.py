@@ -175,6 +175,21 @@ async def test_no_process_is_left(scoring: Any, plugin: str) -> None:
     assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("by_column", "by_column needs level, which it is not given. Use prompts, completions, ground_truth, "),
+        ("by_place", "by_place needs response, which it is not given. Use prompt, response, ground_truth, "),
+    ],
+)
+async def test_a_function_with_a_parameter_that_nobody_gives_stops_the_start(
+    scoring: Any, plugin: str, name: str, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        async with scoring(reward_fn=f"{plugin}:{name}"):
+            pass
+
+
 @pytest.mark.parametrize("name", ["no_such_module:f", "json:no_such_function", "json:__doc__"])
 async def test_a_function_that_cannot_be_loaded_stops_the_start(scoring: Any, name: str) -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be loaded: .*correct it or its module"):

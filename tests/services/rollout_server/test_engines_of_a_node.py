@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from tests.prometheus_targets import relabel, scrape_jobs
 from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, free_ports
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -55,6 +57,12 @@ def wait_registered(nodes: FakeNodes, engines: int = 4) -> None:
     nodes.wait_until(lambda: nodes.registered() == wanted, f"workers {wanted}")
 
 
+def test_workers_wait_for_the_first_router_without_a_warning(node: FakeNodes) -> None:
+    start = node.nodes[0].log.read_text().partition("worker registered")[0]
+    assert "waiting for the router" in start
+    assert "worker not registered" not in start
+
+
 def test_every_engine_has_gpus_of_its_own_and_is_registered_by_itself(node: FakeNodes) -> None:
     told = [node.get(node.worker(0, engine), "/server_info").json() for engine in range(4)]
     assert [(engine["visible"], engine["tp_size"]) for engine in told] == [
@@ -63,6 +71,17 @@ def test_every_engine_has_gpus_of_its_own_and_is_registered_by_itself(node: Fake
         ("4,5", 2),
         ("6,7", 2),
     ]
+
+
+def test_prometheus_gets_the_metrics_of_every_engine_from_the_router(node: FakeNodes) -> None:
+    [job] = [job for job in scrape_jobs() if job["job_name"] == "grpo-engines"]
+    families = text_string_to_metric_families(node.get(node.router, job["metrics_path"]).text)
+    samples = [{"__name__": one.name, **one.labels} for family in families for one in family.samples]
+    found = [relabel(sample, job["metric_relabel_configs"]) or {} for sample in samples]
+    workers = (node.worker(0, engine) for engine in range(4))
+    assert {one["instance"] for one in found if one["__name__"] == "sglang:num_running_reqs"} == {
+        f"{worker.host}:{worker.port}" for worker in workers
+    }
 
 
 def test_a_publication_reaches_every_engine(node: FakeNodes) -> None:

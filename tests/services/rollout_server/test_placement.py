@@ -109,7 +109,6 @@ def test_without_sizes_one_engine_has_as_many_gpus_as_can_be_used(
     ("fields", "devices"),
     [
         ({"sglang_tp_size": 4}, ["0,1,2,3", "4,5,6,7"]),
-        ({"sglang_tp_size": 3}, ["0,1,2", "3,4,5"]),
         ({"sglang_extra_flags": "--tp-size 8", "sglang_tp_size": 2}, ["0,1,2,3,4,5,6,7"]),
         # An allocation p2t2 of an evaluation.
         ({"sglang_tp_size": 2, "sglang_extra_flags": "--pp-size 2"}, ["0,1,2,3", "4,5,6,7"]),
@@ -123,6 +122,18 @@ def test_sizes_that_the_user_gives_win(fields: dict[str, Any], devices: list[str
 def test_an_engine_larger_than_the_node_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"an engine needs 4 GPUs .* and this node has 2; lower"):
         places("no/model", 2, sglang_tp_size=4)
+
+
+def test_sizes_that_do_not_divide_the_gpus_or_the_heads_are_refused_with_those_that_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"SGLANG_TP_SIZE is 3; for the 8 GPUs of a node, allowed are 1, 2, 4, 8"
+    ):
+        places("no/model", 8, sglang_tp_size=3)
+    small = model(tmp_path, "Qwen2.5-0.5B")
+    with pytest.raises(ConfigurationError, match=r"SGLANG_TP_SIZE is 4; .* the 14 attention heads of .* are 1, 2$"):
+        places(small, 8, sglang_tp_size=4)
+    flags = "--dp-size 4 --enable-dp-attention"
+    assert len(places(small, 8, sglang_tp_size=4, sglang_extra_flags=flags)) == 2
 
 
 def test_engines_share_the_gpus_that_the_node_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

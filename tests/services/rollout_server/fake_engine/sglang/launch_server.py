@@ -247,6 +247,8 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
                 self._answer(401, {"error": "Unauthorized"})
             elif path == "/health_generate":
                 self._answer(*engine.check_health())
+            elif path == "/metrics":
+                self._answer_text("# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 1\n")
             elif path == "/server_info":
                 engine.wait_for_scheduler()
                 self._answer(200, engine.information())
@@ -286,9 +288,14 @@ def handler(engine: Engine, api_key: str | None) -> type[BaseHTTPRequestHandler]
             return api_key is None or self.headers.get("Authorization") == f"Bearer {api_key}"
 
         def _answer(self, status: int, content: Any) -> None:
-            body = json.dumps(content).encode()
+            self._send(status, "application/json", json.dumps(content).encode())
+
+        def _answer_text(self, text: str) -> None:
+            self._send(200, "text/plain; version=0.0.4", text.encode())
+
+        def _send(self, status: int, kind: str, body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
