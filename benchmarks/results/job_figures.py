@@ -112,28 +112,29 @@ def accuracies(results: Results) -> tuple[list[float], list[float]]:
 
 
 def sentences(results: Results, link: str) -> list[str]:
-    """Return a sentence for the summary: each task's mean accuracy before and after, by whether it has risen.
+    """Return a sentence for the summary: each task's mean accuracy before and after, by whether a seed has learned.
 
-    It has risen if Wilson's 95% intervals of one seed's answers before and after do not overlap.
+    A seed has learned if Wilson's 95% intervals of its answers before and after do not overlap.
     """
-    risen: dict[bool, list[str]] = {}
+    learned: dict[bool, list[str]] = {}
     for task in dict.fromkeys(result.task for result in results):
         own = [result for result in results if result.task == task]
         before, after = accuracies(own)
         if before:
-            first, last = statistics.fmean(before), statistics.fmean(after)
-            seeds = f"{len(after)} seed{'s' if len(after) > 1 else ''}"
-            has_risen = wilson(last, own[0].prompts)[0] > wilson(first, own[0].prompts)[1]
-            risen.setdefault(has_risen, []).append(f"{task} {first:.2f} to {last:.2f} ({seeds})")
-    if not risen:
+            prompts = own[0].prompts
+            risen = sum(
+                wilson(last, prompts)[0] > wilson(first, prompts)[1] for first, last in zip(before, after, strict=True)
+            )
+            change = f"{statistics.fmean(before):.2f} to {statistics.fmean(after):.2f}"
+            learned.setdefault(risen > 0, []).append(f"{task} {change} ({risen} of {len(after)} seeds)")
+    if not learned:
         return []
-    count = sum(map(len, risen.values()))
-    parts = [f"{len(risen[True])} of {count} learned: {names(risen[True])}"] if True in risen else []
-    if False in risen:
-        parts.append(
-            f"{len(risen[False])} of {count} not learned by so small a model in these steps: {names(risen[False])}"
-        )
-    return [f"{link}, held-out accuracy before and after training. {'. '.join(parts)}."]
+    parts = []
+    if True in learned:
+        parts.append(f"Learned: {names(learned[True])}")
+    if False in learned:
+        parts.append(f"Not learned by so small a model in these steps: {names(learned[False])}")
+    return [f"{link}, mean accuracy on held-out prompts before and after training. {'. '.join(parts)}."]
 
 
 def wilson(accuracy: float, prompts: int) -> tuple[float, float]:
