@@ -55,8 +55,8 @@ def show(results: Results) -> str:
     SmolLM2-135M with the settings of `demo-agent.env` and `demo-environment.env`. The tool agent answers products of
     two numbers of two digits, which the model cannot compute; "without the tool" is the trained model's greedy accuracy
     when it gets the question alone. The guessing game has numbers from 1 to 7 and three guesses, which good play always
-    wins. Rewards are means of the last three steps, those of [benchmarks.md](benchmarks.md) are of the last step alone:
-    seed 0 of both pages has the same last rewards, 0.88 in the tool agent and 0.75 in the game. In Nim the model plays
+    wins. Rewards are means of the last three steps, those of [benchmarks.md](benchmarks.md) are of the last step alone
+    and of other questions but for seed 0. In Nim the model plays
     both seats, so its rewards cancel and its accuracy says nothing. What counts is the share of legal moves and, among
     legal moves where one wins, the share that the exact solution plays (Bouton's theorem). Moves drawn at random among
     the legal ones are optimal in 44% of these positions.
