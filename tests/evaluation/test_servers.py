@@ -338,5 +338,6 @@ async def test_a_completion_that_goes_on_is_decoded_by_the_model_of_the_checkpoi
     with fake_service({"POST /generate": generate}) as service:
         async with RolloutServer(service.endpoint.url, settings, str(tmp_path / "checkpoint"), 300) as server:
             params = SamplingParams(max_new_tokens=len(ids))
-            [answer] = await server.complete(Prompt(prompt="", ground_truth="", prompt_ids=[1]), params, 1, seed=1)
+            prompt = Prompt(id="q", prompt="", ground_truth="", prompt_ids=[1])
+            [answer] = await server.complete(prompt, params, 1, seed=1)
     assert answer.text == "8 \N{EURO SIGN}"
