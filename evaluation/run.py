@@ -172,4 +172,4 @@ def _connector(plan: Plan, checkpoint: Checkpoint) -> Callable[[str], Server]:
 
         return connect
     size = vocabulary_size(checkpoint.model, "--model")
-    return lambda url: RolloutServer(url, settings, size)
+    return lambda url: RolloutServer(url, settings, checkpoint.model, size)

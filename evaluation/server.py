@@ -159,15 +159,15 @@ class RolloutServer(Server):
 
     probe_path = "/health"
 
-    def __init__(self, url: str, settings: EvaluationSettings, vocab_size: int) -> None:
-        """Make a server; token ids of prompts must be below ``vocab_size``."""
+    def __init__(self, url: str, settings: EvaluationSettings, model: str, vocab_size: int) -> None:
+        """Make a server of ``model``, a hub name or directory; token ids of prompts must be below ``vocab_size``."""
         seconds = prompt_seconds(settings)
         super().__init__(url, f"{url}/v1", settings.token, seconds)
         self.rollouts = RolloutClient(
             parse_url(url),
             settings.token,
             vocab_size=vocab_size,
-            model_name=settings.model_name,
+            model_name=model,
             max_concurrency=settings.eval_concurrency,
             deadline_seconds=seconds,
             seed_each_completion=settings.engine_deterministic,

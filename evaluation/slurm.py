@@ -10,6 +10,7 @@ import asyncio
 import re
 import shlex
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,9 +19,14 @@ from pathlib import Path
 from evaluation import node
 from evaluation.allocation import Allocation
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.logs import get_logger
+
+log = get_logger(__name__)
 
 ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 5.0
+UNKNOWN_SECONDS = 60.0
+"""Time for which squeue may fail, as it does while Slurm's controller is busy or restarts."""
 LOG = "slurm.log"
 LOG_LINES = 5
 
@@ -64,20 +70,35 @@ async def running(text: str, directory: Path) -> AsyncIterator[Watch]:
     try:
         yield partial(_watch, found[0], directory / LOG)
     finally:
-        await _run("scancel", found[0])
+        try:
+            await _run("scancel", found[0])
+        # The error that ended the evaluation, if there is one, says more.
+        except ConfigurationError as error:
+            log.warning("the job may still be there; cancel it by hand", job=found[0], error=str(error))
 
 
-async def _watch(job: str, log: Path) -> None:
-    """Wait until the job has left the queue.
+async def _watch(job: str, output: Path) -> None:
+    """Wait until the job has left the queue; ``output`` is its log.
 
     Raises:
         DependencyLostError: it has; the message has the end of its log.
+        ConfigurationError: squeue has failed for UNKNOWN_SECONDS.
     """
-    question = ("squeue", "--noheader", "--format=%T", "--states=all", f"--jobs={job}")
-    while (await _run(*question)).strip() in WAITING:  # noqa: ASYNC110
+    answered = time.monotonic()
+    while True:
+        try:
+            state = await _run("squeue", "--noheader", "--format=%T", "--states=all", f"--jobs={job}")
+        except ConfigurationError as error:
+            if time.monotonic() - answered > UNKNOWN_SECONDS:
+                raise
+            log.warning("the state of Slurm's job is not known", job=job, error=str(error))
+        else:
+            answered = time.monotonic()
+            if state.strip() not in WAITING:
+                break
         await asyncio.sleep(POLL_SECONDS)
-    lines = await asyncio.to_thread(lambda: log.read_text().splitlines() if log.exists() else [])
-    raise DependencyLostError(f"Slurm's job {job} has ended: {' | '.join(lines[-LOG_LINES:])}; see {log}")
+    lines = await asyncio.to_thread(lambda: output.read_text().splitlines() if output.exists() else [])
+    raise DependencyLostError(f"Slurm's job {job} has ended: {' | '.join(lines[-LOG_LINES:])}; see {output}")
 
 
 async def _run(*command: str) -> str:

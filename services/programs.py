@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
+from services.core import memory, processors
 from services.protocol.groups import RewardResult, RewardStatus
 
 WITHHELD = ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_AUTH_TOKEN")
@@ -114,9 +115,8 @@ class Program:
 
 
 def programs_at_once() -> int:
-    """Return the number of programs that this machine should run at once."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * (os.cpu_count() or 1), memory // BYTES_A_PROGRAM))
+    """Return the number of programs that this node should run at once, by its cores and its memory."""
+    return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * processors.cores(), memory.host_memory() // BYTES_A_PROGRAM))
 
 
 def reward_in(output: str) -> RewardResult | None:

@@ -152,7 +152,7 @@ class SamplingSection(SectionSettings):
     is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and the last line of its output
     is its reward, as in `{"reward": 1.0}`, or the whole output the answer that REWARD_FN scores."""
     agent_concurrency: int | None = Field(None, ge=1)
-    """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the machine's
+    """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the node's
     memory, whichever are fewer (`program`)."""
     agent_max_turns: int = Field(16, ge=1, le=MAX_SEQUENCES)
     """Most calls of the model in an episode."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -25,7 +26,7 @@ from services.core.files import atomic_write
 from services.core.settings import Settings
 from services.core.tasks import run_until_first_ends
 from services.environment_server.settings import default_name
-from services.evaluation_head.settings import MAX_BATCH
+from services.evaluation_head.settings import MAX_BATCH, HeadSettings
 
 EPISODES = "episodes.jsonl"
 IDENTITY = "evaluation.json"
@@ -107,6 +108,7 @@ async def evaluate(options: Options, say: Say) -> dict[str, Any]:
                 {
                     "head": options.policies or head.url,
                     "policy": policy,
+                    **_file_of(options, policy),
                     **{f"environment.{name}": value for name, value in arena.info.model_dump(mode="json").items()},
                 },
                 is_used=bool(store.episodes),
@@ -145,7 +147,23 @@ def _head(options: Options) -> AbstractAsyncContextManager[HeadAt]:
         return contextlib.nullcontext(running_head(options.url))
     assert options.policies is not None
     states = min(options.workers * options.episodes_at_once, MAX_BATCH)
-    return started_head(options.policies.replace(",", " "), options.port, states)
+    return started_head(_named(options.policies), options.port, states)
+
+
+def _named(policies: str) -> str:
+    """Return ``--policies`` as HEAD_POLICIES has it."""
+    return policies.replace(",", " ")
+
+
+def _file_of(options: Options, policy: str) -> dict[str, str]:
+    """Return the digest of the file that the policy of a head of our own is; nothing for any other policy.
+
+    A directory's versions are not in it, because the episodes have them.
+    """
+    if options.policies is None:
+        return {}
+    target = Path(HeadSettings.load(head_policies=_named(options.policies)).policies[policy])
+    return {"policy.sha256": hashlib.sha256(target.read_bytes()).hexdigest()} if target.is_file() else {}
 
 
 def results_of(

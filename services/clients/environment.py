@@ -39,7 +39,7 @@ FAILED_SECONDS = 10.0
 SEARCH_SECONDS = 10.0
 """Time between two searches for servers."""
 PAUSE_SECONDS = 0.5
-"""Pause before all servers are tried again."""
+"""Pause before all servers, or a step at the same server, are tried again."""
 
 
 class EnvironmentServer(ServiceClient):
@@ -132,18 +132,20 @@ class EnvironmentClient:
                 return
             if time.monotonic() > end:
                 urls = ", ".join(server.url for server in servers)
-                raise DependencyLostError(
-                    f"no environment-server is healthy after {deadline_seconds:g} s: {urls}; see their logs"
-                )
+                reason = f"{urls}; see their logs" if servers else _none_found()
+                raise DependencyLostError(f"no environment-server is healthy after {deadline_seconds:g} s: {reason}")
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def settings(self) -> ComponentRecord:
         """Return the record of settings, commit and packages of one server.
 
         Raises:
-            DependencyLostError: the server did not answer.
+            DependencyLostError: the server did not answer, or there is none.
         """
-        return await (await self.servers())[0].settings()
+        servers = await self.servers()
+        if not servers:
+            raise DependencyLostError(f"no environment-server tells its settings: {_none_found()}")
+        return await servers[0].settings()
 
     async def begin(self, seed: int, split: str | None = None) -> Episode:
         """Begin an episode on any server. The same seed begins the same episode, on every server.
@@ -166,8 +168,9 @@ class EnvironmentClient:
         request = ResetRequest(seed=seed, split=split, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline
         while True:
-            reason = "there is none"
-            for server in sorted(await self.servers(), key=self._preference):
+            servers = sorted(await self.servers(), key=self._preference)
+            reason = "" if servers else _none_found()
+            for server in servers:
                 try:
                     reply = await server.reset(request, deadline=min(ANSWER_SECONDS, self.deadline))
                 except DependencyLostError as error:
@@ -211,12 +214,23 @@ class EnvironmentClient:
                 if time.monotonic() > end or not await server.is_healthy():
                     self._failed[server.url] = time.monotonic()
                     raise
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 def differences(found: EnvironmentInfo, expected: EnvironmentInfo) -> str:
     """Return the fields in which an environment differs from the expected one, with both values."""
     values = ((name, getattr(found, name), getattr(expected, name)) for name in EnvironmentInfo.model_fields)
     return ", ".join(f"its environment has {name} {a!r} instead of {b!r}" for name, a, b in values if a != b)
+
+
+def _none_found() -> str:
+    """Return why ``find_servers`` found no server, and what to do.
+
+    Raises:
+        ConfigurationError: JOBGROUP_ENDPOINTS has none.
+    """
+    first = endpoint(Task.ENVIRONMENT_SERVER).host
+    return f"no server's name resolves, {first} included; see whether the task {Task.ENVIRONMENT_SERVER.value} runs"
 
 
 async def find_servers(known: int) -> list[Endpoint]:

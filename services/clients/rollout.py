@@ -173,8 +173,10 @@ class RolloutClient(HttpClient):
                 rounds = rounds + 1 if is_idle else 0
                 lost = next((reply.error for reply in replies if reply.error is not None), lost)
         MISSING.inc(max(n - len(done), 0))
-        if lost is not None and not done:
-            raise lost
+        if not done:
+            raise lost or DependencyLostError(
+                f"{self.url} aborted all completions of a prompt; see the logs of {Task.ROLLOUT_SERVER.value}"
+            )
         return done[:n]
 
     def _next_requests(self, begun: Sequence[_Begun], missing: int) -> list[tuple[_Begun, int]]:

@@ -1,17 +1,29 @@
-"""Control over the freed memory that the C library (glibc) keeps."""
+"""The memory of this node, and control over the freed memory that the C library (glibc) keeps."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
+CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
+
 KEPT_BLOCK_BYTES = 64 * 2**20
 KEPT_BYTES = 2**31 - 1
+
+
+def host_memory() -> int:
+    """Return the bytes of memory of this machine or, where it is less, of this container."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [int(text) for file in CGROUP_FILES if file.exists() and (text := file.read_text().strip()).isdecimal()]
+    return min([machine, *limits])
 
 
 def keep() -> None:

@@ -17,8 +17,17 @@ def is_path(dataset: str) -> bool:
 
 
 def named_files(settings: DataSettings) -> dict[str, Path]:
-    """Return the files that the settings name, by variable; none for a generator or a dataset on the hub."""
+    """Return the files that the settings name, by variable; none for a generator or a dataset on the hub.
+
+    Raises:
+        ConfigurationError: DATASET_TEST names a file beside a DATASET that is none.
+    """
     if not is_path(settings.dataset):
+        if settings.dataset_test is not None:
+            raise ConfigurationError(
+                f"DATASET_TEST is {str(settings.dataset_test)!r}, but DATASET {settings.dataset!r} is no file; leave "
+                "out DATASET_TEST (DATASET_TEST_SPLIT names the held-out split of a dataset on the hub)"
+            )
         return {}
     held_out = {"DATASET_TEST": settings.dataset_test} if settings.dataset_test else {}
     return {"DATASET": Path(settings.dataset)} | held_out

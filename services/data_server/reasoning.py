@@ -5,6 +5,7 @@ The package runs in a process of its own (``reasoning_questions``).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -119,10 +120,14 @@ def _generate(plan: dict[str, Any], refused: Counter[str]) -> list[dict[str, str
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        json.dump(plan, process.stdin)
-        process.stdin.close()
+        # A process that ends before it has read or written everything says why by its exit code.
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            json.dump(plan, process.stdin)
         for line in process.stdout:
-            found = json.loads(line)
+            try:
+                found = json.loads(line)
+            except json.JSONDecodeError:
+                break
             if "error" in found:
                 raise ConfigurationError(found["error"])
             if "failed" in found:

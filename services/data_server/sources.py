@@ -117,6 +117,7 @@ def load(settings: DataSettings) -> Source:
     train: ReadTable
     test: ReadTable | None
     refused: Counter[str] = Counter()
+    files = named_files(settings)
     if settings.dataset.startswith(PREFIX):
         train, test = (_in_memory(split) for split in reasoning.tables(settings, refused))
         name = "reasoning_gym"
@@ -126,7 +127,7 @@ def load(settings: DataSettings) -> Source:
     elif settings.dataset == "arithmetic":
         train, test = _generate(settings)
         name = "arithmetic"
-    elif files := named_files(settings):
+    elif files:
         splits = [_load_file(variable, path, settings) for variable, path in files.items()]
         train, test = splits[0], splits[1] if len(splits) > 1 else None
         name = Path(settings.dataset).stem

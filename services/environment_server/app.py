@@ -132,10 +132,14 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.meter.update()
-            if dropped := self.table.drop_idle(IDLE_SECONDS):
-                log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
-            await self.sessions.sweep()
+            try:
+                self.meter.update()
+                if dropped := self.table.drop_idle(IDLE_SECONDS):
+                    log.warning("dropped episodes that nobody stepped for five minutes", episodes=dropped)
+                await self.sessions.sweep()
+            # Without sweeps the server would fill up with episodes of clients that are gone.
+            except Exception as error:  # noqa: BLE001
+                log.error("a sweep failed", error=repr(error))
 
 
 def create_app(settings: EnvironmentSettings) -> FastAPI:

@@ -22,7 +22,7 @@ class EnvironmentBrokenError(Exception):
 
 
 class EnvironmentHungError(EnvironmentBrokenError):
-    """A reset or step that takes too long and is still running."""
+    """A reset or step that takes too long and is still running in its thread."""
 
 
 @dataclass(frozen=True)

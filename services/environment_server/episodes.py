@@ -68,11 +68,10 @@ class Episode:
     """Held while a step is taken."""
 
     def result(self, status: StepStatus, **members: Any) -> StepResult:
-        """Return a result with the episode's steps and return so far."""
+        """Return a result with the episode's steps and return so far, unless ``members`` has others."""
+        so_far = {"steps": self.steps, "episode_return": self.episode_return}
         # Validation costs a fifth of model_construct, which fills in defaults in Python.
-        return StepResult(
-            episode=self.id, status=status, steps=self.steps, episode_return=self.episode_return, **members
-        )
+        return StepResult(episode=self.id, status=status, **(so_far | members))
 
 
 class EpisodeTable:
@@ -135,8 +134,9 @@ class EpisodeTable:
         states: list[State | Exception] = await self._runner.run([partial(begin, seed) for seed in seeds])
         begun = {seed: state for seed, state in zip(seeds, states, strict=True) if not isinstance(state, Exception)}
         if len(begun) < len(seeds):
-            for seed in begun:
-                _release(made[seed])
+            for seed, state in zip(seeds, states, strict=True):
+                if seed in made and not isinstance(state, EnvironmentHungError):
+                    _release(made[seed])
             error = next(state for state in states if isinstance(state, Exception))
             raise ProblemError(503, f"{self.info.id!r} cannot be begun: {error!r}", {"Retry-After": "5"})
         return [self._add(seed, made[seed], state) for seed, state in begun.items()]
@@ -161,9 +161,9 @@ class EpisodeTable:
             known = {item.episode: self._result_without_step(item) for item in items}
             steps = [(self.active[item.episode], item.action) for item in items if known[item.episode] is None]
             outcomes = await self._runner.run([partial(episode.environment.step, action) for episode, action in steps])
-            outcomes = [self._checked(outcome) for outcome in outcomes]
-            self._count("steps", sum(isinstance(outcome, Transition) for outcome in outcomes))
-            taken = {e.id: self._settle(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)}
+            found = [self._result_of(e, outcome) for (e, _), outcome in zip(steps, outcomes, strict=True)]
+            self._count("steps", sum(isinstance(result, StepResult) for result in found))
+            taken = {e.id: self._settle(e, result) for (e, _), result in zip(steps, found, strict=True)}
             return [known[item.episode] or taken[item.episode] for item in items]
 
     def _result_without_step(self, item: StepItem) -> StepResult | None:
@@ -185,32 +185,49 @@ class EpisodeTable:
             return episode.result(StepStatus.REFUSED, detail=detail)
         return None
 
-    def _settle(self, episode: Episode, outcome: Transition | Exception) -> StepResult:
-        """Record a step's outcome in its episode."""
-        episode.used = time.monotonic()
-        if isinstance(outcome, ActionRefusedError):
-            return episode.result(StepStatus.REFUSED, detail=str(outcome))
+    def _result_of(self, episode: Episode, outcome: Transition | Exception) -> StepResult | Exception:
+        """Return the result of a step, or its error; an outcome that makes no valid result is one, too.
+
+        The episode stays as it is, so that a step without a result is not counted as taken.
+        """
         if isinstance(outcome, Exception):
-            log.warning("episode lost", steps=episode.steps, error=repr(outcome))
-            result = episode.result(StepStatus.LOST, detail=str(outcome) or repr(outcome))
+            return outcome
+        try:
+            self._check(outcome)
+            steps = episode.steps + 1
+            if outcome.terminated:
+                status = StepStatus.TERMINATED
+            elif outcome.truncated or steps >= self.info.max_steps:
+                status = StepStatus.TRUNCATED
+            else:
+                status = StepStatus.RUNNING
+            members: dict[str, Any] = {"steps": steps, "episode_return": episode.episode_return + outcome.reward}
+            members |= {"state": outcome.state, "reward": outcome.reward, "figures": dict(outcome.figures)}
+            if self.info.seats > 1:
+                members |= {"seat": outcome.seat, "rewards": list(outcome.rewards)}
+            return episode.result(status, **members)
+        except EnvironmentBrokenError as error:
+            return error
+        # Environments are other people's code and may give anything.
+        except Exception as error:  # noqa: BLE001
+            said = " ".join(str(error).split())[:300]
+            return EnvironmentBrokenError(f"the environment gave what makes no result of a step: {said}")
+
+    def _settle(self, episode: Episode, found: StepResult | Exception) -> StepResult:
+        """Record a step's result or error in its episode."""
+        episode.used = time.monotonic()
+        if isinstance(found, ActionRefusedError):
+            return episode.result(StepStatus.REFUSED, detail=str(found))
+        if isinstance(found, Exception):
+            log.warning("episode lost", steps=episode.steps, error=repr(found))
+            result = episode.result(StepStatus.LOST, detail=str(found) or repr(found))
             # A hung environment is still in use by its thread.
-            self._end(episode, result, release=not isinstance(outcome, EnvironmentHungError))
+            self._end(episode, result, release=not isinstance(found, EnvironmentHungError))
             return result
-        episode.steps += 1
-        episode.episode_return += outcome.reward
-        if outcome.terminated:
-            status = StepStatus.TERMINATED
-        elif outcome.truncated or episode.steps >= self.info.max_steps:
-            status = StepStatus.TRUNCATED
-        else:
-            status = StepStatus.RUNNING
-        members: dict[str, Any] = {"state": outcome.state, "reward": outcome.reward, "figures": dict(outcome.figures)}
-        if self.info.seats > 1:
-            members |= {"seat": outcome.seat, "rewards": list(outcome.rewards)}
-        result = episode.last = episode.result(status, **members)
-        if status is not StepStatus.RUNNING:
-            self._end(episode, result)
-        return result
+        episode.steps, episode.episode_return, episode.last = found.steps, found.episode_return, found
+        if found.status is not StepStatus.RUNNING:
+            self._end(episode, found)
+        return found
 
     def _end(self, episode: Episode, result: StepResult, *, release: bool = True) -> None:
         """Drop an episode, but keep ``result`` for clients that ask for the last step again."""
@@ -253,26 +270,23 @@ class EpisodeTable:
         _COUNTERS[what].inc(count)
         ACTIVE.set(len(self.active))
 
-    def _checked(self, outcome: Transition | Exception) -> Transition | Exception:
-        """Return a step's outcome, or an error if a reward is not finite, or not one of the environment's seats."""
-        if isinstance(outcome, Exception):
-            return outcome
+    def _check(self, outcome: Transition) -> None:
+        """Check a step's outcome.
+
+        Raises:
+            EnvironmentBrokenError: a reward is not finite, or not one of the environment's seats.
+        """
         if not math.isfinite(outcome.reward):
-            return EnvironmentBrokenError(f"the environment gave the reward {outcome.reward}")
+            raise EnvironmentBrokenError(f"the environment gave the reward {outcome.reward}")
         if not isinstance(outcome.state, float | int | list):
-            return EnvironmentBrokenError(f"the environment gave {type(outcome.state).__name__} as state")
-        return outcome if self.info.seats == 1 else _checked_game(outcome, self.info.seats)
-
-
-def _checked_game(outcome: Transition, seats: int) -> Transition | EnvironmentBrokenError:
-    """Return the outcome of a game's step, or an error if its rewards and its next seat are not those of ``seats``."""
-    rewards = outcome.rewards
-    if len(rewards) == seats and rewards[0] == outcome.reward and 0 <= outcome.seat < seats:
-        return outcome
-    return EnvironmentBrokenError(
-        f"the environment has {seats} seats and gave the rewards {rewards}, the reward {outcome.reward} of seat 0, and "
-        f"the turn to seat {outcome.seat}"
-    )
+            raise EnvironmentBrokenError(f"the environment gave {type(outcome.state).__name__} as state")
+        seats, rewards = self.info.seats, outcome.rewards
+        if seats == 1 or (len(rewards) == seats and rewards[0] == outcome.reward and 0 <= outcome.seat < seats):
+            return
+        raise EnvironmentBrokenError(
+            f"the environment has {seats} seats and gave the rewards {rewards}, the reward {outcome.reward} of seat 0, "
+            f"and the turn to seat {outcome.seat}"
+        )
 
 
 def _release(environment: Environment) -> None:

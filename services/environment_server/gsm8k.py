@@ -103,7 +103,7 @@ class QuestionTasks(Tasks):
 
     def __init__(self, questions: Questions, turns: int) -> None:
         digests = " ".join(rows.digest() for rows in questions.rows.values())
-        self.version = f"1, {turns} turns, questions {digests}"
+        self.version = f"2, {turns} turns, questions {digests}"
         self._questions = questions
         self._turns = turns
         self.splits = {split: len(rows) for split, rows in questions.rows.items()}

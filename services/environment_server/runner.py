@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from services.core.tasks import in_background
-from services.environment_server.environments import EnvironmentHungError
+from services.environment_server.environments import EnvironmentBrokenError, EnvironmentHungError
 
 
 class Runner:
@@ -45,7 +45,8 @@ class Runner:
             async with asyncio.timeout(self._seconds):
                 return await result
         except TimeoutError:
-            return self._hung()
+            # Cancelled, so that nothing uses the environment any longer; what hangs in a thread still does.
+            return EnvironmentBrokenError(self._too_slow)
         # Environments are other people's code and may raise anything; it becomes the end of their episode.
         except Exception as error:  # noqa: BLE001
             return error
@@ -73,14 +74,13 @@ class Runner:
                 given_up = True
                 self.stuck += 1
                 thread.add_done_callback(self._come_back)
-                return [*results[:before], self._hung()]
+                return [*results[:before], EnvironmentHungError(self._too_slow)]
         thread.result()
         return results
 
     def _come_back(self, _thread: asyncio.Future[None]) -> None:
         self.stuck -= 1
 
-    def _hung(self) -> EnvironmentHungError:
-        return EnvironmentHungError(
-            f"the environment took more than {self._seconds:g} s; raise ENVIRONMENT_STEP_SECONDS if it needs longer"
-        )
+    @property
+    def _too_slow(self) -> str:
+        return f"the environment took more than {self._seconds:g} s; raise ENVIRONMENT_STEP_SECONDS if it needs longer"

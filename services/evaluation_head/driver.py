@@ -15,13 +15,13 @@ import math
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import ValidationError
 
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
-from services.evaluation_head.policy import OverloadedError, Policy
+from services.evaluation_head.policy import Decision, OverloadedError, Policy, StatesRefusedError
 from services.evaluation_head.registry import Registry, Server
 from services.evaluation_head.settings import HeadSettings
 from services.http.client import HttpClient, RequestRefusedError
@@ -249,8 +249,7 @@ class Link:
             ProblemError: the policy gave no actions; after OverloadedError nothing was done.
             DependencyLostError: the server does not answer, or breaks the protocol.
         """
-        episodes = list(self._episodes.values())
-        decisions = await policy.act([episode.state for episode in episodes])
+        episodes, decisions = await self._decide(policy, list(self._episodes.values()))
         self._registry.played(self._server, policy.name, [episode.position for episode in episodes], len(episodes))
         steps = [episode.step_with(made.action) for episode, made in zip(episodes, decisions, strict=True)]
         reply = await self._http.call("POST", "/step", StepReply, StepRequest.model_construct(steps=steps))
@@ -259,11 +258,49 @@ class Link:
         for episode, result in zip(episodes, reply.results, strict=True):
             self._take(episode, result, policy)
 
+    async def _decide(
+        self, policy: Policy, episodes: Sequence[OngoingEpisode]
+    ) -> tuple[list[OngoingEpisode], list[Decision]]:
+        """Return the episodes with their decisions; give up those whose state the policy refuses.
+
+        Raises:
+            ProblemError: the policy gave no actions, or refuses all states; after OverloadedError nothing was done.
+        """
+        try:
+            return list(episodes), await policy.act([episode.state for episode in episodes])
+        except StatesRefusedError as error:
+            if len(episodes) == 1:
+                raise
+            refusal = error
+        # One state, such as a conversation that has grown too long, must not cost the other episodes.
+        answers = await asyncio.gather(*(policy.act([e.state]) for e in episodes), return_exceptions=True)
+        taken: list[OngoingEpisode] = []
+        refused: list[str] = []
+        decisions: list[Decision] = []
+        for episode, answer in zip(episodes, answers, strict=True):
+            if isinstance(answer, StatesRefusedError):
+                refusal = answer
+                refused.append(episode.episode)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                taken.append(episode)
+                decisions += answer
+        if not taken:
+            raise refusal
+        for episode_id in refused:
+            self._give_up(episode_id, refusal.detail)
+        await self._close(refused)
+        return taken, decisions
+
+    def _give_up(self, episode: str, reason: str | None) -> None:
+        self._server.detail = f"an episode was given up: {reason}"
+        self._registry.lose(self._server, [episode])
+        del self._episodes[episode]
+
     def _take(self, episode: OngoingEpisode, result: StepResult, policy: Policy) -> None:
         if result.status in (StepStatus.LOST, StepStatus.REFUSED):
-            self._server.detail = f"an episode was given up: {result.detail}"
-            self._registry.lose(self._server, [episode.episode])
-            del self._episodes[episode.episode]
+            self._give_up(episode.episode, result.detail)
             return
         total = episode.episode_return + result.reward
         if result.steps != episode.steps + 1 or not math.isfinite(total) or result.state is None:

@@ -247,6 +247,7 @@ class Gateway:
         while True:
             try:
                 await self.expire(time.time())
-            except ProblemError as error:
-                log.warning("sessions not expired", reason=error.detail)
+            # Whatever the database or a damaged session raises, a later try may succeed.
+            except Exception as error:  # noqa: BLE001
+                log.warning("sessions not expired", reason=first_line(error))
             await asyncio.sleep(EXPIRY_SECONDS)

@@ -89,7 +89,7 @@ class Usage(WireModel):
     """The processor cores and the bytes of memory that an environment server's process uses."""
 
     cores: float = Field(ge=0)
-    memory_bytes: Count
+    memory_bytes: int = Field(ge=0)
 
 
 class EvaluateRequest(StrictModel):

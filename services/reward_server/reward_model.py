@@ -30,12 +30,11 @@ class RewardModel:
     """A model that scores answers in batches, in a thread; on the GPU where there is one."""
 
     def __init__(self, name: str, *, max_tokens: int) -> None:
-        """Load the model ``name``, a hub name or directory.
+        """Load the model ``name``, a hub name or directory; conversations have at most its positions as tokens.
 
         Raises:
-            ConfigurationError: the model cannot be loaded, or has not exactly one logit.
+            ConfigurationError: the model cannot be loaded, has not exactly one logit, or its tokenizer cannot pad.
         """
-        self._max_tokens = max_tokens
         gpus.check_cuda(torch.cuda.device_count(), torch.version.cuda)
         torch.set_num_threads(processors.threads())
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -52,8 +51,15 @@ class RewardModel:
             raise ConfigurationError(
                 f"REWARD_MODEL {name!r} has {model.config.num_labels} logits; a reward model with one is needed"
             )
+        # Behind its last position a model fails, on a GPU with an error that ends the process's use of it.
+        self._max_tokens = min(max_tokens, getattr(model.config, "max_position_embeddings", None) or max_tokens)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
+        if self._tokenizer.pad_token_id is None:
+            raise ConfigurationError(
+                f"REWARD_MODEL {name!r} has a tokenizer with neither padding nor end token, so that answers cannot be "
+                "scored in batches; set pad_token in its tokenizer_config.json"
+            )
         # Models that find the last token by the padding id need to know which id it is.
         model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.to(self._device).eval()
@@ -97,8 +103,8 @@ class RewardModel:
             try:
                 scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
                 evaluations = [Evaluation(score) for score in scores]
-            # Out of memory, or an input that the model cannot take: only this batch has no reward.
-            except RuntimeError as error:
+            # Out of memory, or whatever a model raises at an input that it cannot take: only this batch has no reward.
+            except Exception as error:  # noqa: BLE001
                 failed = Evaluation(None, RewardStatus.ERROR, f"the reward model failed: {error}")
                 evaluations = [failed] * len(batch)
             for (_, done), evaluation in zip(batch, evaluations, strict=True):

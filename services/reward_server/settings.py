@@ -73,7 +73,10 @@ class RewardSettings(Settings):
         "logit is the reward.",
     )
     reward_model_max_tokens: int = Field(
-        default=2048, ge=16, description="Longer conversations are unscorable by the reward model; nothing is cut off."
+        default=2048,
+        ge=16,
+        description="Longer conversations are unscorable by the reward model, as are those longer than its positions; "
+        "nothing is cut off.",
     )
 
     @property

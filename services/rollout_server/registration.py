@@ -2,8 +2,8 @@
 
 The trainer updates every registered worker itself and removes a worker whose update failed. This module does the rest:
 whatever the reason for which the worker is not registered (it is new, its engine died, its update failed, the router
-was restarted), it loads the newest published version from the shared volume and is registered again. A new
-registration also makes the router's cache-aware policy send it traffic.
+was restarted), it loads the newest published version from the shared volume and is registered again. The router then
+gives it the requests of new routing keys as long as it has the fewest.
 """
 
 from __future__ import annotations

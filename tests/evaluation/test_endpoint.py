@@ -195,7 +195,7 @@ async def test_the_embedded_engine_answers_as_it_answers_openais_package(
 
 
 async def test_completions_of_token_ids_are_those_of_a_rollout_server(engine: str, tiny_model: Path) -> None:
-    rollout = RolloutServer(engine, EvaluationSettings(), 10**6)
+    rollout = RolloutServer(engine, EvaluationSettings(), str(tiny_model), 10**6)
     async with endpoint(engine, Api.COMPLETIONS, str(tiny_model)) as server, rollout:
         expected = [
             replace(answer, policy_version=None) for answer in await rollout.complete(PROMPT, GREEDY, 1, seed=1)

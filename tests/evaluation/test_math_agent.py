@@ -49,7 +49,7 @@ async def test_the_agent_solves_questions_with_its_tools_on_the_embedded_engine(
         workflow = AgentWorkflow(
             math_agent.solve, EvaluationSettings(max_new_tokens=24), score, model, asyncio.Semaphore(9)
         )
-        server = RolloutServer("http://engine", EvaluationSettings(), 17)
+        server = RolloutServer("http://engine", EvaluationSettings(), "model", 17)
         server.http = http
         episodes = await asyncio.gather(*(workflow.sample(server, prompt, Kind.GREEDY, [0]) for prompt in prompts))
     samples = [sample for episode in episodes for sample in episode]

@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
+from tokenizers import Tokenizer
 
 from evaluation import server as inference
 from evaluation import servers
@@ -21,6 +23,9 @@ from evaluation.servers import ServerPool
 from evaluation.settings import EvaluationSettings
 from services.clients.rollout import SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
+from services.protocol.prompts import Prompt
+from tests.fake_service import fake_service
+from tests.models import save_byte_tokenizer
 from tests.waiting import IDLE_SECONDS
 
 
@@ -126,7 +131,7 @@ def quick(monkeypatch):
 
 def pool_of(*urls, places=4, discover=None, **settings):
     given = EvaluationSettings(eval_concurrency=places, **settings)
-    return ServerPool(urls, lambda url: RolloutServer(url, given, 17), places=places, discover=discover)
+    return ServerPool(urls, lambda url: RolloutServer(url, given, "model", 17), places=places, discover=discover)
 
 
 async def work(server):
@@ -314,3 +319,25 @@ async def test_the_adapter_of_a_training_run_is_evaluated_where_there_is_one(mak
         await pool.run(lambda own: own.rollouts.generate([1], SamplingParams(max_new_tokens=1), n=2))
         assert [own.forced.get("lora_path") for own in pool.servers.values()] == [adapter]
     assert server.adapters[-1] == adapter
+
+
+async def test_a_completion_that_goes_on_is_decoded_by_the_model_of_the_checkpoint(tmp_path: Path) -> None:
+    # Of equal bytes, one after the other, with other token ids.
+    save_byte_tokenizer(tmp_path / "default", ["<a>", "<b>", "<c>"])
+    save_byte_tokenizer(tmp_path / "checkpoint", ["<a>"])
+    ids = Tokenizer.from_file(str(tmp_path / "checkpoint" / "tokenizer.json")).encode("8 \N{EURO SIGN}").ids
+
+    def generate(request: Any) -> Any:
+        begun = len(request["input_ids"]) - 1
+        tokens, reason = (ids[begun:], "length") if begun else (ids[:3], "abort")
+        logprobs = [[-0.5, token, None] for token in tokens]
+        meta = {"output_token_logprobs": logprobs, "weight_version": "1", "finish_reason": {"type": reason}}
+        return {"text": "\N{REPLACEMENT CHARACTER}", "meta_info": meta}
+
+    settings = EvaluationSettings(model_name=str(tmp_path / "default"))
+    with fake_service({"POST /generate": generate}) as service:
+        async with RolloutServer(service.endpoint.url, settings, str(tmp_path / "checkpoint"), 300) as server:
+            params = SamplingParams(max_new_tokens=len(ids))
+            prompt = Prompt(id="q", prompt="", ground_truth="", prompt_ids=[1])
+            [answer] = await server.complete(prompt, params, 1, seed=1)
+    assert answer.text == "8 \N{EURO SIGN}"

@@ -31,7 +31,7 @@ class Pool:
     alive = True
 
     def __init__(self, model: Model) -> None:
-        self.server = RolloutServer("http://server", SETTINGS, 17)
+        self.server = RolloutServer("http://server", SETTINGS, "model", 17)
         self.server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
 
     async def run(self, work: Any) -> Any:

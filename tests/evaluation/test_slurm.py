@@ -109,6 +109,42 @@ async def test_a_job_that_ends_is_an_error_with_the_end_of_its_log(
             await watch()
 
 
+def fail(program: Path, times: int | None = None) -> None:
+    """Let one of Slurm's commands fail, at its first ``times`` calls or at all."""
+    works = program.with_suffix(".works")
+    program.rename(works)
+    calls = program.with_suffix(".calls")
+    limit = "" if times is None else f'[ "$(wc -l < {calls})" -gt {times} ] && exec {works} "$@"'
+    program.write_text(f"#!/bin/sh\necho >> {calls}\n{limit}\necho 'Socket timed out' >&2\nexit 1\n")
+    program.chmod(0o755)
+
+
+async def test_squeue_may_fail_for_a_while(slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", slurm_path)
+    monkeypatch.setattr(slurm, "POLL_SECONDS", 0.05)
+    squeue = tmp_path / "slurm" / "squeue"
+    text = f"#SBATCH --output={tmp_path / slurm.LOG}\necho all done; exit 0\n"
+    fail(squeue, times=3)
+    async with slurm.running(text, tmp_path) as watch:
+        with pytest.raises(DependencyLostError, match="has ended: all done"):
+            await watch()
+        monkeypatch.setattr(slurm, "UNKNOWN_SECONDS", 0.0)
+        squeue.with_suffix(".calls").unlink()
+        with pytest.raises(ConfigurationError, match=r"squeue .* failed: Socket timed out"):
+            await watch()
+
+
+async def test_a_failing_scancel_does_not_take_the_place_of_the_error(
+    slurm_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", slurm_path)
+    fail(tmp_path / "slurm" / "scancel")
+    text = f"#SBATCH --output={tmp_path / slurm.LOG}\nexit 0\n"
+    with pytest.raises(DependencyLostError, match="the servers are gone"):
+        async with slurm.running(text, tmp_path):
+            raise DependencyLostError("the servers are gone")
+
+
 def test_nodes_are_found_by_the_files_that_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.update(environment))

@@ -34,7 +34,7 @@ async def play() -> AsyncIterator[Any]:
     clients: list[httpx.AsyncClient] = []
 
     async def episode(agent: Any, model: Model, kind: Kind = Kind.GREEDY, **options: Any) -> Any:
-        server = RolloutServer("http://server", SETTINGS, 17)
+        server = RolloutServer("http://server", SETTINGS, "model", 17)
         server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
         clients.append(server.http)
         settings, scorer = options.get("settings", SETTINGS), options.get("score", score)

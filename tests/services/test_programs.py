@@ -17,6 +17,8 @@ import pytest
 
 from services import programs
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
+from services.core import memory
+from services.core.processors import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
 from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.rewards import RewardItem
@@ -162,6 +164,14 @@ def test_no_program_outlives_a_killed_owner(tmp_path: Path) -> None:
     wait_until(lambda: not is_running(program), "the end of the program")
 
 
-def test_fewer_programs_than_functions_run_at_once() -> None:
-    assert 1 <= programs_at_once() <= programs.PROGRAMS_A_CORE * (os.cpu_count() or 1)
-    assert programs_at_once() <= EPISODES_AT_ONCE == 256
+@pytest.mark.parametrize(
+    ("cores", "gibibytes", "at_once"), [("2", 64, 16), ("16", 4, 4), ("16", 0.5, 1), ("64", 1024, EPISODES_AT_ONCE)]
+)
+def test_the_cores_and_the_memory_of_the_pod_bound_the_programs_at_once(
+    cores: str, gibibytes: float, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setenv(CORES_VARIABLE, cores)
+    monkeypatch.setattr(memory, "host_memory", lambda: int(gibibytes * 2**30))
+    assert programs_at_once() == at_once

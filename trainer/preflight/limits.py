@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-CGROUP_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The limit of a container's memory, by version of the kernel's interface; SkyPilot's ``memory:`` sets it on a pod."""
+from services.core.memory import host_memory
+
 SHM = Path("/dev/shm")
 ENGINE_ASLEEP = 3 * 2**29
 """Assumed bytes of a GPU that a sleeping SGLang keeps: CUDA's context, CUDA graphs, attention's workspace, adapters."""
@@ -47,13 +46,6 @@ def find_limits(device: torch.device, run_dir: Path, *, is_shared: bool = False)
         shm=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
         volume=shutil.disk_usage(there).free + own,
     )
-
-
-def host_memory(files: Iterable[Path] = CGROUP_FILES) -> int:
-    """Return the bytes of memory of this machine or, where it is less, of this container."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [int(text) for file in files if file.exists() and (text := file.read_text().strip()).isdecimal()]
-    return min([machine, *limits])
 
 
 def _files(run_dir: Path) -> Iterable[Path]:

@@ -121,9 +121,27 @@ async def test_a_slow_server_that_is_well_is_waited_for(monkeypatch: pytest.Monk
             assert (await episode.step("1")).reward == 1.0
 
 
-async def test_servers_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await find_servers(0) == [Endpoint("127.0.0.1", 8081)]
-    hosts = {"environment-server-0.grpo", "environment-server-2.grpo"}
+async def test_a_step_that_fails_at_a_healthy_server_is_repeated_after_a_pause() -> None:
+    info = {"id": "e", "state": {"kind": "messages"}, "action": {"kind": "text"}, "max_steps": 9}
+    start = {"environment": info, "episodes": [{"episode": "x", "seed": 1, "state": []}]}
+    asked: list[int] = []
+
+    def step(_: Any) -> Any:
+        asked.append(1)
+        return {"results": []}
+
+    routes = {"POST /reset": lambda _: start, "POST /step": step, "POST /close": lambda _: {"closed": 1, "unknown": 0}}
+    with fake_service(routes | {"GET /health": lambda _: {}}) as server:
+        async with EnvironmentClient([server.endpoint], deadline=1) as client, await client.begin(1) as episode:
+            with pytest.raises(EpisodeLostError):
+                await episode.step("1")
+    assert 1 < len(asked) <= 2 + 1 / environment.PAUSE_SECONDS
+
+
+@pytest.fixture
+def resolvable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names that resolve, in the job group ``grpo``; none at first."""
+    hosts: set[str] = set()
 
     async def resolve(_: Any, host: str, *rest: Any, **options: Any) -> list[Any]:
         if host not in hosts:
@@ -133,10 +151,23 @@ async def test_servers_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", resolve)
     monkeypatch.setattr("uvloop.Loop.getaddrinfo", resolve, raising=False)
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "grpo")
+    return hosts
+
+
+@pytest.mark.usefixtures("resolvable")
+async def test_servers_whose_names_do_not_resolve_are_named() -> None:
+    async with EnvironmentClient(deadline=0) as client:
+        for asked in (client.wait_healthy(0), client.settings(), client.begin(1)):
+            with pytest.raises(DependencyLostError, match=r"no server's name resolves, environment-server-0\.grpo"):
+                await asked
+
+
+async def test_servers_are_found_by_name(resolvable: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    resolvable |= {"environment-server-0.grpo", "environment-server-2.grpo"}
     assert [found.host for found in await find_servers(0)] == ["environment-server-0.grpo"]
-    hosts.add("environment-server-1.grpo")
+    resolvable.add("environment-server-1.grpo")
     assert len(await find_servers(1)) == 3
-    hosts.remove("environment-server-1.grpo")
+    resolvable.remove("environment-server-1.grpo")
     assert len(await find_servers(3)) == 3, "a node that was found before comes back under its name"
     listed = {f"environment-server-{rank}:8081": f"127.0.0.{rank}:1" for rank in range(2)}
     monkeypatch.setenv("JOBGROUP_ENDPOINTS", json.dumps(listed | {"gateway-0:8005": "127.0.0.9:1"}))

@@ -195,6 +195,14 @@ async def test_a_group_that_stays_short_is_given_short_and_counted(router: Route
     assert counted("rollout_missing_total") == missing + 2
 
 
+async def test_a_prompt_whose_completions_are_all_aborted_is_an_error(router: Router) -> None:
+    router.answers = [lambda _: [completion("abort", 0)] * 2] * MAX_ROUNDS
+    async with client(router) as rollouts:
+        with pytest.raises(DependencyLostError, match="aborted all completions"):
+            await rollouts.generate([1], PARAMS, n=2)
+    assert len(router.requests) == MAX_ROUNDS
+
+
 def counting(kind: str = "length", most: int | None = None, version: str = "4") -> Answer:
     """A completion that goes on counting: the token at a place of the sequence is that place, modulo 90."""
 

@@ -1,11 +1,14 @@
-"""Freed memory is kept or returned as asked; each test uses a process, because the setting is the process's."""
+"""The memory of a container; freed memory, kept or returned as asked, in a process of its own for each test."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from services.core import memory
 
 MIB = 2**20
 # Blocks that glibc would give back at once, below and above what is kept.
@@ -50,3 +53,13 @@ def test_otherwise_it_goes_back_at_once(before: str, size: int) -> None:
     filled, freed, _ = grown(before, size, 2)
     assert filled > 1.9 * size
     assert freed < 0.5 * size
+
+
+def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "CGROUP_FILES", (tmp_path / "another", limit))
+    machine = memory.host_memory()
+    limit.write_text("1000000\n")
+    assert memory.host_memory() == 1000000
+    limit.write_text("max\n")
+    assert memory.host_memory() == machine > 1000000

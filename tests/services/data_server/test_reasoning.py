@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import json
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +148,24 @@ def test_a_question_that_cannot_be_made_or_written_costs_only_itself(monkeypatch
         "chain_sum: TypeError: object has no form in JSON",
     ]
     assert len(found) == 10
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [("exec 0<&-; exit 3", "3"), ("""cat >/dev/null; printf '{"question": "a'; kill -9 $$""", "-9")],
+    ids=["before it reads its plan", "within a line"],
+)
+def test_a_generator_that_dies_is_one_line_with_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: str
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    # More than a pipe holds, so that nobody reads the end of it.
+    config = json.dumps({"chain_sum": {"words": "a" * 2**20}})
+    with pytest.raises(ConfigurationError, match=f"ended with {code}; see its error above"):
+        load("reasoning_gym:chain_sum", config)
 
 
 def test_few_shot_needs_a_right_answer_to_show() -> None:

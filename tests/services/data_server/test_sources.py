@@ -99,6 +99,12 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
         ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
         ("good.jsonl", {"ground_truth_column": "list"}, "holds list"),
         ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl' is not a file"),
+        (
+            "arithmetic",
+            {"dataset_test": Path("good.jsonl")},
+            "DATASET_TEST is 'good.jsonl', but DATASET 'ari",
+        ),
+        ("owner/name", {"dataset_test": Path("good.jsonl")}, "DATASET_TEST_SPLIT names the held-out split"),
         ("strange.jsonl", {}, "has none of the columns question, prompt, problem; set PROMPT_COLUMN to one of"),
     ],
 )

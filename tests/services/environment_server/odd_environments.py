@@ -1,5 +1,6 @@
 """Environments that misbehave: ``ENVIRONMENT=tests.services.environment_server.odd_environments:Odd/Sleepy-v0``."""
 
+import asyncio
 import os
 import threading
 
@@ -104,6 +105,28 @@ class HalfAGame(Conversation):
 
     async def step(self, action):
         return Transition([], 1.0, rewards=(1.0,))
+
+
+class Holding(Conversation):
+    """A conversation that holds something until it is closed. Seed 1 breaks it; "wait" hangs, and "nan" is a figure."""
+
+    held = 0
+
+    def __init__(self):
+        Holding.held += 1
+
+    async def reset(self, seed):
+        if seed == 1:
+            raise RuntimeError("no world today")
+        return [{"role": "user", "content": "go"}]
+
+    async def step(self, action):
+        if action == "wait":
+            await asyncio.Event().wait()
+        return Transition([{"role": "user", "content": action}], 1.0, figures={"odd": float(action)})
+
+    def close(self):
+        Holding.held -= 1
 
 
 for kind in (Plain, Broken, Sleepy, Unborn, Unshaped, Composed, Several):

@@ -90,6 +90,8 @@ async def test_questions_are_answered_with_the_calculator_and_scored(
         ("0.1+0.2", "0.3"),
         ("-2/3", "-0.666667"),
         ("$1,200 * 5%", "60"),
+        ("200/50%", "400"),
+        ("-(20 + 30)% * 4", "-2"),
         ("7 × 8 − 6 ÷ 2", "53"),  # noqa: RUF001
         ("2*-3", "-6"),
     ],
@@ -107,6 +109,7 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
         ("x+1", "only numbers"),
         ("True+1", "only numbers"),
         ("1+", "cannot be calculated"),
+        ("50%5", "cannot be calculated"),
         ("", "cannot be calculated"),
         ("(" * 150, "cannot be calculated"),
         ("1" * 201, "more than 200"),

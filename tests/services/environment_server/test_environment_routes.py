@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import gymnasium
@@ -12,9 +13,10 @@ import pytest
 from services.core.errors import ConfigurationError
 from services.environment_server import app as app_module
 from services.environment_server import episodes
+from services.environment_server.usage import UsageMeter
 from tests.services.environment_server import odd_environments
 from tests.services.environment_server.conftest import ODD
-from tests.waiting import IDLE_SECONDS, stats_show
+from tests.waiting import IDLE_SECONDS, eventually, stats_show
 
 
 async def begin(client: Any, **request: Any) -> list[dict[str, Any]]:
@@ -159,6 +161,37 @@ async def test_a_broken_environment_loses_its_own_episode_only(serving: Any, app
         assert (stats["active"], stats["episodes"]["lost"]) == (2, 1)
 
 
+HOLDING = ODD.removesuffix("Odd/") + "Holding"
+
+
+async def test_an_outcome_that_makes_no_result_loses_the_episode(serving: Any, app: Any) -> None:
+    async with serving(app(environment=HOLDING)) as client:
+        episode = (await begin(client, seed=2))[0]["episode"]
+        assert (await take(client, (episode, 0, "0.5")))[0]["figures"] == {"odd": 0.5}
+        for _ in range(2):
+            [lost] = await take(client, (episode, 1, "nan"))
+            assert (lost["status"], lost["steps"]) == ("lost", 1)
+            assert "figures.odd" in lost["detail"]
+        assert (await client.get("/stats")).json()["episodes"]["steps"] == 1
+
+
+async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(serving: Any, app: Any) -> None:
+    held = odd_environments.Holding.held
+
+    def are_closed() -> bool:
+        return odd_environments.Holding.held == held
+
+    async with serving(app(environment=HOLDING, environment_step_seconds=0.3)) as client:
+        assert (await client.post("/reset", json={"seed": 0, "episodes": 3})).status_code == 503
+        await eventually(are_closed, "environments are closed", idle_seconds=20)
+        episode = (await begin(client, seed=2))[0]["episode"]
+        assert not are_closed()
+        [lost] = await take(client, (episode, 0, "wait"))
+        assert (lost["status"], "ENVIRONMENT_STEP_SECONDS" in lost["detail"]) == ("lost", True)
+        await eventually(are_closed, "environments are closed", idle_seconds=20)
+        assert (await client.get("/stats")).json()["stuck"] == 0
+
+
 async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
     async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
@@ -227,6 +260,36 @@ async def test_episodes_that_nobody_steps_are_dropped(serving: Any, app: Any, mo
         result = (await take(client, (episode, 0, 1)))[0]
         assert result["status"] == "lost"
         assert "reset a new one" in result["detail"]
+
+
+async def test_a_sweep_that_fails_is_made_again(serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(app_module, "IDLE_SECONDS", 0.05)
+    update, failures = UsageMeter.update, iter([OSError("no /proc")])
+
+    def moody(meter: UsageMeter) -> None:
+        if (error := next(failures, None)) is not None:
+            raise error
+        update(meter)
+
+    monkeypatch.setattr(UsageMeter, "update", moody)
+    async with serving(app()) as client:
+        await begin(client)
+        await stats_show(client, lambda stats: stats["active"] == 0)
+        assert next(failures, None) is None
+
+
+async def test_health_has_the_memory_of_a_large_process(
+    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(UsageMeter, "_read", staticmethod(lambda: (time.monotonic(), 1.0, 3 * 2**30)))
+    async with serving(app()) as client:
+
+        async def memory() -> Any:
+            return ((await client.get("/health")).json()["usage"] or {}).get("memory_bytes")
+
+        assert await eventually(memory) == 3 * 2**30
 
 
 @pytest.mark.parametrize(

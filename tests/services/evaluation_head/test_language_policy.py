@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 
 from services.embedded_engine.http.app import create_app as create_engine_app
 from services.environment_server.app import create_app as create_environment_app
+from services.environment_server.guessing import GuessingGame
 from services.environment_server.settings import EnvironmentSettings
 from services.rollout_server.settings import RolloutSettings
 from tests.services.run_page.serving import served, served_ready
@@ -28,6 +29,8 @@ class Guesser:
         self.status = 200
         self.at_once = self.most_at_once = 0
         self.holds = False
+        self.refuses = ""
+        """The reply to the first guess with which it refuses a conversation."""
 
         @self.app.get("/model_info")
         async def info() -> Any:
@@ -44,7 +47,10 @@ class Guesser:
                 self.at_once -= 1
             if self.status != 200:
                 return Response('{"detail": "no"}', self.status, media_type="application/json")
-            said = str(bisect((await request.json())["messages"]))
+            messages = (await request.json())["messages"]
+            if self.refuses in [message["content"] for message in messages[2:3]]:
+                return Response('{"detail": "too long"}', 400, media_type="application/json")
+            said = str(bisect(messages))
             return {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
 
 
@@ -93,6 +99,27 @@ async def test_a_language_model_plays_a_text_environment(serving: Any, head: Any
     # Seven guesses always find one of a hundred numbers.
     assert stats["returns"]["mean"] == 1.0
     assert stats["servers"][0]["states"] <= 7 * 12
+
+
+async def test_a_conversation_that_is_refused_costs_its_own_episode_alone(
+    serving: Any, head: Any, guesser: Any
+) -> None:
+    model, url = guesser
+    model.refuses = "Higher."
+    settings = EnvironmentSettings(environment="guessing")
+    played = 0
+    for seed in range(12):
+        game: Any = GuessingGame(10)
+        await game.reset(seed)
+        played += (await game.step("50")).state[-1]["content"] != "Higher."
+    assert 1 < played < 11
+    with served(create_environment_app(settings)) as environment:
+        options = {"head_policies": f"llm={url}", "head_drive_total": 12, "head_drive_episodes": 12}
+        async with serving(head(game_server_addresses=environment, **options)) as client:
+            stats = await stats_show(client, lambda s: s["episodes"]["finished"] + s["episodes"]["lost"] == 12)
+            assert stats["episodes"]["finished"] == played
+            assert "an episode was given up: " in stats["servers"][0]["detail"]
+            assert "too long" in stats["servers"][0]["detail"]
 
 
 @pytest.mark.parametrize(

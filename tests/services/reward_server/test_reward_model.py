@@ -14,19 +14,20 @@ from tests.models import save_byte_tokenizer
 from tests.waiting import wait_ready
 
 
-def _save(directory: Path, *, labels: int) -> str:
+def _save(directory: Path, *, labels: int, positions: int = 2048, **tokens: str) -> str:
     """A random reward model of a few thousand parameters with a tokenizer of one token a byte."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=save_byte_tokenizer(directory, ["</s>"], eos_token="</s>"),
+        vocab_size=save_byte_tokenizer(directory, ["</s>"], **(tokens or {"eos_token": "</s>"})),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         num_labels=labels,
+        max_position_embeddings=positions,
         pad_token_id=0,
     )
     LlamaForSequenceClassification(config).save_pretrained(directory)
@@ -51,10 +52,22 @@ async def test_answers_are_scored_in_batches_as_one_by_one_and_too_long_ones_not
     assert "tokens; allowed are 64" in together[4]["reason"]
 
 
-async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_path: Path) -> None:
+async def test_a_conversation_longer_than_the_models_positions_is_not_scored(tmp_path: Path) -> None:
+    from services.reward_server.reward_model import RewardModel
+
+    model = RewardModel(_save(tmp_path, labels=1, positions=32), max_tokens=64)
+    async with model.serving():
+        long = await model.score(RewardItem(prompt="a" * 16, response="b" * 17, ground_truth=""))
+        assert long.reason == "the conversation has 33 tokens; allowed are 32"
+        fits = await model.score(RewardItem(prompt="a" * 16, response="b" * 16, ground_truth=""))
+        assert isinstance(fits.value, float)
+
+
+async def test_a_model_that_cannot_score_does_not_start(tmp_path: Path) -> None:
     for name, message in (
         (str(tmp_path / "nothing"), "cannot be loaded as a sequence classification model"),
         (_save(tmp_path / "two", labels=2), "has 2 logits; a reward model with one is needed"),
+        (_save(tmp_path / "pads", labels=1, unk_token="</s>"), "neither padding nor end token"),
     ):
         app = create_app(RewardSettings(reward_fn="reward_model", reward_model=name))
         async with app.router.lifespan_context(app):
@@ -62,18 +75,21 @@ async def test_a_model_that_is_none_or_has_several_logits_does_not_start(tmp_pat
                 await wait_ready(app)
 
 
-async def test_a_failing_forward_pass_is_unscorable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), IndexError("index out of range")])
+async def test_a_failing_forward_pass_is_unscorable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
     from services.reward_server.reward_model import RewardModel
 
     model = RewardModel(_save(tmp_path, labels=1), max_tokens=64)
 
     def fail(batch: list[list[int]]) -> list[float]:
-        raise RuntimeError("out of memory")
+        raise error
 
     monkeypatch.setattr(model, "_forward", fail)
     async with model.serving():
         failed = await model.score(RewardItem(prompt="a", response="b", ground_truth=""))
         assert (failed.value, failed.status) == (None, RewardStatus.ERROR)
-        assert failed.reason == "the reward model failed: out of memory"
+        assert failed.reason == f"the reward model failed: {error}"
         monkeypatch.undo()
         assert isinstance((await model.score(RewardItem(prompt="a", response="b", ground_truth=""))).value, float)

@@ -17,7 +17,7 @@ from tests.trainer.tiny import FAMILIES, plain_model, save_model
 from trainer.config import TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.preflight.check import Machine, check
-from trainer.preflight.limits import Limits, find_limits, host_memory
+from trainer.preflight.limits import Limits, find_limits
 from trainer.preflight.preflight import preflight
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import GIB, Work, needed
@@ -110,14 +110,6 @@ def test_parameters_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     model = plain_model(save_model(tmp_path, FAMILIES[family]))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.root_parameters == shape.parameters - sum(p.numel() for p in model.base_model.layers.parameters())
-
-
-def test_a_containers_limit_counts_where_it_is_less(tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("1000000\n")
-    assert host_memory([limit]) == 1000000
-    limit.write_text("max\n")
-    assert host_memory([limit]) == host_memory([]) > 1000000
 
 
 def test_a_resumed_run_counts_the_files_that_it_has(alone: Ranks, tmp_path: Path) -> None:
