@@ -77,14 +77,14 @@ class TrainingLoop:
                 self.evaluate()
             while not self.is_over and self.step():
                 pass
+            if self.state.evaluated_step != self.state.step:
+                self.evaluate()
+            self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
-        if self.state.evaluated_step != self.state.step:
-            self.evaluate()
-        self.save_checkpoint(wait=True)
         self.checkpoints.poll()
 
     def step(self) -> bool:

@@ -49,10 +49,17 @@ class Outside:
     In ``acknowledge`` of that step, ``happens`` is called before.
     """
 
-    def __init__(self, lost: str, happens: Callable[[], None] = lambda: None, deleted: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        lost: str,
+        happens: Callable[[], None] = lambda: None,
+        deleted: Sequence[int] = (),
+        prompts: int = 4,
+    ) -> None:
         """``deleted`` are versions that go from the shared volume as soon as they are published."""
         self.lost = lost
         self.deleted = deleted
+        self.prompts = prompts
         self.happens = happens
         self.error: DependencyLostError | None = None
         self.steps = 0
@@ -70,7 +77,7 @@ class Outside:
         return Cursor(epoch=0, position=self.steps)
 
     def fetch_prompts(self, _wanted: int) -> list[Any]:
-        return [None]
+        return [None] if self.steps < self.prompts else []
 
     def generate_and_score(self, _prompts: Any, _batch: Batch) -> list[Group]:
         self.while_waiting()
@@ -119,6 +126,7 @@ class Outside:
         return {}
 
     def evaluate(self) -> dict[str, float]:
+        self._reach("evaluate", self.steps)
         accuracy = min(1.0, 0.25 * self.steps)
         ends = {"accuracy_low": accuracy / 2, "accuracy_high": accuracy / 2 + 0.5}
         return {"accuracy": accuracy, **ends, "eval_prompts": 64.0, "eval_left_out": 1.0}
@@ -194,6 +202,13 @@ def test_weights_prompts_and_records_are_of_one_step(
         learner.update(with_advantages(trained, broken.settings), step - 1)
     expected = weights_of(undisturbed.team.learner.policy)
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
+
+
+def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("evaluate", prompts=LAST)
+    loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
+    assert str(outside.error) == "evaluate found nobody"
+    assert newest_step(loop) == LAST
 
 
 def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
