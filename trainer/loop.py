@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
@@ -65,6 +65,7 @@ class TrainingLoop:
             InterruptedCallError: the run was asked to stop; a checkpoint of the last completed step is in place.
             TrainingDivergedError: updates were not finite; the last batch is in the run directory.
             DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
+            ConfigurationError: no prompt gets a group any more; a checkpoint of the last completed step is in place.
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
         self.status.phase = "publish"
@@ -80,7 +81,7 @@ class TrainingLoop:
             if self.state.evaluated_step != self.state.step:
                 self.evaluate()
             self.save_checkpoint(wait=True)
-        except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
+        except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error

@@ -21,7 +21,7 @@ import pytest
 import structlog
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from services.core.errors import EXIT_RECOVERABLE, DependencyLostError, exit_code_of
+from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Cursor
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
@@ -55,13 +55,15 @@ class Outside:
         happens: Callable[[], None] = lambda: None,
         deleted: Sequence[int] = (),
         prompts: int = 4,
+        kind: type[Exception] = DependencyLostError,
     ) -> None:
         """``deleted`` are versions that go from the shared volume as soon as they are published."""
         self.lost = lost
         self.deleted = deleted
         self.prompts = prompts
+        self.kind = kind
         self.happens = happens
-        self.error: DependencyLostError | None = None
+        self.error: Exception | None = None
         self.steps = 0
         self.saved: list[str] = []
         self.forgotten: list[str] = []
@@ -136,7 +138,7 @@ class Outside:
 
     def _reach(self, call: str, step: int) -> None:
         if call == self.lost and step == LAST:
-            raise DependencyLostError(f"{call} found nobody")
+            raise self.kind(f"{call} found nobody")
 
 
 def group(name: str, version: int) -> Group:
@@ -169,7 +171,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     try:
         with team.leading():
             loop.run()
-    except DependencyLostError as error:
+    except (DependencyLostError, ConfigurationError) as error:
         outside.error = error
     files.close()
     return loop
@@ -209,6 +211,13 @@ def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alon
     loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
     assert str(outside.error) == "evaluate found nobody"
     assert newest_step(loop) == LAST
+
+
+def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("generate", kind=ConfigurationError)
+    loop = train(alone, tmp_path, outside, checkpoint_every=0)
+    assert str(outside.error) == "generate found nobody"
+    assert newest_step(loop) == 1
 
 
 def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
