@@ -177,7 +177,8 @@ class TrainingLoop:
             return {}
         self.status.phase = "evaluate"
         metrics = self.services.evaluate()
-        self.files.record_evaluation(self.state.step, self.services.evaluator.samples)
+        with writing(self.settings.run_dir):
+            self.files.record_evaluation(self.state.step, self.services.evaluator.samples)
         log.info("evaluated", step=self.state.step, **metrics)
         note_accuracy(self.settings, self.state, metrics)
         return metrics

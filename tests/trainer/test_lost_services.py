@@ -245,7 +245,7 @@ def test_the_last_step_is_saved_once(alone: Ranks, tmp_path: Path, settings: dic
 
 @pytest.fixture
 def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Makes every later write of metrics and samples (``fill("records")``) or of checkpoints fail as on a full disk."""
+    """Makes every later write of a record (``fill("records")``) or of checkpoints fail as on a full disk."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -307,12 +307,12 @@ def test_a_full_disk_does_not_hide_which_service_was_lost(
     assert newest_step(loop) == 1
 
 
-@pytest.mark.parametrize("full", ["records", "checkpoints"])
+@pytest.mark.parametrize(("full", "eval_prompts"), [("records", 0), ("checkpoints", 0), ("records", 64)])
 def test_a_full_disk_ends_a_run_that_can_be_resumed_with_its_reason(
-    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str
+    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str, eval_prompts: int
 ) -> None:
     outside = Outside("", lambda: fill(full))
-    loop = train(alone, tmp_path, outside)
+    loop = train(alone, tmp_path, outside, eval_prompts=eval_prompts, eval_every=LAST)
     assert isinstance(outside.error, DiskFullError)
     assert re.search(r"the disk is full: .* cannot be written, .* GB are free there\. Make room", str(outside.error))
     assert newest_step(loop) == 1
