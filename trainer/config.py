@@ -474,6 +474,11 @@ class TrainerSettings(
         return generation_seconds(self.max_new_tokens)
 
     @property
+    def longest_answer_seconds(self) -> float:
+        """Longest time that one answer to a prompt takes once it is in flight."""
+        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else self.agent_seconds
+
+    @property
     def start_deadline_seconds(self) -> float:
         """Longest wait for services and workers when the trainer starts."""
         return self.engine_start_seconds + self.service_deadline_seconds

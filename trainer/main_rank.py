@@ -132,7 +132,7 @@ class MainRank:
         """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
 
         Raises:
-            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+            DependencyLostError: no new fresh group came for too long; see FreshQueue.lease.
         """
         started = time.perf_counter()
         self._patiently(self.fresh_queue.lease(batch, policy_version))

@@ -61,7 +61,7 @@ RETIRED: dict[str, str] = {
     "LOGGED_GROUPS": "samples.jsonl always has the first 8 groups of a step",
     "GENERATION_CONCURRENCY": "it is always the larger of BATCH_SIZE and 64",
     "GENERATION_DEADLINE_SECONDS": "it is always the larger of 600 and a tenth of MAX_NEW_TOKENS",
-    "FRESH_WAIT_SECONDS": "it is always 900",
+    "FRESH_WAIT_SECONDS": "it is 900, or longer where an answer may take longer",
     "PUBLISH_DEADLINE_SECONDS": "it is always 600",
     "PUBLISH_BUCKET_MIB": "it is always 1024",
     "PUBLISH_PROBE_TOLERANCE": "it is always 0.1",
