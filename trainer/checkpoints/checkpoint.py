@@ -275,7 +275,9 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         if not optimizer.state[parameter]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            # On the parameter's device, because the fused kernel counts the steps there.
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
