@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 from prometheus_client import REGISTRY
 
+from services.clients import replay
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
@@ -137,11 +138,11 @@ def fakes() -> Iterator[list[FakeService]]:
 
 @pytest.fixture
 def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
-    data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
+    data, rollouts, rewards, buffer = (fake.endpoint for fake in fakes)
     clients = Clients(
         DataClient(data, deadline=20),
         RewardClient(rewards, deadline=20),
-        ReplayClient(replay, deadline=20),
+        ReplayClient(buffer, deadline=20),
         RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8),
     )
     with ServiceThread() as thread:
@@ -159,6 +160,16 @@ def stats(curriculum: str = "off", **epochs: int) -> dict[str, Any]:
 
 def failed_prompts() -> float:
     return REGISTRY.get_sample_value("trainer_prompts_failed_total") or 0.0
+
+
+def test_groups_of_many_tokens_are_stored_by_several_requests(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each group has a prompt of one token and two completions of one.
+    monkeypatch.setattr(replay, "TOKENS_A_REQUEST", 7)
+    assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
+    sent = services.replay.asked("POST /groups")
+    assert [[group["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
 
 
 # A prompt that cannot be generated
