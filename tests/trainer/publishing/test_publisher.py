@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,15 +18,16 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.tiny import FAMILIES, save_model
+from tests.waiting import IDLE_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.publishing import Publisher, disk, make_publisher
+from trainer.publishing import Publisher, disk, make_publisher, workers
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
-from trainer.service_thread import ServiceThread
+from trainer.service_thread import InterruptedCallError, ServiceThread
 
 
 @pytest.fixture
@@ -124,6 +126,29 @@ def test_a_version_that_disappears_each_time_ends_the_run(
         with pytest.raises(VersionGoneError, match="has gone from"):
             publisher.publish(1)
     assert volume.loads == WRITES
+
+
+@pytest.mark.parametrize("transport", Transport)
+def test_a_run_that_is_asked_to_stop_waits_for_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    asked = threading.Event()
+
+    def no_worker(_: Any) -> Any:
+        asked.set()
+        return {"workers": []}
+
+    with ExitStack() as stack:
+        ranks, thread = stack.enter_context(join_ranks()), stack.enter_context(ServiceThread(asked.is_set))
+        router = stack.enter_context(fake_service({"GET /workers": no_worker}))
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        # So that a publication which does not listen fails soon.
+        monkeypatch.setattr(workers, "PUBLISH_SECONDS", IDLE_SECONDS)
+        publisher = make(tmp_path, (ranks, thread), transport)
+        stack.callback(publisher.close)
+        with pytest.raises(InterruptedCallError):
+            publisher.publish(1)
 
 
 @pytest.mark.parametrize("transport", Transport)
