@@ -178,9 +178,9 @@ class MainRank:
             **{f"episode_tokens_lost_{reason}": float(tokens) for reason, tokens in stats.lost_tokens.items()},
         }
 
-    def save_replay(self, label: str) -> None:
-        """Save the replay buffer's contents and priorities under ``label``."""
-        self.thread.call(self.clients.replay.save_snapshot(label))
+    def save_replay(self, label: str, deadline: float | None = None) -> None:
+        """Save the replay buffer's contents and priorities under ``label``, within ``deadline`` seconds if given."""
+        self.thread.call(self.clients.replay.save_snapshot(label, deadline))
 
     def restore_replay(self, snapshot: str | None) -> None:
         """Give the replay buffer the contents that the resumed state has trained with, and no others.

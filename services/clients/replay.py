@@ -103,9 +103,9 @@ class ReplayClient(ServiceClient):
             "POST", path, kind, request, attempt_seconds=self.timeout + wait, deadline=self.deadline + wait
         )
 
-    async def save_snapshot(self, label: str) -> SnapshotReply:
+    async def save_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
         """Save store and queue as they are now under ``label``; replace a snapshot of that label."""
-        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label))
+        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label), deadline=deadline)
 
     async def restore_snapshot(self, label: str) -> SnapshotReply:
         """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""

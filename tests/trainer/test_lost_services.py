@@ -29,6 +29,7 @@ from tests.trainer.tiny import FAMILIES, save_model
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
@@ -66,6 +67,7 @@ class Outside:
         self.error: Exception | None = None
         self.steps = 0
         self.saved: list[str] = []
+        self.snapshot_seconds: list[float | None] = []
         self.forgotten: list[str] = []
         self.written: list[int] = []
         self.first: list[str] = []
@@ -101,8 +103,9 @@ class Outside:
             self.happens()
         self._reach("acknowledge", self.steps)
 
-    def save_replay(self, label: str) -> None:
+    def save_replay(self, label: str, deadline: float | None = None) -> None:
         self.saved.append(label)
+        self.snapshot_seconds.append(deadline)
 
     def forget_replay(self, label: str) -> None:
         self.forgotten.append(label)
@@ -218,6 +221,7 @@ def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks
     loop = train(alone, tmp_path, outside, checkpoint_every=0)
     assert str(outside.error) == "generate found nobody"
     assert newest_step(loop) == 1
+    assert outside.snapshot_seconds == [LEAVE_SNAPSHOT_SECONDS], "the weights are not kept waiting"
 
 
 def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
