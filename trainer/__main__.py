@@ -91,7 +91,8 @@ def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "tr
     """Run a process for each of ``count`` ranks, with torchrun's variables, and return the node's exit code.
 
     The first rank that fails ends the others, and so does a signal: with SIGTERM, and with SIGKILL after
-    FAILED_SECONDS, or STOP_SECONDS for a signal. torchrun itself would import torch, for seconds, before any rank could begin to.
+    FAILED_SECONDS, or STOP_SECONDS for a signal. torchrun itself would import torch, for seconds, before any rank could
+    begin to.
     """
     meeting = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
     environment = os.environ | {
