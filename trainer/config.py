@@ -449,6 +449,11 @@ class TrainerSettings(
         return self.advantage == "gae"
 
     @property
+    def has_kl_loss(self) -> bool:
+        """True when the KL to the reference is added to the loss."""
+        return self.kl_coef != 0 and not self.kl_in_reward
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The mean over token losses: AGGREGATION, or that of the loss's paper."""
         if self.aggregation is not None:

@@ -35,7 +35,8 @@ from trainer.team import ENDINGS, Team, TrainingDivergedError
 log = get_logger(__name__)
 
 MAX_SKIPPED_STEPS = 3
-"""Non-finite updates in a row that are skipped before the run stops: one bad batch does not mean divergence."""
+"""Steps in a row, all of whose updates are skipped as not finite, before the run stops: one bad batch does not mean
+divergence."""
 
 
 @dataclass
@@ -147,17 +148,15 @@ class TrainingLoop:
         """Update the policy on ``groups`` by the loss that the settings choose.
 
         Raises:
-            TrainingDivergedError: the update was not finite, as were those before it.
+            TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
         result = self.team.update(groups, self.state.step)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
-            self.skipped_in_a_row += result.skipped
-        else:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
         if self.skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise TrainingDivergedError(
-                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                f"the updates of {self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
                 f"(allowed are {MAX_SKIPPED_STEPS}); the last batch is in "
                 f"{self.files.keep_batch(self.state.step + 1, groups)}. "
                 "Lower LEARNING_RATE, or look for broken logprobs in that file."

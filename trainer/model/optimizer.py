@@ -45,6 +45,27 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     )
 
 
+def optimizer_steps(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[Sequence[Callable[[], Diagnostics]]],
+    rates: Sequence[float],
+    should_stop: Callable[[], bool] | None = None,
+) -> list[dict[str, float]]:
+    """Take an optimizer step on each of ``steps`` that has passes; return the metrics of each. See ``optimizer_step``.
+
+    Raises:
+        StopRequestedError: ``should_stop`` was true on some rank before the first step was taken; nothing has changed.
+    """
+    taken: list[dict[str, float]] = []
+    for passes in filter(None, steps):
+        stop = None if taken else should_stop
+        taken.append(optimizer_step(settings, ranks, module, optimizer, passes, rates, stop))
+    return taken
+
+
 def optimizer_step(
     settings: TrainerSettings,
     ranks: Ranks,
