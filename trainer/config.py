@@ -461,6 +461,11 @@ class TrainerSettings(
         return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
 
     @property
+    def loss_truncates(self) -> bool:
+        """True when LOSS truncates the weight of a token itself."""
+        return self.loss in LOSSES and LOSSES[self.loss].truncates
+
+    @property
     def longest_answer(self) -> int:
         """Most tokens that the model samples for one answer to a prompt."""
         return self.max_new_tokens if self.rollout is Rollout.COMPLETION else self.agent_max_tokens

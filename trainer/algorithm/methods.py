@@ -37,12 +37,14 @@ class LossMethod:
     options: tuple[str, ...] = ()
     """The keyword arguments of its function that settings of the same names change."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    truncates: bool = False
+    """True when it truncates the weight rho of a token itself."""
 
 
 LOSSES: Mapping[str, LossMethod] = {
     "clipped": LossMethod(("clip_low", "clip_high", "dual_clip")),
     "gspo": LossMethod(("clip_low", "clip_high"), Aggregation.SEQUENCE_MEAN),
-    "cispo": LossMethod(("clip_low", "clip_high")),
+    "cispo": LossMethod(("clip_low", "clip_high"), truncates=True),
     "clip_cov": LossMethod(("clip_low", "clip_high")),
     "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
 }
