@@ -115,6 +115,9 @@ class CheckpointStore:
         self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
+            # What a trainer that was killed had not finished: each takes as much room as a checkpoint.
+            for unfinished in directory.glob(".step-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(
         self,

@@ -179,9 +179,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_ways_out(
         resume_and_train(alone, other, checkpoints, GROUPS, LAST)
 
 
-def test_what_was_never_finished_is_no_checkpoint(alone: Ranks, model: Path, checkpoints: Path) -> None:
-    shutil.copytree(checkpoints / f"step-{SAVED:06d}", checkpoints / ".step-000009.partial")
+def test_what_was_never_finished_is_no_checkpoint_and_goes(alone: Ranks, model: Path, checkpoints: Path) -> None:
+    for name in (".step-000009.partial", ".step-000009.old"):
+        shutil.copytree(checkpoints / f"step-{SAVED:06d}", checkpoints / name)
     assert resume_and_train(alone, model, checkpoints, GROUPS, SAVED)[0] == SAVED
+    assert not list(checkpoints.glob(".step-*"))
 
 
 def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_with_the_reason(model: Path, tmp_path: Path) -> None:
