@@ -185,7 +185,7 @@ class CheckpointStore:
                 raise DiskFullError(complaints[0])
             with writing(pending.final):
                 _replace(pending.final, pending.hidden)
-                self._remove_old(pending.state.best_step)
+                self._remove_old(pending.state)
 
         try:
             self.ranks.on_main(put_in_place, DiskFullError)
@@ -199,9 +199,11 @@ class CheckpointStore:
         taken, self._removed_snapshots = self._removed_snapshots, []
         return taken
 
-    def _remove_old(self, best_step: int | None) -> None:
-        best = None if best_step is None else self._path(best_step)
-        for old in self._complete()[: -self.kept]:
+    def _remove_old(self, state: RunState) -> None:
+        """Remove the checkpoints up to ``state`` that are not kept; later ones are damaged and do not count."""
+        best = None if state.best_step is None else self._path(state.best_step)
+        up_to_now = [path for path in self._complete() if path <= self._path(state.step)]
+        for old in up_to_now[: -self.kept]:
             if old != best:
                 if (snapshot := _snapshot_of(old)) is not None:
                     self._removed_snapshots.append(snapshot)

@@ -203,6 +203,19 @@ def test_the_last_ones_and_the_best_are_kept(alone: Ranks, model: Path, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
 
 
+def test_a_damaged_one_of_a_later_step_takes_no_place_of_those_that_are_kept(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 1, alone)
+    for step in (1, 9):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=1), wait=True)
+    cut_short(tmp_path / "step-000009")
+    for step in (2, 3):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}", "step-000009"]
+
+
 def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, tmp_path: Path) -> None:
     learner = make_learner(alone, model)
     store = CheckpointStore(tmp_path, 1, alone)
