@@ -200,7 +200,7 @@ class CheckpointStore:
         return taken
 
     def _remove_old(self, state: RunState) -> None:
-        """Remove the checkpoints up to ``state`` that are not kept; later ones are damaged and do not count."""
+        """Remove the checkpoints up to ``state`` that are not kept; later ones could not be used and do not count."""
         best = None if state.best_step is None else self._path(state.best_step)
         up_to_now = [path for path in self._complete() if path <= self._path(state.step)]
         for old in up_to_now[: -self.kept]:
