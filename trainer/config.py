@@ -112,7 +112,7 @@ class RunSection(SectionSettings):
     collector_in_process: bool = True
     """Run a collector beside the trainer (`async`); off when collectors run elsewhere."""
     checkpoint_every: int = Field(25, ge=0)
-    """Checkpoint every so many steps; 0: at the end only."""
+    """Checkpoint every so many steps; 0: at the end, and with EVAL_EVERY at each best accuracy."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
     held-out prompts, a point estimate."""
