@@ -354,6 +354,12 @@ class TrainerSettings(
             raise ValueError(
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
             )
+        for variable, value in (("EVAL_PROMPTS", self.eval_prompts), ("EVAL_EVERY", self.eval_every)):
+            if self.target_accuracy is not None and not value:
+                raise ValueError(
+                    f"TARGET_ACCURACY is set, but {variable} is 0, so nothing is compared with it during the run; "
+                    f"set {variable}, or unset TARGET_ACCURACY"
+                )
         return self
 
     @model_validator(mode="after")

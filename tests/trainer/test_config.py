@@ -42,3 +42,16 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
     with refusal:
         TrainerSettings.load(engine_sleeps=True, **settings)
     TrainerSettings.load(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"target_accuracy": 0.9}, "set EVAL_EVERY, or unset TARGET_ACCURACY"),
+        ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "set EVAL_PROMPTS, or unset TARGET_ACCURACY"),
+        ({"target_accuracy": 0.9, "eval_every": 5}, None),
+    ],
+)
+def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:
+    with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
+        TrainerSettings.load(**settings)
