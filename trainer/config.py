@@ -19,6 +19,7 @@ from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
 from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import (
     ADVANTAGES,
+    GROUP_ADVANTAGES,
     LOSS_OPTIONS,
     LOSSES,
     Aggregation,
@@ -435,6 +436,17 @@ class TrainerSettings(
             raise ValueError(f"CREDIT is turn, but {why}; unset CREDIT")
         if self.kl_in_reward and not self.kl_coef:
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
+        return self
+
+    @model_validator(mode="after")
+    def _methods_have_an_effect(self) -> Self:
+        # Collectors elsewhere may bring advantages of their own.
+        is_made_here = self.mode is Mode.SYNC or self.collector_in_process
+        if self.group_size == 1 and self.advantage in GROUP_ADVANTAGES and is_made_here:
+            raise ValueError(
+                f"GROUP_SIZE is 1, but ADVANTAGE={self.advantage} compares a completion with the rest of its group; "
+                "allowed is at least 2, or ADVANTAGE=reinforce or gae"
+            )
         return self
 
     @property

@@ -50,6 +50,11 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
         ({"target_accuracy": 0.9}, "set EVAL_EVERY, or unset TARGET_ACCURACY"),
         ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "set EVAL_PROMPTS, or unset TARGET_ACCURACY"),
         ({"target_accuracy": 0.9, "eval_every": 5}, None),
+        ({"group_size": 1}, "GROUP_SIZE is 1, but ADVANTAGE=grpo"),
+        ({"group_size": 1, "mode": "async", "advantage": "pass_at_k"}, "GROUP_SIZE is 1, but ADVANTAGE=pass_at_k"),
+        ({"group_size": 1, "mode": "async", "collector_in_process": False}, None),
+        ({"group_size": 1, "advantage": "reinforce"}, None),
+        ({"group_size": 1, "advantage": "gae"}, None),
     ],
 )
 def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:

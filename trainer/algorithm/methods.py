@@ -14,6 +14,9 @@ from enum import StrEnum
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "gae")
 """The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k")
+"""Those that compare a completion with the rest of its group: without others it is 0."""
+
 
 class Aggregation(StrEnum):
     """The mean that turns token losses into one number."""
