@@ -447,6 +447,16 @@ class TrainerSettings(
                 f"GROUP_SIZE is 1, but ADVANTAGE={self.advantage} compares a completion with the rest of its group; "
                 "allowed is at least 2, or ADVANTAGE=reinforce or gae"
             )
+        if self.importance_cap is None:
+            return self
+        if self.importance_correction is ImportanceCorrection.NONE:
+            raise ValueError("IMPORTANCE_CAP is set, but IMPORTANCE_CORRECTION is none; unset IMPORTANCE_CAP")
+        is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
+        if is_truncated and self.loss_truncates and self.updates_per_batch == 1:
+            raise ValueError(
+                f"IMPORTANCE_CAP is set, but LOSS={self.loss} truncates the weight of a token itself; "
+                "set CLIP_HIGH instead"
+            )
         return self
 
     @property
