@@ -66,7 +66,8 @@ class Publisher(ABC):
         """Write the version to the shared volume, where workers that start find it. This needs no worker.
 
         Raises:
-            DiskFullError: raised on every rank.
+            DependencyLostError: the volume does not take it; raised on every rank.
+            DiskFullError: the disk is full; raised on every rank.
         """
         self.put_on_volume(version)
         self._written = version

@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from safetensors import SafetensorError
 
 from services.core import memory
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.tiny import FAMILIES, save_model
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.publishing import Publisher, disk, make_publisher, workers
+from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import InterruptedCallError, ServiceThread
@@ -181,6 +183,22 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
         publisher.write(1)
     publisher.close()
     assert list(publisher.store.policy_dir.iterdir()) == []
+
+
+def test_a_volume_that_takes_no_version_is_a_lost_dependency(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone, Transport.BROADCAST)
+    may_end = threading.Event()
+    monkeypatch.setattr(broadcast, "write_version", lambda *_: may_end.wait(LIMIT_SECONDS))
+    monkeypatch.setattr(broadcast, "PUBLISH_SECONDS", 0.1)
+    publisher.write(0)
+    with pytest.raises(DependencyLostError, match=r"not written to .*/policy after 0\.1 s"):
+        publisher.write(1)
+    with structlog.testing.capture_logs() as logged:
+        publisher.close()
+    assert [entry["event"] for entry in logged] == ["the last policy version is not on the volume"]
+    may_end.set()
 
 
 @pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])
