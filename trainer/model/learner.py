@@ -18,7 +18,7 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import CriticModel, TrainerSettings
-from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_steps
+from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, means, optimizer_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharing import Part, make_part, packed, token_numbers, unknown_ids
@@ -175,7 +175,7 @@ class Learner:
         settings = self.settings
         peaks = [settings.learning_rate] * len(self.optimizer.param_groups)
         if settings.has_critic and settings.critic is CriticModel.SHARED:
-            peaks[-1] = settings.critic_learning_rate
+            peaks[-HEAD_GROUPS:] = [settings.critic_learning_rate] * HEAD_GROUPS
         return [learning_rate(settings, step, self.total_steps, peak) for peak in peaks]
 
     @torch.no_grad()
