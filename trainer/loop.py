@@ -69,12 +69,12 @@ class TrainingLoop:
             ConfigurationError: no prompt gets a group any more; a checkpoint of the last completed step is in place.
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
-        self.status.phase = "publish"
-        # The version is written before the wait for workers, because an engine that starts may wait for it.
-        self.team.write_policy(self.state.policy_version)
-        self.services.wait_for_workers()
-        self.publish(Batch(self.settings))
         try:
+            self.status.phase = "publish"
+            # The version is written before the wait for workers, because an engine that starts may wait for it.
+            self.team.write_policy(self.state.policy_version)
+            self.services.wait_for_workers()
+            self.publish(Batch(self.settings))
             if self.state.step == 0:
                 self.evaluate()
             while not self.is_over and self.step():
@@ -87,6 +87,8 @@ class TrainingLoop:
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
+        finally:
+            self.checkpoints.note_seconds()
         self.checkpoints.poll()
 
     def step(self) -> bool:

@@ -50,10 +50,14 @@ class RunCheckpoints:
             # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
             log.warning("checkpoint without the replay buffer's contents", reason=str(error))
             state.replay_snapshot = None
-        state.seconds = time.monotonic() - self.started
+        self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
         self.team.save_checkpoint(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
+
+    def note_seconds(self) -> None:
+        """Write into the state how long the run has taken."""
+        self.state.seconds = time.monotonic() - self.started
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
