@@ -97,7 +97,7 @@ class PolicyStore:
                 self._remove(policy)
 
     def discard_after(self, version: int) -> None:
-        """Remove what a run published after the checkpoint of ``version`` that it resumes from, or left half written."""
+        """Remove what a run published after the checkpoint of ``version`` that it resumes from, or left unfinished."""
         for policy in self.published():
             if policy.version > version:
                 self._remove(policy)

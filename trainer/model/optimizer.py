@@ -18,7 +18,6 @@ from trainer.config import Schedule, TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
 
-
 HEAD_GROUPS = 2
 """Parameter groups of a value head: its matrix and its bias."""
 
