@@ -31,8 +31,11 @@ from trainer.config import TrainerSettings
 
 POLL_SECONDS = 0.2
 """Time between two looks at the ranks."""
-STOP_SECONDS = 30.0
-"""Time between SIGTERM and SIGKILL of a rank."""
+STOP_SECONDS = 600.0
+"""Time between SIGTERM and SIGKILL of a rank that writes a checkpoint because the run was asked to stop. Whoever asked
+has a limit of its own: the local runner 60 s, the hook in jobgroup.yaml as long as this."""
+FAILED_SECONDS = 30.0
+"""The same time after another rank has failed: there is no checkpoint to wait for."""
 PEER_LOST_SECONDS = 15.0
 """Delay before a rank that lost its peers ends, so that the rank that failed by itself ends first. The launcher and
 SkyPilot then kill the others and act on the first rank's exit code."""
@@ -87,8 +90,9 @@ def ranks_per_node() -> int:
 def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "trainer")) -> int:
     """Run a process for each of ``count`` ranks, with torchrun's variables, and return the node's exit code.
 
-    The first rank that fails ends the others, and so does a signal: with SIGTERM, and after STOP_SECONDS with
-    SIGKILL. torchrun itself would import torch, for seconds, before any rank could begin to.
+    The first rank that fails ends the others, and so does a signal: with SIGTERM, and with SIGKILL after
+    FAILED_SECONDS, or STOP_SECONDS for a signal. torchrun itself would import torch, for seconds, before any rank could
+    begin to.
     """
     meeting = endpoint(Task.TRAINER, TRAINER_RENDEZVOUS_PORT)
     environment = os.environ | {
@@ -109,16 +113,16 @@ def launch_ranks(count: int, command: Sequence[str] = (sys.executable, "-m", "tr
     while None in codes and not received and not any(codes):
         time.sleep(POLL_SECONDS)
         codes = [rank.poll() for rank in ranks]
-    _end(ranks)
+    _end(ranks, STOP_SECONDS if received else FAILED_SECONDS)
     if received:
         return 128 + received[0]
     failed = {code for code in codes if code}
     return node_code(failed) if failed else 0
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that still run, and return when none does."""
-    deadline = time.monotonic() + STOP_SECONDS
+def _end(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """End the ranks that still run, after ``seconds`` with SIGKILL, and return when none does."""
+    deadline = time.monotonic() + seconds
     for rank in ranks:
         rank.terminate()
     for rank in ranks:

@@ -19,6 +19,7 @@ from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
 from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import (
     ADVANTAGES,
+    GROUP_ADVANTAGES,
     LOSS_OPTIONS,
     LOSSES,
     Aggregation,
@@ -112,7 +113,7 @@ class RunSection(SectionSettings):
     collector_in_process: bool = True
     """Run a collector beside the trainer (`async`); off when collectors run elsewhere."""
     checkpoint_every: int = Field(25, ge=0)
-    """Checkpoint every so many steps; 0: at the end only."""
+    """Checkpoint every so many steps; 0: at the end, and with EVAL_EVERY at each best accuracy."""
     checkpoints_kept: int = Field(2, ge=1)
     """Newest checkpoints that are kept, beside the best one: that with the highest greedy pass@1 on the EVAL_PROMPTS
     held-out prompts, a point estimate."""
@@ -354,6 +355,12 @@ class TrainerSettings(
             raise ValueError(
                 f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
             )
+        for variable, value in (("EVAL_PROMPTS", self.eval_prompts), ("EVAL_EVERY", self.eval_every)):
+            if self.target_accuracy is not None and not value:
+                raise ValueError(
+                    f"TARGET_ACCURACY is set, but {variable} is 0, so nothing is compared with it during the run; "
+                    f"set {variable}, or unset TARGET_ACCURACY"
+                )
         return self
 
     @model_validator(mode="after")
@@ -431,6 +438,27 @@ class TrainerSettings(
             raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
         return self
 
+    @model_validator(mode="after")
+    def _methods_have_an_effect(self) -> Self:
+        # Collectors elsewhere may bring advantages of their own.
+        is_made_here = self.mode is Mode.SYNC or self.collector_in_process
+        if self.group_size == 1 and self.advantage in GROUP_ADVANTAGES and is_made_here:
+            raise ValueError(
+                f"GROUP_SIZE is 1, but ADVANTAGE={self.advantage} compares a completion with the rest of its group; "
+                "allowed is at least 2, or ADVANTAGE=reinforce or gae"
+            )
+        if self.importance_cap is None:
+            return self
+        if self.importance_correction is ImportanceCorrection.NONE:
+            raise ValueError("IMPORTANCE_CAP is set, but IMPORTANCE_CORRECTION is none; unset IMPORTANCE_CAP")
+        is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
+        if is_truncated and self.loss_truncates and self.updates_per_batch == 1:
+            raise ValueError(
+                f"IMPORTANCE_CAP is set, but LOSS={self.loss} truncates the weight of a token itself; "
+                "set CLIP_HIGH instead"
+            )
+        return self
+
     @property
     def publishes_in_place(self) -> bool:
         """True when weights change under generations in flight: PUBLISH_IN_PLACE, or the default of the mode."""
@@ -449,11 +477,21 @@ class TrainerSettings(
         return self.advantage == "gae"
 
     @property
+    def has_kl_loss(self) -> bool:
+        """True when the KL to the reference is added to the loss."""
+        return self.kl_coef != 0 and not self.kl_in_reward
+
+    @property
     def loss_aggregation(self) -> Aggregation:
         """The mean over token losses: AGGREGATION, or that of the loss's paper."""
         if self.aggregation is not None:
             return self.aggregation
         return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
+
+    @property
+    def loss_truncates(self) -> bool:
+        """True when LOSS truncates the weight of a token itself."""
+        return self.loss in LOSSES and LOSSES[self.loss].truncates
 
     @property
     def longest_answer(self) -> int:
@@ -472,6 +510,11 @@ class TrainerSettings(
         from services.clients.rollout import generation_seconds
 
         return generation_seconds(self.max_new_tokens)
+
+    @property
+    def longest_answer_seconds(self) -> float:
+        """Longest time that one answer to a prompt takes once it is in flight."""
+        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else self.agent_seconds
 
     @property
     def start_deadline_seconds(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.packing import TrainingGroup
@@ -35,7 +35,8 @@ from trainer.team import ENDINGS, Team, TrainingDivergedError
 log = get_logger(__name__)
 
 MAX_SKIPPED_STEPS = 3
-"""Non-finite updates in a row that are skipped before the run stops: one bad batch does not mean divergence."""
+"""Steps in a row, all of whose updates are skipped as not finite, before the run stops: one bad batch does not mean
+divergence."""
 
 
 @dataclass
@@ -65,26 +66,29 @@ class TrainingLoop:
             InterruptedCallError: the run was asked to stop; a checkpoint of the last completed step is in place.
             TrainingDivergedError: updates were not finite; the last batch is in the run directory.
             DependencyLostError: a service was lost; a checkpoint of the last completed step is in place.
+            ConfigurationError: no prompt gets a group any more; a checkpoint of the last completed step is in place.
             DiskFullError: the run directory's disk is full; the newest whole checkpoint is in place.
         """
-        self.status.phase = "publish"
-        # The version is written before the wait for workers, because an engine that starts may wait for it.
-        self.team.write_policy(self.state.policy_version)
-        self.services.wait_for_workers()
-        self.publish(Batch(self.settings))
         try:
+            self.status.phase = "publish"
+            # The version is written before the wait for workers, because an engine that starts may wait for it.
+            self.team.write_policy(self.state.policy_version)
+            self.services.wait_for_workers()
+            self.publish(Batch(self.settings))
             if self.state.step == 0:
                 self.evaluate()
             while not self.is_over and self.step():
                 pass
-        except (InterruptedCallError, StopRequestedError, DependencyLostError) as error:
+            if self.state.evaluated_step != self.state.step:
+                self.evaluate()
+            self.save_checkpoint(wait=True)
+        except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
             if isinstance(error, StopRequestedError):
                 raise InterruptedCallError from error
             raise
-        if self.state.evaluated_step != self.state.step:
-            self.evaluate()
-        self.save_checkpoint(wait=True)
+        finally:
+            self.checkpoints.note_seconds()
         self.checkpoints.poll()
 
     def step(self) -> bool:
@@ -146,17 +150,15 @@ class TrainingLoop:
         """Update the policy on ``groups`` by the loss that the settings choose.
 
         Raises:
-            TrainingDivergedError: the update was not finite, as were those before it.
+            TrainingDivergedError: no update of the step was finite, nor of the steps before it.
         """
         result = self.team.update(groups, self.state.step)
         if result.skipped:
             log.warning("update skipped: loss or gradient not finite", step=self.state.step + 1, **result.metrics)
-            self.skipped_in_a_row += result.skipped
-        else:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.is_without_effect else 0
         if self.skipped_in_a_row > MAX_SKIPPED_STEPS:
             raise TrainingDivergedError(
-                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not finite "
+                f"the updates of {self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite "
                 f"(allowed are {MAX_SKIPPED_STEPS}); the last batch is in "
                 f"{self.files.keep_batch(self.state.step + 1, groups)}. "
                 "Lower LEARNING_RATE, or look for broken logprobs in that file."
@@ -176,7 +178,8 @@ class TrainingLoop:
             return {}
         self.status.phase = "evaluate"
         metrics = self.services.evaluate()
-        self.files.record_evaluation(self.state.step, self.services.evaluator.samples)
+        with writing(self.settings.run_dir):
+            self.files.record_evaluation(self.state.step, self.services.evaluator.samples)
         log.info("evaluated", step=self.state.step, **metrics)
         note_accuracy(self.settings, self.state, metrics)
         return metrics

@@ -132,7 +132,7 @@ class MainRank:
         """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
 
         Raises:
-            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+            DependencyLostError: no new fresh group came for too long; see FreshQueue.lease.
         """
         started = time.perf_counter()
         self._patiently(self.fresh_queue.lease(batch, policy_version))
@@ -178,9 +178,9 @@ class MainRank:
             **{f"episode_tokens_lost_{reason}": float(tokens) for reason, tokens in stats.lost_tokens.items()},
         }
 
-    def save_replay(self, label: str) -> None:
-        """Save the replay buffer's contents and priorities under ``label``."""
-        self.thread.call(self.clients.replay.save_snapshot(label))
+    def save_replay(self, label: str, deadline: float | None = None) -> None:
+        """Save the replay buffer's contents and priorities under ``label``, within ``deadline`` seconds if given."""
+        self.thread.call(self.clients.replay.save_snapshot(label, deadline))
 
     def restore_replay(self, snapshot: str | None) -> None:
         """Give the replay buffer the contents that the resumed state has trained with, and no others.

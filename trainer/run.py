@@ -35,7 +35,7 @@ from trainer.model.ranks import PeerLostError, Ranks, join_ranks
 from trainer.preflight.preflight import preflight
 from trainer.publishing import make_publisher
 from trainer.reporting.run_files import RunFiles
-from trainer.reporting.status import RunStatus, serve_status
+from trainer.reporting.status import RunStatus, listen_for_status, serve_status
 from trainer.service_thread import InterruptedCallError, ServiceThread
 from trainer.team import ENDINGS, Team, TrainingDivergedError
 
@@ -119,8 +119,12 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     with ExitStack() as stack:
         status = RunStatus()
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
-        if thread is not None:
-            thread.start(serve_status(settings, status))
+
+        def open_page() -> None:
+            assert thread is not None, "only rank 0 has a page"
+            thread.start(serve_status(settings, status, listen_for_status()))
+
+        ranks.on_main(open_page, ConfigurationError)
         policy = load_policy(settings, ranks)
         log.info(
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size

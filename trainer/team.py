@@ -37,7 +37,7 @@ log = get_logger(__name__)
 
 
 class TrainingDivergedError(Exception):
-    """More updates in a row than MAX_SKIPPED_STEPS had a loss or gradient that is not finite."""
+    """In more steps in a row than MAX_SKIPPED_STEPS no update had a finite loss and gradient."""
 
 
 ENDINGS = (

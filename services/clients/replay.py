@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from services.clients.base import ServiceClient
@@ -31,7 +31,9 @@ from services.protocol.replay import (
 Waited = TypeVar("Waited", LeaseReply, AdmissionReply)
 
 GROUPS_A_REQUEST = 32
-"""Bounds the size of a body, and the time for which one request delays the others."""
+"""Bounds the time for which one request delays the others."""
+TOKENS_A_REQUEST = 1 << 22
+"""Bounds the size of a body of several groups: a token takes some 32 bytes, so half of what the replay-buffer takes."""
 
 
 class ReplayClient(ServiceClient):
@@ -62,8 +64,7 @@ class ReplayClient(ServiceClient):
         if priorities is not None and len(priorities) != len(groups):
             raise ValueError(f"{len(groups)} groups but {len(priorities)} priorities")
         added = duplicates = size = 0
-        for start in range(0, max(len(groups), 1), GROUPS_A_REQUEST):
-            part = slice(start, start + GROUPS_A_REQUEST)
+        for part in _parts(groups):
             request = AddGroupsRequest.model_construct(
                 groups=list(groups[part]), priorities=None if priorities is None else list(priorities[part])
             )
@@ -102,9 +103,9 @@ class ReplayClient(ServiceClient):
             "POST", path, kind, request, attempt_seconds=self.timeout + wait, deadline=self.deadline + wait
         )
 
-    async def save_snapshot(self, label: str) -> SnapshotReply:
+    async def save_snapshot(self, label: str, deadline: float | None = None) -> SnapshotReply:
         """Save store and queue as they are now under ``label``; replace a snapshot of that label."""
-        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label))
+        return await self.call("POST", "/snapshots", SnapshotReply, SnapshotRequest(label=label), deadline=deadline)
 
     async def restore_snapshot(self, label: str) -> SnapshotReply:
         """Restore store and queue exactly; RequestRefusedError (404) for an unknown label."""
@@ -117,3 +118,15 @@ class ReplayClient(ServiceClient):
     async def stats(self) -> ReplayStats:
         """Return the buffer's statistics."""
         return await self.call("GET", "/stats", ReplayStats)
+
+
+def _parts(groups: Sequence[Group]) -> Iterator[slice]:
+    """Yield the parts of ``groups`` that requests of their own carry; one for no groups at all."""
+    start = tokens = 0
+    for end, group in enumerate(groups):
+        size = len(group.prompt_ids) + sum(len(e.completion_ids) for e in group.experiences)
+        if end > start and (end - start == GROUPS_A_REQUEST or tokens + size > TOKENS_A_REQUEST):
+            yield slice(start, end)
+            start, tokens = end, 0
+        tokens += size
+    yield slice(start, len(groups))

@@ -97,10 +97,12 @@ class PolicyStore:
                 self._remove(policy)
 
     def discard_after(self, version: int) -> None:
-        """Remove versions newer than ``version``: a run published them after the checkpoint that it resumes from."""
+        """Remove what a run published after the checkpoint of ``version`` that it resumes from, or left unfinished."""
         for policy in self.published():
             if policy.version > version:
                 self._remove(policy)
+        for unfinished in self.policy_dir.glob(".v*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _hidden(self, version: int) -> Path:
         return self.policy_dir / f".v{version:06d}.partial"

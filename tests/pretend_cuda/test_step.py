@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.trainer.tiny import FAMILIES, random_groups
 from tests.waiting import LIMIT_SECONDS
 from trainer.algorithm.packing import MicroBatch, TrainingGroup, pack
 from trainer.algorithm.tree_mask import TreeMask
+from trainer.checkpoints import checkpoint
 from trainer.model import sharing
 
 pytestmark = pytest.mark.cuda
@@ -113,6 +115,13 @@ def test_the_experts_of_a_mixture_are_products_by_group(step: Step) -> None:
     n_mixtures = step.case.family.count("moe")
     # Each of the two products has two products in the backward pass.
     assert step.seen.names()["aten._grouped_mm.default"] == n_mixtures * MICRO_BATCHES * 2 * 3
+
+
+def test_an_optimizer_that_was_saved_before_its_first_step_counts_steps_on_the_device(tmp_path: Path) -> None:
+    with pretended_learner(tmp_path, FAMILIES["qwen2"]) as learner:
+        checkpoint._begin(learner.optimizer)
+        states = list(learner.optimizer.state.values())
+        assert {state[name].device.type for state in states for name in ("step", "exp_avg", "exp_avg_sq")} == {"cuda"}
 
 
 def test_the_next_micro_batch_is_packed_into_pinned_memory_while_the_device_computes(

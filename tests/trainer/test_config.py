@@ -42,3 +42,25 @@ def test_engines_that_share_the_trainers_gpu_sleep_between_generations(
     with refusal:
         TrainerSettings.load(engine_sleeps=True, **settings)
     TrainerSettings.load(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"target_accuracy": 0.9}, "set EVAL_EVERY, or unset TARGET_ACCURACY"),
+        ({"target_accuracy": 0.9, "eval_every": 5, "eval_prompts": 0}, "set EVAL_PROMPTS, or unset TARGET_ACCURACY"),
+        ({"target_accuracy": 0.9, "eval_every": 5}, None),
+        ({"importance_cap": 3, "importance_correction": "none"}, "unset IMPORTANCE_CAP"),
+        ({"importance_cap": 3, "loss": "cispo"}, "set CLIP_HIGH instead"),
+        ({"importance_cap": 3, "loss": "cispo", "updates_per_batch": 2}, None),
+        ({"importance_cap": 3}, None),
+        ({"group_size": 1}, "GROUP_SIZE is 1, but ADVANTAGE=grpo"),
+        ({"group_size": 1, "mode": "async", "advantage": "pass_at_k"}, "GROUP_SIZE is 1, but ADVANTAGE=pass_at_k"),
+        ({"group_size": 1, "mode": "async", "collector_in_process": False}, None),
+        ({"group_size": 1, "advantage": "reinforce"}, None),
+        ({"group_size": 1, "advantage": "gae"}, None),
+    ],
+)
+def test_a_setting_that_could_have_no_effect_is_refused(settings: dict[str, Any], remedy: str | None) -> None:
+    with nullcontext() if remedy is None else pytest.raises(ConfigurationError, match=remedy):
+        TrainerSettings.load(**settings)

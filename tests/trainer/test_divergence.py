@@ -39,8 +39,8 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield make_loop(ranks, model, tmp_path)
 
 
-def make_loop(ranks: Ranks, model: Path, directory: Path) -> TrainingLoop:
-    learner = make_learner(ranks, model, shared_dir=directory, run_id="r")
+def make_loop(ranks: Ranks, model: Path, directory: Path, **settings: Any) -> TrainingLoop:
+    learner = make_learner(ranks, model, shared_dir=directory, run_id="r", **settings)
     files = RunFiles(learner.settings, 0, str)
     unused: Any = MagicMock()
     team = Team(learner.settings, ranks, learner, unused, unused, lambda: False)
@@ -60,10 +60,26 @@ def test_a_run_goes_on_after_updates_that_were_skipped(loop: TrainingLoop) -> No
 def test_too_many_in_a_row_end_it_with_the_batch_in_a_file(loop: TrainingLoop) -> None:
     for _ in range(BOUND):
         loop.update(broken(GOOD))
-    with pytest.raises(TrainingDivergedError, match=r"3 updates in a row .*allowed are 2.*LEARNING_RATE"):
+    with pytest.raises(TrainingDivergedError, match=r"updates of 3 steps in a row .*allowed are 2.*LEARNING_RATE"):
         loop.update(broken(GOOD))
     [file] = loop.settings.run_dir.glob("diverged-*.json")
     assert file.name == "diverged-step-000005.json"
     groups = orjson.loads(file.read_bytes())
     assert [g["group_id"] for g in groups] == [g.group_id for g in GOOD]
     assert groups[1]["sequences"][0]["behaviour_logprobs"] == GOOD[1].sequences[0].behaviour_logprobs
+
+
+def test_a_step_counts_once_however_many_updates_it_has(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop.MAX_SKIPPED_STEPS", BOUND)
+    model = save_model(tmp_path / "model", FAMILIES["qwen2"])
+    loop = make_loop(alone, model, tmp_path, updates_per_batch=4, importance_correction="none")
+    all_broken = [broken([group])[0] for group in GOOD]
+    for _ in range(BOUND):
+        assert loop.update(all_broken).skipped == 4
+    assert loop.update(broken(GOOD)).skipped == 1, "the others were taken, so the count begins anew"
+    for _ in range(BOUND):
+        loop.update(all_broken)
+    with pytest.raises(TrainingDivergedError, match="updates of 3 steps"):
+        loop.update(all_broken)

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from local_runner.supervisor import PRIMARY_STOP_SECONDS
 from services.core.errors import EXIT_FAILED, EXIT_PEER_LOST
 from tests.waiting import LIMIT_SECONDS
+from trainer import __main__ as program
 
 ROOT = Path(__file__).parents[2]
 NODE = {
@@ -52,6 +56,12 @@ time.sleep({LIMIT_SECONDS})
 """
     )
     assert node.wait(LIMIT_SECONDS) == EXIT_FAILED
+
+
+def test_ranks_have_as_long_for_a_checkpoint_as_whoever_asks_for_it() -> None:
+    tasks = yaml.safe_load_all((ROOT / "jobgroup.yaml").read_text())
+    [hook] = [hook for task in tasks if task["name"] == "ppo-trainer" for hook in task["config"]["hooks"]]
+    assert max(hook["timeout"], PRIMARY_STOP_SECONDS) <= program.STOP_SECONDS
 
 
 def test_a_signal_reaches_the_ranks_which_may_still_write() -> None:

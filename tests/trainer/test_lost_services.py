@@ -21,7 +21,7 @@ import pytest
 import structlog
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from services.core.errors import EXIT_RECOVERABLE, DependencyLostError, exit_code_of
+from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, RewardStatus, VersionSpan
 from services.protocol.prompts import Cursor
 from tests.trainer.rank_jobs import make_learner, run_state, weights_of
@@ -29,6 +29,7 @@ from tests.trainer.tiny import FAMILIES, save_model
 from trainer.algorithm.training_groups import training_group, with_advantages
 from trainer.checkpoints import volume
 from trainer.checkpoints.checkpoint import CheckpointStore
+from trainer.checkpoints.run_checkpoints import LEAVE_SNAPSHOT_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
@@ -49,14 +50,24 @@ class Outside:
     In ``acknowledge`` of that step, ``happens`` is called before.
     """
 
-    def __init__(self, lost: str, happens: Callable[[], None] = lambda: None, deleted: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        lost: str,
+        happens: Callable[[], None] = lambda: None,
+        deleted: Sequence[int] = (),
+        prompts: int = 4,
+        kind: type[Exception] = DependencyLostError,
+    ) -> None:
         """``deleted`` are versions that go from the shared volume as soon as they are published."""
         self.lost = lost
         self.deleted = deleted
+        self.prompts = prompts
+        self.kind = kind
         self.happens = happens
-        self.error: DependencyLostError | None = None
+        self.error: Exception | None = None
         self.steps = 0
         self.saved: list[str] = []
+        self.snapshot_seconds: list[float | None] = []
         self.forgotten: list[str] = []
         self.written: list[int] = []
         self.first: list[str] = []
@@ -70,7 +81,7 @@ class Outside:
         return Cursor(epoch=0, position=self.steps)
 
     def fetch_prompts(self, _wanted: int) -> list[Any]:
-        return [None]
+        return [None] if self.steps < self.prompts else []
 
     def generate_and_score(self, _prompts: Any, _batch: Batch) -> list[Group]:
         self.while_waiting()
@@ -92,8 +103,9 @@ class Outside:
             self.happens()
         self._reach("acknowledge", self.steps)
 
-    def save_replay(self, label: str) -> None:
+    def save_replay(self, label: str, deadline: float | None = None) -> None:
         self.saved.append(label)
+        self.snapshot_seconds.append(deadline)
 
     def forget_replay(self, label: str) -> None:
         self.forgotten.append(label)
@@ -119,6 +131,7 @@ class Outside:
         return {}
 
     def evaluate(self) -> dict[str, float]:
+        self._reach("evaluate", self.steps)
         accuracy = min(1.0, 0.25 * self.steps)
         ends = {"accuracy_low": accuracy / 2, "accuracy_high": accuracy / 2 + 0.5}
         return {"accuracy": accuracy, **ends, "eval_prompts": 64.0, "eval_left_out": 1.0}
@@ -128,7 +141,7 @@ class Outside:
 
     def _reach(self, call: str, step: int) -> None:
         if call == self.lost and step == LAST:
-            raise DependencyLostError(f"{call} found nobody")
+            raise self.kind(f"{call} found nobody")
 
 
 def group(name: str, version: int) -> Group:
@@ -161,7 +174,7 @@ def train(ranks: Ranks, directory: Path, outside: Outside, **settings: Any) -> T
     try:
         with team.leading():
             loop.run()
-    except DependencyLostError as error:
+    except (DependencyLostError, ConfigurationError) as error:
         outside.error = error
     files.close()
     return loop
@@ -196,6 +209,33 @@ def test_weights_prompts_and_records_are_of_one_step(
     assert all(np.array_equal(value, expected[name]) for name, value in weights_of(learner.policy).items())
 
 
+def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("evaluate", prompts=LAST)
+    loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
+    assert str(outside.error) == "evaluate found nobody"
+    assert newest_step(loop) == LAST
+
+
+def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:
+    outside = Outside("generate", kind=ConfigurationError)
+    loop = train(alone, tmp_path, outside, checkpoint_every=0)
+    assert str(outside.error) == "generate found nobody"
+    assert newest_step(loop) == 1
+    assert outside.snapshot_seconds == [LEAVE_SNAPSHOT_SECONDS], "the weights are not kept waiting"
+
+
+def test_a_run_that_is_lost_before_its_first_step_took_time_too(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody() -> None:
+        raise DependencyLostError("no worker")
+
+    outside = Outside("")
+    monkeypatch.setattr(outside, "wait_for_workers", nobody)
+    assert train(alone, tmp_path, outside).state.seconds > 0
+    assert str(outside.error) == "no worker"
+
+
 def test_a_version_that_goes_while_groups_are_made_is_written_again(alone: Ranks, tmp_path: Path) -> None:
     outside = Outside("", deleted=[2])
     loop = train(alone, tmp_path, outside)
@@ -221,7 +261,7 @@ def test_the_last_step_is_saved_once(alone: Ranks, tmp_path: Path, settings: dic
 
 @pytest.fixture
 def fill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Makes every later write of metrics and samples (``fill("records")``) or of checkpoints fail as on a full disk."""
+    """Makes every later write of a record (``fill("records")``) or of checkpoints fail as on a full disk."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -283,12 +323,12 @@ def test_a_full_disk_does_not_hide_which_service_was_lost(
     assert newest_step(loop) == 1
 
 
-@pytest.mark.parametrize("full", ["records", "checkpoints"])
+@pytest.mark.parametrize(("full", "eval_prompts"), [("records", 0), ("checkpoints", 0), ("records", 64)])
 def test_a_full_disk_ends_a_run_that_can_be_resumed_with_its_reason(
-    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str
+    alone: Ranks, tmp_path: Path, fill: Callable[[str], None], full: str, eval_prompts: int
 ) -> None:
     outside = Outside("", lambda: fill(full))
-    loop = train(alone, tmp_path, outside)
+    loop = train(alone, tmp_path, outside, eval_prompts=eval_prompts, eval_every=LAST)
     assert isinstance(outside.error, DiskFullError)
     assert re.search(r"the disk is full: .* cannot be written, .* GB are free there\. Make room", str(outside.error))
     assert newest_step(loop) == 1

@@ -140,24 +140,27 @@ class PolicyLoss:
         the bounds of the clip: it multiplies the loss by weight / ratio, which is 1 up to the cap. With
         ``proximal_logprobs`` the denominator is the proximal policy, and the weight that of the proximal against the
         behaviour policy multiplies the loss: the decoupled objective (arXiv:2110.00641, eq. 5; arXiv:2505.24298,
-        eq. 5).
+        eq. 5). A loss that truncates the ratio itself, as CISPO does, is not truncated once more.
         """
         settings, theta, behaviour = self.settings, logprobs.detach(), batch.behaviour_logprobs
-        weights = self._weights(batch, theta if proximal_logprobs is None else proximal_logprobs)
+        correction = settings.importance_correction
+        if proximal_logprobs is None and settings.loss_truncates and correction is ImportanceCorrection.TRUNCATED:
+            correction = ImportanceCorrection.NONE
+        weights = self._weights(correction, batch, theta if proximal_logprobs is None else proximal_logprobs)
         old = behaviour if proximal_logprobs is None else proximal_logprobs
         tokens = LossTokens(logprobs, old, batch.advantages, batch.sequence_ids, batch.n_sequences)
         policy = self._policy_loss(tokens)
         losses, metrics = policy.losses * weights, {"importance_weight": weights, **policy.metrics}
-        if proximal_logprobs is None and settings.importance_correction is not ImportanceCorrection.NONE:
+        if proximal_logprobs is None and correction is not ImportanceCorrection.NONE:
             losses = losses / log_ratio(theta, behaviour).exp()
         if settings.off_policy_max_kl is not None:
             kept = self._off_policy_mask(batch, theta, settings.off_policy_max_kl)
             losses, metrics["off_policy_fraction"] = losses * kept, ~kept
         return TokenLosses(losses, metrics), tokens.ratio
 
-    def _weights(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
+    def _weights(self, correction: ImportanceCorrection, batch: MicroBatch, logprobs: Tensor) -> Tensor:
         return importance_weights(
-            self.settings.importance_correction,
+            correction,
             logprobs,
             batch.behaviour_logprobs,
             batch.sequence_ids,

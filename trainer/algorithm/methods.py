@@ -14,6 +14,9 @@ from enum import StrEnum
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_baseline", "pass_at_k", "gae")
 """The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k")
+"""Those that compare a completion with the rest of its group: without others it is 0."""
+
 
 class Aggregation(StrEnum):
     """The mean that turns token losses into one number."""
@@ -37,12 +40,14 @@ class LossMethod:
     options: tuple[str, ...] = ()
     """The keyword arguments of its function that settings of the same names change."""
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    truncates: bool = False
+    """True when it truncates the weight rho of a token itself."""
 
 
 LOSSES: Mapping[str, LossMethod] = {
     "clipped": LossMethod(("clip_low", "clip_high", "dual_clip")),
     "gspo": LossMethod(("clip_low", "clip_high"), Aggregation.SEQUENCE_MEAN),
-    "cispo": LossMethod(("clip_low", "clip_high")),
+    "cispo": LossMethod(("clip_low", "clip_high"), truncates=True),
     "clip_cov": LossMethod(("clip_low", "clip_high")),
     "sapo": LossMethod((), Aggregation.SEQUENCE_MEAN),
 }

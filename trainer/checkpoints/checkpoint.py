@@ -115,6 +115,9 @@ class CheckpointStore:
         self._sealer = ThreadPoolExecutor(1, "checkpoint-sealer")
         if ranks.is_main:
             directory.mkdir(parents=True, exist_ok=True)
+            # What a trainer that was killed had not finished: each takes as much room as a checkpoint.
+            for unfinished in directory.glob(".step-*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(
         self,
@@ -182,7 +185,7 @@ class CheckpointStore:
                 raise DiskFullError(complaints[0])
             with writing(pending.final):
                 _replace(pending.final, pending.hidden)
-                self._remove_old(pending.state.best_step)
+                self._remove_old(pending.state)
 
         try:
             self.ranks.on_main(put_in_place, DiskFullError)
@@ -196,9 +199,11 @@ class CheckpointStore:
         taken, self._removed_snapshots = self._removed_snapshots, []
         return taken
 
-    def _remove_old(self, best_step: int | None) -> None:
-        best = None if best_step is None else self._path(best_step)
-        for old in self._complete()[: -self.kept]:
+    def _remove_old(self, state: RunState) -> None:
+        """Remove the checkpoints up to ``state`` that are not kept; later ones could not be used and do not count."""
+        best = None if state.best_step is None else self._path(state.best_step)
+        up_to_now = [path for path in self._complete() if path <= self._path(state.step)]
+        for old in up_to_now[: -self.kept]:
             if old != best:
                 if (snapshot := _snapshot_of(old)) is not None:
                     self._removed_snapshots.append(snapshot)
@@ -275,7 +280,9 @@ def _begin(optimizer: torch.optim.Optimizer) -> None:
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
         if not optimizer.state[parameter]:
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+            # On the parameter's device, because the fused kernel counts the steps there.
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def _seal(written: Future[Any], directory: Path, state: RunState) -> None:

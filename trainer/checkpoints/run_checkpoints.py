@@ -17,6 +17,9 @@ from trainer.team import Team
 
 log = get_logger(__name__)
 
+LEAVE_SNAPSHOT_SECONDS = 15.0
+"""Longest wait for the replay buffer's snapshot when the run ends: whoever asked it to stop may kill it before long."""
+
 
 @dataclass
 class RunCheckpoints:
@@ -32,20 +35,29 @@ class RunCheckpoints:
     def __post_init__(self) -> None:
         self.started = time.monotonic() - self.state.seconds
 
-    def save(self, *, wait: bool = False) -> None:
-        """Start a checkpoint of the last completed step, together with the replay buffer's contents."""
+    def save(self, *, wait: bool = False, snapshot_seconds: float | None = None) -> None:
+        """Start a checkpoint of the last completed step, together with the replay buffer's contents.
+
+        Args:
+            wait: return only when the checkpoint is in place.
+            snapshot_seconds: longest wait for the replay buffer; without it, SERVICE_DEADLINE_SECONDS.
+        """
         state, label = self.state, f"{self.settings.run_id}-step-{self.state.step:06d}"
         try:
-            self.services.save_replay(label)
+            self.services.save_replay(label, snapshot_seconds)
             state.replay_snapshot = label
         except DependencyLostError as error:
             # Weights are worth more than replay: a run that resumes from here starts with an empty buffer.
             log.warning("checkpoint without the replay buffer's contents", reason=str(error))
             state.replay_snapshot = None
-        state.seconds = time.monotonic() - self.started
+        self.note_seconds()
         state.random_state = torch.get_rng_state().tolist()
         self.team.save_checkpoint(state.model_copy(deep=True), wait=wait)
         log.info("checkpoint", step=state.step, directory=str(self.settings.checkpoint_dir))
+
+    def note_seconds(self) -> None:
+        """Write into the state how long the run has taken."""
+        self.state.seconds = time.monotonic() - self.started
 
     def poll(self) -> None:
         """Put a checkpoint in place that has been written meanwhile, and delete the snapshots of removed ones."""
@@ -70,7 +82,7 @@ class RunCheckpoints:
             if is_full or self.team.checkpoints.saved_step == self.state.step:
                 self.team.finish_checkpoint()
             elif self.state.step:
-                self.save(wait=True)
+                self.save(wait=True, snapshot_seconds=LEAVE_SNAPSHOT_SECONDS)
         except DiskFullError as full:
             # Not raised: it would hide why the run ends. A full disk that ends the run is said once, by its own error.
             reason = None if isinstance(error, DiskFullError) else str(full)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,7 @@ from trainer.config import CriticModel, TrainerSettings
 from trainer.model.gathering import gather_state, whole_parameters
 from trainer.model.learner import Learner, UpdateResult
 from trainer.model.loading import choose_compute, load_model
-from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
+from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
 from trainer.model.policy import predicting_states
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import shard
@@ -122,20 +123,11 @@ class CriticLearner:
         parts = [make_part(share, share, settings.micro_batch_tokens, self.ranks) for share in shares]
         rate = learning_rate(settings, step, self.total_steps, settings.critic_learning_rate)
         rates = [rate] * len(self.optimizer.param_groups)
-        taken: list[dict[str, float]] = []
         batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
-        for part in parts:
-            if part.own:
-                passes = [partial(self._backward, batches, part.size) for _ in part.own]
-                stop = None if taken else should_stop
-                taken.append(optimizer_step(settings, self.ranks, self.module, self.optimizer, passes, rates, stop))
-        return UpdateResult(
-            steps=len(taken),
-            skipped=sum(not is_finite(metrics) for metrics in taken),
-            tokens=sum(part.tokens for part in parts),
-            seconds=time.perf_counter() - started,
-            metrics={name: value for name, value in means(taken).items() if "value_" in name},
-        )
+        passes = [[partial(self._backward, batches, part.size) for _ in part.own] for part in parts]
+        taken = optimizer_steps(settings, self.ranks, self.module, self.optimizer, passes, rates, should_stop)
+        result = UpdateResult.of(taken, parts, started)
+        return replace(result, metrics={name: value for name, value in result.metrics.items() if "value_" in name})
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize) -> Diagnostics:
         batch = next(batches)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import CriticModel, TrainerSettings
-from trainer.model.optimizer import is_finite, learning_rate, make_optimizer, means, optimizer_step
+from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, means, optimizer_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharing import Part, make_part, packed, token_numbers, unknown_ids
@@ -33,6 +33,8 @@ class UpdateResult:
     steps: int = 0
     skipped: int = 0
     """Optimizer steps left out because the loss or the gradient was not finite."""
+    is_without_effect: bool = False
+    """True when that left out every optimizer step of the policy, or every one of the critic."""
     refused: int = 0
     """Groups left out because the model does not know some of their tokens."""
     tokens: int = 0
@@ -41,11 +43,31 @@ class UpdateResult:
     metrics: dict[str, float] = field(default_factory=dict)
     """Means over the optimizer steps that have the metric."""
 
+    @classmethod
+    def of(cls, taken: Sequence[dict[str, float]], parts: Sequence[Part], started: float) -> Self:
+        """Return the result of an update that began at ``started`` (time.perf_counter).
+
+        Args:
+            taken: the metrics of its optimizer steps.
+            parts: this rank's parts of them.
+            started: when the update began.
+        """
+        skipped = sum(not is_finite(metrics) for metrics in taken)
+        return cls(
+            steps=len(taken),
+            skipped=skipped,
+            is_without_effect=skipped == len(taken) > 0,
+            tokens=sum(part.tokens for part in parts),
+            seconds=time.perf_counter() - started,
+            metrics=means(taken),
+        )
+
     def with_critic(self, critic: UpdateResult) -> UpdateResult:
         """Return the policy's update together with the critic's on the same groups, whose tokens count once."""
         return replace(
             self,
             skipped=self.skipped + critic.skipped,
+            is_without_effect=self.is_without_effect or critic.is_without_effect,
             tokens=self.tokens or critic.tokens,
             seconds=self.seconds + critic.seconds,
             metrics=self.metrics | critic.metrics,
@@ -96,23 +118,15 @@ class Learner:
         is_decoupled = n_steps > 1 and self.settings.importance_correction is not ImportanceCorrection.NONE
         proximal = [self._logprobs(part) if is_decoupled else [None] * len(part.own) for part in parts]
         rates = self._rates(step)
-        taken: list[dict[str, float]] = []
         batches = packed([pieces for part in parts for pieces in part.own], self.ranks)
-        for part, before in zip(parts, proximal, strict=True):
-            if part.own:
-                passes = [partial(self._backward, batches, part.size, old) for old in before]
-                stop = None if taken else should_stop
-                taken.append(
-                    optimizer_step(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, stop)
-                )
-        return UpdateResult(
-            steps=len(taken),
-            skipped=sum(not is_finite(metrics) for metrics in taken),
-            refused=len(groups) - len(known),
-            tokens=sum(part.tokens for part in parts),
-            seconds=time.perf_counter() - started,
-            metrics=means(taken) | {"learning_rate": rates[0], "groups_refused": float(len(groups) - len(known))},
-        )
+        passes = [
+            [partial(self._backward, batches, part.size, old) for old in before]
+            for part, before in zip(parts, proximal, strict=True)
+        ]
+        taken = optimizer_steps(self.settings, self.ranks, self.policy, self.optimizer, passes, rates, should_stop)
+        result, refused = UpdateResult.of(taken, parts, started), len(groups) - len(known)
+        metrics = result.metrics | {"learning_rate": rates[0], "groups_refused": float(refused)}
+        return replace(result, refused=refused, metrics=metrics)
 
     def logprobs(
         self, groups: Sequence[TrainingGroup], temperature: float | None = None, *, use_adapters: bool = True
@@ -152,8 +166,7 @@ class Learner:
 
     def _part(self, groups: Sequence[TrainingGroup]) -> Part:
         settings = self.settings
-        has_kl = settings.kl_coef != 0 and not settings.kl_in_reward
-        needs_all = settings.entropy_coef != 0 or has_kl or self.policy.value_head is not None
+        needs_all = settings.entropy_coef != 0 or settings.has_kl_loss or self.policy.value_head is not None
         trainable = [g for g in groups if needs_all or g.mean_absolute_advantage]
         return make_part(groups, trainable, settings.micro_batch_tokens, self.ranks)
 
@@ -162,7 +175,7 @@ class Learner:
         settings = self.settings
         peaks = [settings.learning_rate] * len(self.optimizer.param_groups)
         if settings.has_critic and settings.critic is CriticModel.SHARED:
-            peaks[-1] = settings.critic_learning_rate
+            peaks[-HEAD_GROUPS:] = [settings.critic_learning_rate] * HEAD_GROUPS
         return [learning_rate(settings, step, self.total_steps, peak) for peak in peaks]
 
     @torch.no_grad()
@@ -171,8 +184,7 @@ class Learner:
 
     def _backward(self, batches: Iterator[MicroBatch], size: StepSize, proximal: Tensor | None) -> Diagnostics:
         batch = next(batches)
-        has_kl = self.settings.kl_coef != 0 and not self.settings.kl_in_reward
-        reference = self._reference_logprobs(batch) if has_kl else None
+        reference = self._reference_logprobs(batch) if self.settings.has_kl_loss else None
         outputs = self.policy(batch)
         loss, diagnostics = self.loss(
             batch,

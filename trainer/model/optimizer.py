@@ -18,6 +18,9 @@ from trainer.config import Schedule, TrainerSettings
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import reshard
 
+HEAD_GROUPS = 2
+"""Parameter groups of a value head: its matrix and its bias."""
+
 
 class StopRequestedError(Exception):
     """A request to stop in the middle of an update; the weights are as they were before the update."""
@@ -27,14 +30,14 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
     """Return an AdamW for the trainable parameters of a module, a ``value_head`` among them.
 
     Weight decay applies to matrices, not to norms' weights and to biases: these vectors set the scale of activations,
-    and decay would pull it to 0 whatever the gradient. The value head is the last parameter group.
+    and decay would pull it to 0 whatever the gradient. The value head is the last HEAD_GROUPS parameter groups.
     """
     trained = [(name.startswith("value_head."), p) for name, p in module.named_parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for is_head, p in trained if p.ndim > 1 and not is_head]},
-        {"params": [p for is_head, p in trained if p.ndim <= 1 and not is_head], "weight_decay": 0.0},
-        {"params": [p for is_head, p in trained if is_head]},
-    ]
+    groups: list[dict[str, Any]] = []
+    for wants_head in (False, True):
+        part = [p for is_head, p in trained if is_head is wants_head]
+        groups.append({"params": [p for p in part if p.ndim > 1]})
+        groups.append({"params": [p for p in part if p.ndim <= 1], "weight_decay": 0.0})
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
@@ -43,6 +46,27 @@ def make_optimizer(settings: TrainerSettings, module: nn.Module) -> torch.optim.
         weight_decay=settings.weight_decay,
         fused=True,
     )
+
+
+def optimizer_steps(
+    settings: TrainerSettings,
+    ranks: Ranks,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[Sequence[Callable[[], Diagnostics]]],
+    rates: Sequence[float],
+    should_stop: Callable[[], bool] | None = None,
+) -> list[dict[str, float]]:
+    """Take an optimizer step on each of ``steps`` that has passes; return the metrics of each. See ``optimizer_step``.
+
+    Raises:
+        StopRequestedError: ``should_stop`` was true on some rank before the first step was taken; nothing has changed.
+    """
+    taken: list[dict[str, float]] = []
+    for passes in filter(None, steps):
+        stop = None if taken else should_stop
+        taken.append(optimizer_step(settings, ranks, module, optimizer, passes, rates, stop))
+    return taken
 
 
 def optimizer_step(

@@ -56,10 +56,13 @@ def work_of(
 
 def _checkpoints(settings: TrainerSettings) -> int:
     """Return how many checkpoints are on the volume at the same time: the newest, the best, and one being written."""
-    if not settings.checkpoint_every:
+    # Each evaluation may find the best policy, whose checkpoint is kept.
+    intervals = [settings.checkpoint_every, settings.eval_every if settings.eval_prompts else 0]
+    if not any(intervals):
         return 1
     most = settings.checkpoints_kept + 1 + (settings.eval_prompts > 0)
-    return min(most, math.ceil(settings.max_steps / settings.checkpoint_every)) if settings.max_steps else most
+    saves = sum(math.ceil(settings.max_steps / every) for every in intervals if every)
+    return min(most, saves) if settings.max_steps else most
 
 
 def choose(settings: TrainerSettings, shape: ModelShape, work: Work, limits: Limits) -> Work:

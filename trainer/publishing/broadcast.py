@@ -77,13 +77,12 @@ class BroadcastPublisher(Publisher):
         state = gather_state(self.policy.full_parameters(dtype), self.ranks, copy=True)
 
         def start_writing() -> None:
-            if self._writing is not None:
-                self._writing.result(PUBLISH_SECONDS)
+            self._wait_until_written()
             self._state = state
             save = partial(write_model, self.policy, state, dtype=dtype)
             self._writing = self._writer.submit(write_version, self.store, version, save)
 
-        self.ranks.on_main(start_writing, DiskFullError)
+        self.ranks.on_main(start_writing, DiskFullError, DependencyLostError)
 
     def is_on_volume(self, version: int) -> bool:
         """See Publisher; a version that is being written counts."""
@@ -91,13 +90,28 @@ class BroadcastPublisher(Publisher):
 
     def close(self) -> None:
         """Wait until the last version is on the volume."""
-        if self._writing is not None:
-            try:
-                self._writing.result(PUBLISH_SECONDS)
-            except DiskFullError as error:
-                # Not raised, because it would hide the reason why the run ended.
-                log.warning("the last policy version is not on the volume", reason=str(error))
-        self._writer.shutdown()
+        try:
+            self._wait_until_written()
+        except DependencyLostError as error:
+            # Not raised, because it would hide the reason why the run ended.
+            log.warning("the last policy version is not on the volume", reason=str(error))
+        self._writer.shutdown(wait=False)
+
+    def _wait_until_written(self) -> None:
+        """Wait until the version that is being written, if any, is on the volume.
+
+        Raises:
+            DependencyLostError: it is not there after PUBLISH_SECONDS; DiskFullError: the disk is full.
+        """
+        if self._writing is None:
+            return
+        try:
+            self._writing.result(PUBLISH_SECONDS)
+        except TimeoutError:
+            raise DependencyLostError(
+                f"a policy version is not written to {self.store.policy_dir} after {PUBLISH_SECONDS:g} s; "
+                "the volume is too slow or does not answer"
+            ) from None
 
     async def deliver(self, version: int) -> dict[str, float]:
         """See Publisher."""

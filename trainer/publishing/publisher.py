@@ -13,7 +13,7 @@ from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharding import leave_gpu
 from trainer.publishing.workers import VersionGoneError
-from trainer.service_thread import ServiceThread
+from trainer.service_thread import InterruptedCallError, ServiceThread
 
 log = get_logger(__name__)
 
@@ -43,6 +43,7 @@ class Publisher(ABC):
         Raises:
             DependencyLostError: fewer than MIN_WORKERS workers serve the version; raised on every rank.
             DiskFullError: the version cannot be written; raised on every rank.
+            InterruptedCallError: the run was asked to stop; raised on every rank.
         """
         writes = 0
         while True:
@@ -65,7 +66,8 @@ class Publisher(ABC):
         """Write the version to the shared volume, where workers that start find it. This needs no worker.
 
         Raises:
-            DiskFullError: raised on every rank.
+            DependencyLostError: the volume does not take it; raised on every rank.
+            DiskFullError: the disk is full; raised on every rank.
         """
         self.put_on_volume(version)
         self._written = version
@@ -79,12 +81,13 @@ class Publisher(ABC):
 
         def work() -> dict[str, float]:
             assert self.services is not None, "rank 0 has the services"
-            return self.services.call(self.deliver(version))
+            return self.services.call(self.deliver(version), interruptible=True)
 
         if self.settings.engine_sleeps:
             # Engines that wake for the version take their memory of the same GPU back.
             leave_gpu(self.policy)
-        metrics: dict[str, float] = self.ranks.on_main(work, VersionGoneError, DependencyLostError)
+        errors = (VersionGoneError, DependencyLostError, InterruptedCallError)
+        metrics: dict[str, float] = self.ranks.on_main(work, *errors)
         return metrics
 
     def is_on_volume(self, version: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -156,7 +157,8 @@ def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:
         with path.open("ab") as stream:
             stream.write(b"".join(orjson.dumps(record) + b"\n" for record in records))
     except OSError:
-        os.truncate(path, size)  # a full disk may have taken a part of a line
+        with contextlib.suppress(FileNotFoundError):  # the disk was too full to create it
+            os.truncate(path, size)  # a full disk may have taken a part of a line
         raise
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -85,10 +86,18 @@ def create_status_app(settings: TrainerSettings, status: RunStatus) -> FastAPI:
     return app
 
 
-async def serve_status(settings: TrainerSettings, status: RunStatus) -> None:
-    """Serve the status page until cancelled."""
+def listen_for_status() -> socket.socket:
+    """Return the socket of the status page.
+
+    Raises:
+        ConfigurationError: its address is taken.
+    """
     address = bind_address(Task.TRAINER, STATUS_PORT)
-    listener = listen(address.host, address.port)
+    return listen(address.host, address.port)
+
+
+async def serve_status(settings: TrainerSettings, status: RunStatus, listener: socket.socket) -> None:
+    """Serve the status page until cancelled."""
     server = uvicorn.Server(server_config(create_status_app(settings, status), lifespan="on"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -17,7 +17,11 @@ from trainer.rollouts.batch import Batch
 LEASE_WAIT_SECONDS = 5.0
 
 FRESH_WAIT_SECONDS = 900.0
-"""Longest wait for enough fresh groups before the run ends: longer than an engine that was lost takes to come back."""
+"""Least patience with the collectors, without a new group, before the run ends: longer than an engine that was lost
+takes to come back."""
+
+LONGEST_ANSWER_MARGIN_SECONDS = 300.0
+"""Patience beyond the longest time of an answer, for its place among the others and its scoring."""
 
 
 class FreshQueue:
@@ -40,10 +44,11 @@ class FreshQueue:
         once, so that collectors have room for another.
 
         Raises:
-            DependencyLostError: not enough fresh groups came within FRESH_WAIT_SECONDS.
+            DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
         batch.counts["groups_dropped_stale"] = 0.0
-        started = time.monotonic()
+        patience = max(FRESH_WAIT_SECONDS, self.settings.longest_answer_seconds + LONGEST_ANSWER_MARGIN_SECONDS)
+        newest = time.monotonic()
         while batch.missing:
             most = 1 if self.settings.dynamic_sampling_tries else batch.missing
             collectors_done = await self._collectors_are_done()
@@ -58,19 +63,22 @@ class FreshQueue:
             batch.counts["groups_dropped_stale"] += reply.dropped_stale
             # A lease that ran out meanwhile gave its groups back, and they may come once more.
             held = {group.group_id for group in batch.groups}
-            kept = batch.take([group for group in reply.groups if group.group_id not in held])
+            new = [group for group in reply.groups if group.group_id not in held]
+            kept = batch.take(new)
+            if new:
+                newest = time.monotonic()
             if reply.lease_id is not None and (kept or most > 1):
                 self._leases.append(reply.lease_id)
             elif reply.lease_id is not None:
                 await self._acknowledge(reply.lease_id)
             elif collectors_done:
                 break
-            elif time.monotonic() - started > FRESH_WAIT_SECONDS:
+            elif time.monotonic() - newest > patience:
                 if await self._prompts_are_used_up():
                     break
                 raise DependencyLostError(
-                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups within "
-                    f"{FRESH_WAIT_SECONDS:g} s; are collectors running?"
+                    f"the fresh queue gave {len(batch.groups)} of {self.settings.batch_size} groups, none of "
+                    f"them in the last {patience:g} s; are collectors running?"
                 )
 
     async def acknowledge(self) -> None:

@@ -105,8 +105,10 @@ def test_a_version_that_is_gone_cannot_be_held(store: PolicyStore) -> None:
 def test_versions_after_a_checkpoint_are_discarded(store: PolicyStore) -> None:
     for version in range(1, 5):
         publish(store, version)
+    store.begin(4)
     store.discard_after(2)
     assert [policy.version for policy in store.published()] == [1, 2]
+    assert store.newest_begun() == 2, "nobody waits for a version whose writer was killed"
 
 
 def test_a_reader_never_sees_half_a_version(store: PolicyStore) -> None:

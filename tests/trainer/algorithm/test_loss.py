@@ -102,6 +102,18 @@ def test_the_decoupled_objective_clips_against_the_proximal_policy_and_weights_b
     assert loss == pytest.approx(by_hand(batch, theta, proximal, token_loss=token_loss) / STEP.tokens, rel=1e-5)
 
 
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_cispo_bounds_the_weight_of_a_stale_token_by_itself(batch: MicroBatch, is_decoupled: bool) -> None:
+    theta, proximal = logprobs_near(batch, 1, spread=1.0), logprobs_near(batch, 2, spread=1.0)
+    _, gradient = loss_of(batch, theta, {"loss": "cispo"}, **({"proximal_logprobs": proximal} if is_decoupled else {}))
+    behaviour = batch.behaviour_logprobs
+    weight = (theta - (proximal if is_decoupled else behaviour)).exp().clamp(max=5.0)
+    if is_decoupled:
+        weight = weight * (proximal - behaviour).exp().clamp(max=2.0)
+    assert ((theta - behaviour).exp() > 2).any()
+    torch.testing.assert_close(gradient, -weight * batch.advantages * batch.weights / STEP.tokens)
+
+
 def test_stale_tokens_are_corrected_unless_the_settings_say_otherwise(batch: MicroBatch) -> None:
     theta = logprobs_near(batch, 1, spread=1.0)
     loss, gradient = loss_of(batch, theta, {})

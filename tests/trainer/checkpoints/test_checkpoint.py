@@ -179,9 +179,11 @@ def test_a_checkpoint_of_another_model_is_refused_with_both_ways_out(
         resume_and_train(alone, other, checkpoints, GROUPS, LAST)
 
 
-def test_what_was_never_finished_is_no_checkpoint(alone: Ranks, model: Path, checkpoints: Path) -> None:
-    shutil.copytree(checkpoints / f"step-{SAVED:06d}", checkpoints / ".step-000009.partial")
+def test_what_was_never_finished_is_no_checkpoint_and_goes(alone: Ranks, model: Path, checkpoints: Path) -> None:
+    for name in (".step-000009.partial", ".step-000009.old"):
+        shutil.copytree(checkpoints / f"step-{SAVED:06d}", checkpoints / name)
     assert resume_and_train(alone, model, checkpoints, GROUPS, SAVED)[0] == SAVED
+    assert not list(checkpoints.glob(".step-*"))
 
 
 def test_a_disk_that_is_full_for_one_rank_ends_all_of_them_with_the_reason(model: Path, tmp_path: Path) -> None:
@@ -199,6 +201,19 @@ def test_the_last_ones_and_the_best_are_kept(alone: Ranks, model: Path, tmp_path
     for step in range(1, 6):
         store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=min(step, 2)), wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_a_damaged_one_of_a_later_step_takes_no_place_of_those_that_are_kept(
+    alone: Ranks, model: Path, tmp_path: Path
+) -> None:
+    learner = make_learner(alone, model)
+    store = CheckpointStore(tmp_path, 1, alone)
+    for step in (1, 9):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step, best_step=1), wait=True)
+    cut_short(tmp_path / "step-000009")
+    for step in (2, 3):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:06d}", "step-000009"]
 
 
 def test_a_checkpoint_is_written_beside_the_training(alone: Ranks, model: Path, tmp_path: Path) -> None:

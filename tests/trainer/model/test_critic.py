@@ -25,6 +25,7 @@ from trainer.algorithm.critic_targets import critic_metrics, with_critic_targets
 from trainer.algorithm.gae import explained_variance
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.model.critic import CriticLearner
+from trainer.model.gathering import whole_parameters
 from trainer.model.optimizer import StopRequestedError
 from trainer.model.ranks import Ranks
 
@@ -172,6 +173,28 @@ def test_in_a_warm_up_the_critic_moves_and_the_policy_stays(alone: Ranks, model:
     changed = {name for name, weights in weights_of(critic.policy).items() if not np.array_equal(weights, before[name])}
     assert changed == (set() if kind == "own" else {"value_head.weight", "value_head.bias"})
     assert any(x for of_group in critic.values(rewarded()) for row in of_group for x in row)
+
+
+@BOTH
+def test_weight_decay_leaves_the_heads_bias_alone(alone: Ranks, model: Path, kind: str) -> None:
+    critic = make_critic(alone, model, kind, learning_rate=0.5, weight_decay=0.5)
+    for parameter in critic.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    head = critic.module.get_submodule("value_head")
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.fill_(1.0)
+    critic.optimizer.step()
+    found = {name: set(whole.flatten().tolist()) for name, whole in whole_parameters(head, torch.float32)}
+    assert found == {"weight": {0.75}, "bias": {1.0}}
+
+
+def test_a_shared_head_learns_at_the_critics_rate(alone: Ranks, model: Path) -> None:
+    learner = make_learner(alone, model, advantage="gae", critic="shared", critic_learning_rate=3e-3)
+    learner.update(with_targets(CriticLearner(learner), rewarded()), 0)
+    rates = {p: group["lr"] for group in learner.optimizer.param_groups for p in group["params"]}
+    for name, parameter in learner.policy.named_parameters():
+        assert rates[parameter] == (3e-3 if name.startswith("value_head.") else 1e-2), name
 
 
 @BOTH

@@ -87,6 +87,21 @@ def test_what_cannot_fit_is_refused_with_what_would(
 
 
 @pytest.mark.parametrize(
+    ("given", "checkpoints"),
+    [
+        ({"checkpoint_every": 0}, 1),
+        ({"checkpoint_every": 0, "eval_every": 5}, 4),
+        ({"checkpoint_every": 0, "eval_every": 5, "eval_prompts": 0}, 1),
+        ({"checkpoint_every": 0, "eval_every": 5, "max_steps": 10}, 2),
+        ({"checkpoint_every": 5}, 4),
+        ({"checkpoint_every": 5, "max_steps": 10}, 2),
+    ],
+)
+def test_the_volume_has_room_for_the_checkpoints_of_evaluations(given: dict[str, Any], checkpoints: int) -> None:
+    assert chosen("0.5B", 1, 1, **given).checkpoints == checkpoints
+
+
+@pytest.mark.parametrize(
     "file", ["jobgroup.yaml", "jobgroup-async.yaml", "jobgroup-agent.yaml", "jobgroup-environment.yaml"]
 )
 def test_the_job_groups_have_what_their_model_needs(file: str) -> None:

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from safetensors import SafetensorError
 
 from services.core import memory
 from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
 from tests.trainer.tiny import FAMILIES, save_model
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
-from trainer.publishing import Publisher, disk, make_publisher
+from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
 from trainer.publishing.publisher import WRITES
 from trainer.publishing.workers import VersionGoneError
-from trainer.service_thread import ServiceThread
+from trainer.service_thread import InterruptedCallError, ServiceThread
 
 
 @pytest.fixture
@@ -127,6 +131,29 @@ def test_a_version_that_disappears_each_time_ends_the_run(
 
 
 @pytest.mark.parametrize("transport", Transport)
+def test_a_run_that_is_asked_to_stop_waits_for_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    asked = threading.Event()
+
+    def no_worker(_: Any) -> Any:
+        asked.set()
+        return {"workers": []}
+
+    with ExitStack() as stack:
+        ranks, thread = stack.enter_context(join_ranks()), stack.enter_context(ServiceThread(asked.is_set))
+        router = stack.enter_context(fake_service({"GET /workers": no_worker}))
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        # So that a publication which does not listen fails soon.
+        monkeypatch.setattr(workers, "PUBLISH_SECONDS", IDLE_SECONDS)
+        publisher = make(tmp_path, (ranks, thread), transport)
+        stack.callback(publisher.close)
+        with pytest.raises(InterruptedCallError):
+            publisher.publish(1)
+
+
+@pytest.mark.parametrize("transport", Transport)
 def test_a_version_is_written_without_any_worker_and_only_once(
     alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
@@ -156,6 +183,22 @@ def test_a_full_disk_leaves_nothing_of_the_version_that_it_did_not_take(
         publisher.write(1)
     publisher.close()
     assert list(publisher.store.policy_dir.iterdir()) == []
+
+
+def test_a_volume_that_takes_no_version_is_a_lost_dependency(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = make(tmp_path, alone, Transport.BROADCAST)
+    may_end = threading.Event()
+    monkeypatch.setattr(broadcast, "write_version", lambda *_: may_end.wait(LIMIT_SECONDS))
+    monkeypatch.setattr(broadcast, "PUBLISH_SECONDS", 0.1)
+    publisher.write(0)
+    with pytest.raises(DependencyLostError, match=r"not written to .*/policy after 0\.1 s"):
+        publisher.write(1)
+    with structlog.testing.capture_logs() as logged:
+        publisher.close()
+    assert [entry["event"] for entry in logged] == ["the last policy version is not on the volume"]
+    may_end.set()
 
 
 @pytest.mark.parametrize(("kept", "while_writing"), [(1, [1]), (2, [1]), (3, [1, 2])])

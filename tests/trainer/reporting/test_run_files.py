@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -95,3 +97,16 @@ def test_a_resumed_run_has_no_outcome_until_it_ends(tmp_path: Path) -> None:
         assert not (tmp_path / "runs" / "r" / "summary.json").exists()
         files.write_summary({"status": "succeeded", "accuracy_before": None})
         files.close()
+
+
+def test_a_file_that_a_full_disk_does_not_create_is_an_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files = RunFiles(TrainerSettings.load(shared_dir=tmp_path, run_id="r"), 0, str)
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        files.record_evaluation(1, [{"prompt": "1 + 1 =", "completion": "2"}])
+    files.close()

@@ -118,7 +118,7 @@ def test_the_reward_is_the_episodes_return(stage: Stage) -> None:
     returns: list[float] = []
     while not any(returns):
         stage.gateway.says = lambda _: str(next(counter, 0))
-        group = stage.group(group_size=1)
+        group = stage.group(group_size=1, advantage="reinforce")
         assert group is not None
         returns.append(group.rewards[0])
     assert returns[-1] == 1.0

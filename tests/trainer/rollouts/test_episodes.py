@@ -284,7 +284,7 @@ def test_weights_that_change_in_mid_episode_are_the_spans_of_its_tokens(stage: S
         return "call"
 
     stage.gateway.says = says
-    group = stage.group(two_turns, group_size=1)
+    group = stage.group(two_turns, group_size=1, advantage="reinforce")
     assert group is not None
     [e] = group.experiences
     assert e.loss_mask is not None
@@ -442,7 +442,7 @@ def test_a_program_does_not_see_that_the_gateway_is_away(stage: Stage, two_turns
 def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
     stage: Stage, two_turns_program: dict[str, Any]
 ) -> None:
-    maker = stage.maker(one_turn, agent_max_turns=1, group_size=1, **two_turns_program)
+    maker = stage.maker(one_turn, agent_max_turns=1, group_size=1, advantage="reinforce", **two_turns_program)
     assert stage.thread.call(maker.make_group(PROMPT)) is None
     assert maker._failed == {"limit": 1}
     [session] = stage.gateway.sessions.values()

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 import pytest
 from prometheus_client import REGISTRY
 
+from services.clients import replay
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.clients.reward import RewardClient
@@ -27,7 +28,7 @@ from trainer.config import TrainerSettings
 from trainer.loop import TrainingLoop
 from trainer.main_rank import MainRank
 from trainer.model.learner import UpdateResult
-from trainer.rollouts import curriculum
+from trainer.rollouts import curriculum, fresh_queue
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.evaluate import KEPT_SAMPLES, Evaluator, describe_accuracy
@@ -137,11 +138,11 @@ def fakes() -> Iterator[list[FakeService]]:
 
 @pytest.fixture
 def services(fakes: list[FakeService], tmp_path: Path) -> Iterator[Services]:
-    data, rollouts, rewards, replay = (fake.endpoint for fake in fakes)
+    data, rollouts, rewards, buffer = (fake.endpoint for fake in fakes)
     clients = Clients(
         DataClient(data, deadline=20),
         RewardClient(rewards, deadline=20),
-        ReplayClient(replay, deadline=20),
+        ReplayClient(buffer, deadline=20),
         RolloutClient(rollouts, vocab_size=VOCAB_SIZE, deadline_seconds=20, max_concurrency=8),
     )
     with ServiceThread() as thread:
@@ -159,6 +160,16 @@ def stats(curriculum: str = "off", **epochs: int) -> dict[str, Any]:
 
 def failed_prompts() -> float:
     return REGISTRY.get_sample_value("trainer_prompts_failed_total") or 0.0
+
+
+def test_groups_of_many_tokens_are_stored_by_several_requests(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each group has a prompt of one token and two completions of one.
+    monkeypatch.setattr(replay, "TOKENS_A_REQUEST", 7)
+    assert services.steps(batch_size=5).next() == [0, 1, 2, 3, 4]
+    sent = services.replay.asked("POST /groups")
+    assert [[group["position"] for group in request["groups"]] for request in sent] == [[0, 1], [2, 3], [4]]
 
 
 # A prompt that cannot be generated
@@ -373,6 +384,52 @@ def test_a_group_that_is_leased_again_is_in_the_batch_once(services: Services) -
     assert services.steps(mode="async", collector_in_process=False).next() == [1, 2, 3, 4]
     leases_told = [request["lease_id"] for request in services.replay.asked("POST /queue/acknowledge")]
     assert leases_told == ["l0", "l1", "l2"], "every lease, so that none of its groups comes again"
+
+
+class LeaseClock:
+    """A clock on which each lease takes 1500 s."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def watch(self, route: Route) -> Route:
+        def lease(request: dict[str, Any]) -> Any:
+            self.now += 1500
+            return route(request)
+
+        return lease
+
+
+@pytest.mark.parametrize(("max_new_tokens", "is_patient"), [(32_768, True), (512, False)])
+def test_a_batch_waits_for_each_further_group_as_long_as_an_answer_may_take(
+    services: Services, monkeypatch: pytest.MonkeyPatch, max_new_tokens: int, is_patient: bool
+) -> None:
+    clock = LeaseClock()
+    monkeypatch.setattr(fresh_queue, "time", clock)
+    services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [], [2], [], [3, 4]))
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
+    steps = services.steps(mode="async", collector_in_process=False, max_new_tokens=max_new_tokens)
+    if is_patient:
+        assert steps.next() == [1, 2, 3, 4]
+    else:
+        with pytest.raises(DependencyLostError, match="gave 1 of 4 groups, none of them in the last 900 s"):
+            steps.next()
+
+
+def test_a_group_leased_again_and_again_does_not_renew_the_wait(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = LeaseClock()
+    monkeypatch.setattr(fresh_queue, "time", clock)
+    services.replay.routes["POST /queue/lease"] = clock.watch(leases([1], [1], [], [2, 3, 4]))
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    services.data.routes["GET /cursor"] = lambda _: {"epoch": 0, "position": 4}
+    steps = services.steps(mode="async", collector_in_process=False, max_new_tokens=16_384)
+    with pytest.raises(DependencyLostError, match="gave 1 of 4 groups"):
+        steps.next()
 
 
 def test_the_last_batch_comes_at_once_when_every_collector_is_done(services: Services) -> None:

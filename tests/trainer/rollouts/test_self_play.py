@@ -174,7 +174,7 @@ def test_the_failure_of_a_seat_leaves_both_without_a_reward(stage: Stage) -> Non
     stage.gateway.says = lambda messages: (
         429 if is_failing and "I took" in messages[3]["content"] else optimal(messages)
     )
-    maker = stage.maker(group_size=1)
+    maker = stage.maker(group_size=1, advantage="reinforce")
     prompt = prompt_of(next(seed for seed in range(200) if len(draw_heaps(seed)) == 3))
     assert stage.thread.call(maker.make_group(prompt)) is None
     is_failing = False
