@@ -22,7 +22,9 @@ SHARED: Settings = {"COMPUTE_TYPE": "float32", "MIN_WORKERS": "1", "KEEP_MEMORY"
 PLAYED = environment.SETTINGS | SHARED | {"ROLLOUT": "environment"}
 
 AGENT, ENVIRONMENT, SELF_PLAY = "tool agent", "guessing game", "Nim against itself"
-LEGAL, OPTIMAL = "eval_environment_legal_moves", "eval_environment_optimal_moves"
+LEGAL, OPTIMAL = "environment_legal_moves", "environment_optimal_moves"
+GREEDY = "eval_"
+"""What the names of figures of the greedy games on held-out deals begin with; the last step has them."""
 CALLS, PARSED = "tool_calls_mean", "tool_calls_parsed"
 
 
@@ -38,7 +40,10 @@ def without_tool(job: Job) -> Figures:
 
 
 train_environment = partial(
-    job_figures.train, job_group=environment.JOB_GROUP, nodes={"environment-server": 1}, columns=(LEGAL, OPTIMAL)
+    job_figures.train,
+    job_group=environment.JOB_GROUP,
+    nodes={"environment-server": 1},
+    columns=(LEGAL, OPTIMAL, GREEDY + LEGAL, GREEDY + OPTIMAL),
 )
 NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
 BY_TASK = {
@@ -65,8 +70,10 @@ def show(results: Results) -> str:
     rows = [
         ("tool calls an episode, in training", AGENT, job_figures.before_and_after(results, CALLS)),
         ("accuracy without the tool, after training", AGENT, job_figures.after(results, "without_tool")),
-        ("legal moves, greedy, held-out deals", SELF_PLAY, job_figures.before_and_after(results, LEGAL)),
-        ("optimal moves, greedy, held-out deals", SELF_PLAY, job_figures.before_and_after(results, OPTIMAL)),
+        ("legal moves in training, first to last step", SELF_PLAY, job_figures.before_and_after(results, LEGAL)),
+        ("optimal moves in training, first to last step", SELF_PLAY, job_figures.before_and_after(results, OPTIMAL)),
+        ("legal moves, greedy, after training", SELF_PLAY, job_figures.after(results, GREEDY + LEGAL)),
+        ("optimal moves, greedy, after training", SELF_PLAY, job_figures.after(results, GREEDY + OPTIMAL)),
     ]
     plots = [
         curves(f"episodes-{number}", results, task, task)
@@ -84,7 +91,7 @@ def summary(results: Results) -> list[str]:
     legal = job_figures.before_and_after(results, LEGAL)
     return [
         *job_figures.sentences([result for result in results if result.task != SELF_PLAY], link),
-        *([f"{link}, self-play of Nim: legal moves {legal}, optimal moves {optimal}."] if legal else []),
+        *([f"{link}, self-play of Nim in training: legal moves {legal}, optimal moves {optimal}."] if legal else []),
     ]
 
 
