@@ -28,7 +28,7 @@ class Sweep:
     choosing: Sequence[int]
     """Seeds of the grid."""
     follow_up: str
-    """A learning rate set by hand, not chosen by the grid, to be compared with the task's own."""
+    """A learning rate to be compared with the task's own."""
     reporting: Sequence[int]
     """Seeds of this comparison, which are none of the grid's."""
 
@@ -90,36 +90,32 @@ class Sweep:
             rows.append((f"{panel} {value}", rate, *(f"{number:.2f}" for number in numbers)))
         return table(("", "best learning rate", "accuracy there", f"accuracy at {own}"), rows)
 
+    def won(self, accuracy: Mapping[str, float]) -> Counter[str]:
+        """Return for how many combinations of the other hyperparameters each learning rate is the best."""
+        # The task's own settings are a value in several panels.
+        combinations = {self.cell("", *pair): pair for pair in self.pairs()}
+        return Counter(self.best(accuracy, *pair) for pair in combinations.values())
+
     def conclusion(self, grid: Mapping[str, Sequence[float]]) -> str:
         """Return what the grid says about the learning rate, and how little with its seeds and at its edge."""
-        accuracy, last = means(grid), self.rates[-1]
-        # The task's own settings are a value in several panels.
-        at_last = {self.cell(last, *pair): pair for pair in self.pairs()}
-        best = Counter(self.best(accuracy, *pair) for pair in at_last.values())
-        counted = names(f"{rate} in {best[rate]}" for rate in self.rates if rate in best)
-        text = f"of {best.total()} combinations of the other hyperparameters, the highest accuracy is at {counted}"
-        edges = [rate for rate in (self.rates[0], last) if rate in best]
+        won = self.won(means(grid))
+        counted = names(f"{rate} in {won[rate]}" for rate in self.rates if rate in won)
+        text = f"of {won.total()} combinations of the other hyperparameters, the highest accuracy is at {counted}"
+        edges = [rate for rate in (self.rates[0], self.rates[-1]) if rate in won]
         if edges:
             text += f"; {names(edges)} is at the edge of the grid, so the best rate may lie beyond it"
-        found = [accuracy[cell] for cell in at_last if cell in accuracy]
-        if found:
-            text += f". At {last} the accuracies go from {min(found):.2f} to {max(found):.2f}"
         counts = [len(values) for values in grid.values()]
-        seeds = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        fewest = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+        seeds = f"{fewest} seed{'s' if max(counts) > 1 else ''}"
         return (
-            f"{text}. A cell has {seeds} of {len(self.choosing)} planned seeds, and differences of cells are not "
-            "tested, so this shows where to look and not which setting is best."
+            f"{text}. A cell is the mean of {seeds}, and differences of cells are not tested, so this shows where to look "
+            "and not which setting is best."
         )
 
-    def place_of_follow_up(self, grid: Mapping[str, Sequence[float]]) -> str:
-        """Return a clause about the place of the follow-up's rate in the grid."""
-        if self.follow_up in (self.rates[0], self.rates[-1]):
-            return "it lies at an edge of the grid"
-        accuracy = means(grid)
-        inner = [rate for rate in self.rates[1:-1] if rate in accuracy]
-        if inner and max(inner, key=lambda rate: accuracy[rate]) == self.follow_up:
-            return "of the grid's rates between its edges, it has the highest accuracy"
-        return "it lies between the edges of the grid"
+    def chosen(self, grid: Mapping[str, Sequence[float]]) -> str:
+        """Return the learning rate that is best for the most combinations of the grid, the lower one of equals."""
+        won = self.won(means(grid))
+        return max(self.rates, key=lambda rate: won[rate])
 
 
 def means(grid: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -145,10 +141,10 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
             conclusion = sweep.conclusion(grid)
             parts.append(paragraph(conclusion[0].upper() + conclusion[1:]))
         if report:
-            place = sweep.place_of_follow_up(grid)
+            choice = "is" if grid and sweep.chosen(grid) == sweep.follow_up else "is not"
             follow_up = f"""
-            Beside the task's own settings, on seeds that are not the grid's: a learning rate of {sweep.follow_up}. The
-            grid did not choose this rate. It is a guess; {place}.
+            Beside the task's own settings, on seeds that are not the grid's: a learning rate of {sweep.follow_up}, which
+            {choice} the rate that is best for the most combinations of the grid.
             """
             parts.append(paragraph(follow_up))
             parts += [comparison(report, REPORT, BASE), accuracy_note(report)]

@@ -257,14 +257,13 @@ def test_a_model_is_made_only_for_settings_without_one() -> None:
     assert not Path(settings["MODEL_NAME"]).exists()
 
 
-def test_a_sweep_says_when_its_best_rate_is_at_the_edge_and_what_its_follow_up_is() -> None:
+def test_a_sweep_says_which_rate_its_grid_chooses_and_when_that_is_at_the_edge() -> None:
     sweep = Sweep({"LEARNING_RATE": "2"}, ("1", "2", "3", "4"), {"clip": {"own": {}}}, range(2), "3", range(2))
     rising = {"1": [0.1, 0.3], "2": [0.4], "3": [0.5], "4": [0.9]}
     told = sweep.conclusion(rising)
     assert "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1; 4 is at the edge" in told
-    assert "A cell has 1 to 2 of 2 planned seeds" in told
-    assert "between its edges, it has the highest accuracy" in sweep.place_of_follow_up(rising)
+    assert "A cell is the mean of 1 to 2 seeds" in told
+    assert sweep.chosen(rising) == "4"
     peaked = rising | {"2": [0.95]}
     assert "edge" not in sweep.conclusion(peaked)
-    assert sweep.place_of_follow_up(peaked) == "it lies between the edges of the grid"
-    assert replace(sweep, follow_up="4").place_of_follow_up(peaked) == "it lies at an edge of the grid"
+    assert sweep.chosen(peaked) == "2"

@@ -8,10 +8,10 @@ from benchmarks.results.tasks import DEMO_TASK
 
 SWEEP = Sweep(
     task=DEMO_TASK,
-    rates=("1e-5", "2e-5", "4e-5"),
+    rates=("5e-6", "1e-5", "2e-5", "4e-5"),
     panels=PANELS,
     choosing=range(100, 102),
-    follow_up="4e-5",
+    follow_up="1e-5",
     reporting=range(3),
 )
 PART = sweep_part(
