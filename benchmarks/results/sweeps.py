@@ -108,8 +108,8 @@ class Sweep:
         fewest = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         seeds = f"{fewest} seed{'s' if max(counts) > 1 else ''}"
         return (
-            f"{text}. A cell is the mean of {seeds}, and differences of cells are not tested, so this shows where to look "
-            "and not which setting is best."
+            f"{text}. A cell is the mean of {seeds}, and differences of cells are not tested, so this shows where to "
+            "look and not which setting is best."
         )
 
     def chosen(self, grid: Mapping[str, Sequence[float]]) -> str:
@@ -143,8 +143,8 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         if report:
             choice = "is" if grid and sweep.chosen(grid) == sweep.follow_up else "is not"
             follow_up = f"""
-            Beside the task's own settings, on seeds that are not the grid's: a learning rate of {sweep.follow_up}, which
-            {choice} the rate that is best for the most combinations of the grid.
+            Beside the task's own settings, on seeds that are not the grid's: a learning rate of {sweep.follow_up},
+            which {choice} the rate that is best for the most combinations of the grid.
             """
             parts.append(paragraph(follow_up))
             parts += [comparison(report, REPORT, BASE), accuracy_note(report)]
