@@ -1,8 +1,9 @@
-"""A test of equivalence: two one-sided t-tests on the difference of two variants, taken seed by seed.
+"""Comparisons of two variants seed by seed: a test of equivalence, and one of a difference.
 
 Two variants are equal within a margin if the 90% confidence interval of their mean difference lies between minus and
-plus the margin (TOST at the 5% level; Schuirmann 1987, doi:10.1007/BF01068419). The margin is chosen before the data
-are seen. An interval that contains 0 alone proves nothing: few seeds make it wide.
+plus the margin: two one-sided t-tests at 5% (Schuirmann 1987, doi:10.1007/BF01068419). The margin is chosen before the
+data are seen. They differ if the 95% interval excludes 0. An interval that contains 0 alone proves nothing: few seeds
+make it wide.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import numpy as np
 from benchmarks.results.runs import Result
 
 LEVEL = 0.05
-"""The chance of calling two variants equal whose difference is the margin."""
+"""The chance of calling two variants equal whose difference is the margin, or different that are not."""
+FEWEST_PAIRS = 3
+"""Fewest seeds that two variants must have in common to be compared."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Measure:
 
 REWARD = Measure("mean reward", lambda result: result.area, 0.02, 3, lambda result: result.rewards)
 """The mean reward over all steps."""
-ACCURACY = Measure("accuracy", lambda result: result.accuracy, 0.1, 2, lambda result: result.accuracy)
+ACCURACY = Measure("accuracy", lambda result: result.accuracy, 0.05, 2, lambda result: result.accuracy)
 """The accuracy on held-out prompts."""
 
 
@@ -46,48 +49,59 @@ class Verdict(StrEnum):
     IDENTICAL = "identical"
     """The same to the last digit in every seed."""
     EQUAL = "equal"
-    """The interval contains 0 and lies within the margin."""
-    WITHIN_MARGIN = "equal, within the margin"
-    """The interval lies within the margin and excludes 0."""
+    """The 90% interval lies within the margin, and the 95% interval contains 0."""
+    SLIGHTLY_HIGHER = "slightly higher"
+    """The 90% interval lies within the margin, and the 95% interval above 0."""
+    SLIGHTLY_LOWER = "slightly lower"
+    """The 90% interval lies within the margin, and the 95% interval below 0."""
     HIGHER = "higher"
-    """The interval lies above 0 and is not within the margin."""
+    """The 95% interval lies above 0, and the 90% interval reaches beyond the margin."""
     LOWER = "lower"
-    """The interval lies below 0 and is not within the margin."""
+    """The 95% interval lies below 0, and the 90% interval reaches beyond the margin."""
     OPEN = "open"
-    """The interval contains 0 and is not within the margin."""
+    """The 95% interval contains 0, and the 90% interval reaches beyond the margin."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The mean difference of two variants over the seeds that both have on one processor."""
 
-    seeds: int
+    pairs: int
     mean: float
-    low: float
-    """Lower end of the 90% confidence interval."""
-    high: float
+    error: float
+    """Standard error of the mean."""
     margin: float
     is_identical: bool = False
     """True if both have the same numbers to the last digit in every seed."""
 
     @property
     def verdict(self) -> Verdict:
-        """The outcome, by where the interval lies."""
+        """The outcome, by where the intervals lie."""
         if self.is_identical:
             return Verdict.IDENTICAL
-        excludes_zero = self.low > 0 or self.high < 0
-        if -self.margin < self.low and self.high < self.margin:
-            return Verdict.WITHIN_MARGIN if excludes_zero else Verdict.EQUAL
-        if not excludes_zero:
-            return Verdict.OPEN
-        return Verdict.HIGHER if self.mean > 0 else Verdict.LOWER
+        low, high = self.interval(1 - LEVEL)
+        is_higher, is_lower = low > 0, high < 0
+        low, high = self.interval(1 - 2 * LEVEL)
+        if -self.margin < low and high < self.margin:
+            if is_higher:
+                return Verdict.SLIGHTLY_HIGHER
+            return Verdict.SLIGHTLY_LOWER if is_lower else Verdict.EQUAL
+        if is_higher:
+            return Verdict.HIGHER
+        return Verdict.LOWER if is_lower else Verdict.OPEN
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        """Return the ends of the confidence interval of the mean (Student's t)."""
+        half = t_quantile((1 + confidence) / 2, self.pairs - 1) * self.error
+        return self.mean - half, self.mean + half
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3f} ({self.low:+.3f} to {self.high:+.3f})"
+        low, high = self.interval(1 - 2 * LEVEL)
+        return f"{self.mean:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def compare(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> Comparison | None:
-    """Return how a measure of ``own`` differs from that of ``base``; None with fewer than two common seeds.
+    """Return how a measure of ``own`` differs from that of ``base``; None with fewer than FEWEST_PAIRS common seeds.
 
     Only runs with the same seed on the same processor are a pair, because processors round sums differently.
     """
@@ -97,12 +111,11 @@ def compare(own: Sequence[Result], base: Sequence[Result], measure: Measure) -> 
     numbers = [(measure.of(result), measure.of(other)) for result, other in pairs]
     differences = [a - b for a, b in numbers if a is not None and b is not None]
     count = len(differences)
-    if count < 2:
+    if count < FEWEST_PAIRS:
         return None
-    mean = statistics.fmean(differences)
-    half = t_quantile(1 - LEVEL, count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    error = statistics.stdev(differences) / math.sqrt(count)
     is_identical = all(measure.exact(result) == measure.exact(other) for result, other in pairs)
-    return Comparison(count, mean, mean - half, mean + half, measure.margin, is_identical)
+    return Comparison(count, statistics.fmean(differences), error, measure.margin, is_identical)
 
 
 def t_quantile(probability: float, degrees: int) -> float:

@@ -64,15 +64,18 @@ def first_and_last(job: Job, columns: Sequence[str]) -> Figures:
     return found
 
 
-def before_and_after(results: Results, figure: str) -> str:
-    """Return a figure's means before and after as a table's cell; "" without values."""
-    before, after = ([r.figures[figure + end] for r in results if figure + end in r.figures] for end in (BEFORE, AFTER))
-    return f"{spread(before)} to {spread(after)}" if before and after else ""
+def of_last_step(job: Job, columns: Sequence[str]) -> Figures:
+    """Return each column's value of the last step."""
+    last = job.steps()[-1]
+    return {column + AFTER: last[column] for column in columns if last.get(column) is not None}
 
 
-def after(results: Results, figure: str) -> str:
-    """Return the mean of a figure that is measured after training only; "" without values."""
-    return spread([result.figures[figure + AFTER] for result in results if figure + AFTER in result.figures])
+def before_and_after(results: Results, figure: str) -> tuple[str, str]:
+    """Return a figure's means before and after, or of the first and the last step, as cells; "" without values."""
+    before, after = (
+        spread([run.figures[figure + end] for run in results if figure + end in run.figures]) for end in (BEFORE, AFTER)
+    )
+    return before, after
 
 
 def task_table(results: Results, texts: Mapping[str, str]) -> str:
@@ -112,7 +115,7 @@ def accuracies(results: Results) -> tuple[list[float], list[float]]:
 
 
 def sentences(results: Results, link: str) -> list[str]:
-    """Return a sentence for the summary: each task's mean accuracy before and after, by whether a seed has learned.
+    """Return a sentence for the summary: each task's accuracies before and after, by whether a seed has learned.
 
     A seed has learned if Wilson's 95% intervals of its answers before and after do not overlap.
     """
@@ -125,16 +128,18 @@ def sentences(results: Results, link: str) -> list[str]:
             risen = sum(
                 wilson(last, prompts)[0] > wilson(first, prompts)[1] for first, last in zip(before, after, strict=True)
             )
-            change = f"{statistics.fmean(before):.2f} to {statistics.fmean(after):.2f}"
-            learned.setdefault(risen > 0, []).append(f"{task} {change} ({risen} of {len(after)} seeds)")
+            change = f"{statistics.fmean(before):.2f} to {names(f'{accuracy:.2f}' for accuracy in after)}"
+            highest = max(max(run.rewards) for run in own)
+            text = f"in {risen} of {len(after)} seeds" if risen else f"highest reward of a step {highest:.2f}"
+            learned.setdefault(risen > 0, []).append(f"{task} {change} ({text})")
     if not learned:
         return []
     parts = []
     if True in learned:
-        parts.append(f"Learned: {names(learned[True])}")
+        parts.append(f"**Learned:** {'; '.join(learned[True])}")
     if False in learned:
-        parts.append(f"Not learned by so small a model in these steps: {names(learned[False])}")
-    return [f"{link}, mean accuracy on held-out prompts before and after training. {'. '.join(parts)}."]
+        parts.append(f"**Not learned:** {'; '.join(learned[False])}")
+    return [f"{link}, accuracy on held-out prompts before training and after, by seed. {'. '.join(parts)}."]
 
 
 def wilson(accuracy: float, prompts: int) -> tuple[float, float]:

@@ -66,9 +66,9 @@ def methods_part(
     def show(results: Results) -> str:
         general = f"""
         `GRPO` has the product's defaults: advantages divided by the group's deviation, the mean over the tokens of the
-        step, a clip of 0.2, one update a batch. Every other row changes what it names. PPO has a critic of its own with
-        a learning rate of {critic_rate}. Rewards are those without the overlong penalty, which falls over the last four
-        of eight tokens.
+        step, a clip of 0.2, one update a batch. Every other row changes what it names; GSPO and CISPO have the clips
+        and means of their papers. PPO has a critic of its own with a learning rate of {critic_rate}. The overlong
+        penalty grows over the last four of the eight tokens; the table's rewards exclude it.
         """
         parts = [paragraph(text + general), comparison(results, task, BASE), accuracy_note(results)]
         parts.append(curves(name, results, task, "Methods, one update a batch"))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from benchmarks.common.harness import ROOT
-from benchmarks.results.equivalence import ACCURACY, REWARD
+from benchmarks.results.equivalence import ACCURACY, FEWEST_PAIRS, REWARD
 from benchmarks.results.runs import Part, Results
 from benchmarks.results.tables import names, paragraph
 
@@ -32,36 +32,43 @@ NAMES = (
 INTRODUCTION = """\
 # Results
 
-This page says what training learns, with the data behind every figure. `make results` makes all runs and writes the
-page anew; `.venv/bin/python -m benchmarks.results --only PART` makes one part's. An interrupted command goes on with
-the runs that are missing. Every run is a line of `docs/results/<part>.jsonl`: its settings, its seed, the mean reward
-and the generated tokens of each step, the accuracy on held-out prompts, its processor time. To repeat what is here,
-`--only PART --seeds 1 --again DIRECTORY` makes runs once more, into a directory, and says which agree with these.
-
-A number is the mean over seeds, behind it in brackets the least and the most; a single seed has no brackets. Lines of
-plots are means, too. Variants are compared seed by seed: a seed fixes the prompts and their order, so that the
-difference of two runs with one seed has less noise than either. The columns "less BASE" have the mean difference from
-the base with its 90% confidence interval (Student's t). Only runs of one seed on one processor are a pair, so that
-every pair was measured on one kind of machine. CPU seconds of different processors cannot be compared, so a table has
-those of a single processor, which it names.
-
-Tables and summary use the same verdicts. The margins, {reward} for the mean reward of a run and {accuracy} for the
-accuracy, were stated before the runs were made.
-
-- identical: the same to the last digit in every seed, for rewards at every step.
-- equal: the interval lies within the margin and contains 0 (a test of equivalence, two one-sided t-tests at 5%).
-- equal, within the margin: the interval lies within the margin and excludes 0, so there is a difference, a small one.
-- higher, lower: the interval lies on one side of 0 and not within the margin.
-- open: the interval contains 0 and reaches beyond the margin, so these seeds cannot tell.
-- needs two seeds: fewer than two pairs.
-
-Where two variants do not differ, one interval in ten excludes 0 by chance, and this page has dozens of intervals."""
-
+This page says what training learns. `make results` makes all runs and writes the page anew; `.venv/bin/python -m
+benchmarks.results --only PART` makes one part's. Every run is a line of `docs/results/<part>.jsonl`, and [the end of
+the page](#how-to-read-and-repeat-this) says how to repeat them and what the words mean."""
 
 SUMMARY = """
-Verdicts and differences of the summary are of the mean reward over all steps of a run, by which runs differ in how fast
-they learn. The sections have those of the accuracy after training, too.
+Differences are of the mean reward over all steps of a run, which measures how fast a run learns, unless the sentence
+says otherwise. The verdicts are tested by seed.
 """
+
+METHOD = """\
+## How to read and repeat this
+
+A line of the data has a run's settings and seed, the mean reward and the generated tokens of each step, the accuracy
+on held-out prompts, and its processor time. An interrupted command goes on with the runs that are missing. To repeat
+what is here, `--only PART --seeds 1 --again DIRECTORY` makes runs once more, into a directory, and says which agree
+with these.
+
+A number is the mean over seeds, with its range over the seeds in brackets. Lines of plots are means, too, in a band
+from the least to the most. Variants are compared seed by seed: a seed fixes the prompts and their order, so that the
+difference of two runs with one seed has less noise than either. Initial weights are the same in all seeds. Columns
+"difference from BASE" have the mean difference with its 90% confidence interval (Student's t). Only runs of one seed
+on one processor are a pair, because processors round sums differently. A table has the CPU seconds of one processor,
+which it names.
+
+The margins are {reward} for the mean reward of a run and {accuracy} for the accuracy.
+
+- identical: the same to the last digit in every seed, for rewards at every step.
+- equal: the 90% interval lies within the margin (a test of equivalence, two one-sided t-tests at 5%), and the 95%
+  interval contains 0.
+- slightly higher, slightly lower: the 90% interval lies within the margin, but the 95% interval excludes 0.
+- higher, lower: the 95% interval excludes 0, and the 90% interval reaches beyond the margin.
+- open: the 95% interval contains 0, and the 90% interval reaches beyond the margin, so these seeds cannot tell.
+- needs seeds: fewer than {pairs} pairs.
+
+Where two variants do not differ, one 95% interval in twenty excludes 0 by chance, and this page has dozens of
+intervals. The tiny task's base has the same runs in several parts: they are `synchronous` and `one process`, `GRPO`,
+`defaults` and `this project`."""
 
 
 def load_parts(names: Sequence[str] = NAMES) -> list[Part]:
@@ -75,10 +82,15 @@ def page(parts: Sequence[Part]) -> str:
     sentences = [f"- {sentence}" for part, results in made if results for sentence in part.summary(results)]
     sections = [section(part, results) for part, results in made if results]
     missing = [part for part, results in made if not results]
-    text = INTRODUCTION.format(reward=f"{REWARD.margin:g}", accuracy=f"{ACCURACY.margin:g}")
-    introduction = [one if one.startswith("- ") else paragraph(one) for one in text.split("\n\n")]
+    method = METHOD.format(reward=f"{REWARD.margin:g}", accuracy=f"{ACCURACY.margin:g}", pairs=FEWEST_PAIRS)
     summary = ["## Summary", paragraph(SUMMARY), "\n".join(sentences)]
-    return "\n\n".join([*introduction, *summary, *sections, *not_run(missing)]) + "\n"
+    blocks = [*filled(INTRODUCTION), *summary, *sections, *not_run(missing)]
+    return "\n\n".join([*blocks, *filled(method)]) + "\n"
+
+
+def filled(text: str) -> list[str]:
+    """Return the blocks of a text, with the line breaks of a document in all but lists."""
+    return [block if block.startswith(("- ", "#")) else paragraph(block) for block in text.split("\n\n")]
 
 
 def section(part: Part, results: Results) -> str:

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.results import in_process
+from benchmarks.results.equivalence import ACCURACY, REWARD, Measure
 from benchmarks.results.plots import HeatMap, heat_maps
-from benchmarks.results.runs import Part, Results, Run, Settings
-from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, ranking, table
+from benchmarks.results.runs import Part, Results, Run, Settings, by_variant
+from benchmarks.results.tables import accuracy_note, anchor, comparison, names, paragraph, spread, table
 from benchmarks.results.tasks import seeded
 
 SWEEP, REPORT, BASE = "sweep", "report", "defaults"
+COLLAPSED = 0.5
+"""An accuracy below which a run of the sweep counts as one that has collapsed or has not learned."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,18 @@ class Sweep:
             for task, seed, name, settings in found
         ]
 
-    def grid(self, results: Results) -> dict[str, list[float]]:
-        """Return the accuracies of each cell that has been run, one a seed."""
+    def grid(self, results: Results, measure: Measure = ACCURACY) -> dict[str, list[float]]:
+        """Return a measure of each cell that has been run, one number a seed."""
         found: dict[str, list[float]] = {}
         for result in results:
-            if result.task == SWEEP and result.accuracy is not None:
-                found.setdefault(result.variant, []).append(result.accuracy)
+            value = measure.of(result)
+            if result.task == SWEEP and value is not None:
+                found.setdefault(result.variant, []).append(value)
         return found
 
-    def best(self, accuracy: Mapping[str, float], panel: str, value: str) -> str:
-        """Return the learning rate with the highest accuracy for a value of a hyperparameter."""
-        return max(self.rates, key=lambda rate: accuracy.get(self.cell(rate, panel, value), -math.inf))
+    def best(self, numbers: Mapping[str, float], panel: str, value: str) -> str:
+        """Return the learning rate with the highest number for a value of a hyperparameter."""
+        return max(self.rates, key=lambda rate: numbers.get(self.cell(rate, panel, value), -math.inf))
 
     def maps(self, accuracy: Mapping[str, float]) -> list[HeatMap]:
         """Return a heat map for each hyperparameter: learning rates by values."""
@@ -80,27 +84,35 @@ class Sweep:
         """Return each hyperparameter with each of its values."""
         return [(panel, value) for panel, values in self.panels.items() for value in values]
 
-    def best_rates(self, accuracy: Mapping[str, float]) -> str:
-        """Return a table of each value's best learning rate, with the accuracy there and at the task's own rate."""
-        own = self.task["LEARNING_RATE"]
+    def best_rates(self, results: Results) -> str:
+        """Return a table of each value's best learning rates, by accuracy and by mean reward."""
+        grid, own = self.grid(results), self.task["LEARNING_RATE"]
+        accuracy, reward = means(grid), means(self.grid(results, REWARD))
         rows = []
-        for panel, value in self.pairs():
+        for panel, value in self.combinations():
             rate = self.best(accuracy, panel, value)
-            numbers = [accuracy.get(self.cell(r, panel, value), math.nan) for r in (rate, own)]
-            rows.append((f"{panel} {value}", rate, *(f"{number:.2f}" for number in numbers)))
-        return table(("", "best learning rate", "accuracy there", f"accuracy at {own}"), rows)
+            cells = [grid.get(self.cell(r, panel, value), []) for r in (rate, own)]
+            rows.append((f"{panel} {value}", rate, *map(spread, cells), self.best(reward, panel, value)))
+        columns = ("best rate by accuracy", "accuracy there", f"accuracy at {own}", "best rate by mean reward")
+        return table(("", *columns), rows)
 
-    def won(self, accuracy: Mapping[str, float]) -> Counter[str]:
+    def combinations(self) -> list[tuple[str, str]]:
+        """Return each hyperparameter with its values; the task's own settings, which several have, once."""
+        found = {self.cell("", panel, value): (panel, value) for panel, value in self.pairs()}
+        return list(found.values())
+
+    def won(self, numbers: Mapping[str, float]) -> Counter[str]:
         """Return for how many combinations of the other hyperparameters each learning rate is the best."""
-        # The task's own settings are a value in several panels.
-        combinations = {self.cell("", *pair): pair for pair in self.pairs()}
-        return Counter(self.best(accuracy, *pair) for pair in combinations.values())
+        return Counter(self.best(numbers, *pair) for pair in self.combinations())
 
-    def conclusion(self, grid: Mapping[str, Sequence[float]]) -> str:
+    def conclusion(self, results: Results) -> str:
         """Return what the grid says about the learning rate, and how little with its seeds and at its edge."""
+        grid, reward = self.grid(results), means(self.grid(results, REWARD))
         won = self.won(means(grid))
-        counted = names(f"{rate} in {won[rate]}" for rate in self.rates if rate in won)
-        text = f"of {won.total()} combinations of the other hyperparameters, the highest accuracy is at {counted}"
+        text = (
+            f"of {won.total()} combinations of the other hyperparameters, the highest accuracy is at "
+            f"{self._counts(won)}, the highest mean reward at {self._counts(self.won(reward))}"
+        )
         edges = [rate for rate in (self.rates[0], self.rates[-1]) if rate in won]
         if edges:
             text += f"; {names(edges)} is at the edge of the grid, so the best rate may lie beyond it"
@@ -108,9 +120,22 @@ class Sweep:
         fewest = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
         seeds = f"{fewest} seed{'s' if max(counts) > 1 else ''}"
         return (
-            f"{text}. A cell is the mean of {seeds}, and differences of cells are not tested, so this shows where to "
-            "look and not which setting is best."
+            f"{text}. A cell has {seeds}, and differences of cells are not tested: this shows where to look, and not "
+            "which setting is best."
         )
+
+    def _counts(self, won: Counter[str]) -> str:
+        return names(f"{rate} in {won[rate]}" for rate in self.rates if rate in won)
+
+    def collapses(self, results: Results) -> str:
+        """Return in how many runs of each learning rate the accuracy is below COLLAPSED; "" if in none."""
+        counts: dict[str, str] = {}
+        for rate in self.rates:
+            cells = {self.cell(rate, *pair) for pair in self.combinations()}
+            values = [value for cell, values in self.grid(results).items() if cell in cells for value in values]
+            if low := sum(value < COLLAPSED for value in values):
+                counts[rate] = f"{low} of {len(values)} at {rate}"
+        return f"Runs that end with an accuracy below {COLLAPSED:g}: {names(counts.values())}." if counts else ""
 
     def chosen(self, grid: Mapping[str, Sequence[float]]) -> str:
         """Return the learning rate that is best for the most combinations of the grid, the lower one of equals."""
@@ -135,11 +160,10 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         grid, report = sweep.grid(results), [result for result in results if result.task == REPORT]
         parts = [paragraph(text + general)]
         if grid:
-            accuracy = means(grid)
-            parts.append(heat_maps(name, "accuracy by learning rate (rows)", sweep.maps(accuracy)))
-            parts.append(sweep.best_rates(accuracy))
-            conclusion = sweep.conclusion(grid)
-            parts.append(paragraph(conclusion[0].upper() + conclusion[1:]))
+            parts.append(heat_maps(name, "accuracy by learning rate (rows)", sweep.maps(means(grid))))
+            parts.append(sweep.best_rates(results))
+            conclusion = sweep.conclusion(results)
+            parts.append(paragraph(f"{conclusion[0].upper()}{conclusion[1:]} {sweep.collapses(results)}"))
         if report:
             choice = "is" if grid and sweep.chosen(grid) == sweep.follow_up else "is not"
             follow_up = f"""
@@ -151,12 +175,18 @@ def sweep_part(name: str, title: str, text: str, sweep: Sweep) -> Part:
         return "\n\n".join(parts)
 
     def summary(results: Results) -> list[str]:
-        grid, order = sweep.grid(results), ranking(results, REPORT, BASE)
         sentences = []
-        if grid:
-            sentences.append(f"[{title}](#{anchor(title)}): {sweep.conclusion(grid)}")
-        if order:
-            sentences.append(f"{title}, on other seeds beside the task's own settings: {order}")
+        if sweep.grid(results):
+            sentences.append(f"[{title}](#{anchor(title)}): {sweep.conclusion(results)}")
+        base, other = (
+            [run.accuracy for run in by_variant(results, REPORT).get(variant, []) if run.accuracy is not None]
+            for variant in (BASE, f"learning rate {sweep.follow_up}")
+        )
+        if base and other:
+            rates = f"with a learning rate of {sweep.follow_up} instead of {sweep.task['LEARNING_RATE']}"
+            sentences.append(
+                f"{title}, other seeds: {rates}, the accuracy is {spread(other)} instead of {spread(base)}."
+            )
         return sentences
 
     return Part(name, title, sweep.runs(), show, summary)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from benchmarks.results.equivalence import ACCURACY, REWARD, Measure, Verdict, compare
 from benchmarks.results.runs import Result, Results, by_variant, commonest_processor
 
-NEEDS_SEEDS = "needs two seeds"
-"""The verdict on variants that do not have two seeds in common on one processor."""
+NEEDS_SEEDS = "needs seeds"
+"""The verdict on variants with fewer common seeds on one processor than a comparison takes."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -42,7 +42,7 @@ def comparison(results: Results, task: str, base: str) -> str:
     """Return a table of a task's variants, each with its differences from the variant ``base``, and a note on CPU time.
 
     A number is the mean over the seeds with the least and the most. A difference is the mean over the pairs with its
-    90% confidence interval; without two pairs there is none.
+    90% confidence interval; with too few pairs there is none.
     """
     variants = by_variant(results, task)
     measures = [
@@ -59,17 +59,17 @@ def comparison(results: Results, task: str, base: str) -> str:
             cells += [spread(values, measure.digits), *_difference(own, others, measure)]
         tokens = f"{statistics.fmean(sum(run.tokens) for run in own):,.0f}"
         rows.append((name, len(own), *cells, tokens, f"{statistics.fmean(timed):.0f}" if timed else ""))
-    compared = [column for measure in measures for column in (measure.name, f"less {base}", "verdict")]
+    compared = [column for measure in measures for column in (measure.name, f"difference from {base}", "verdict")]
     shown = table(("", "seeds", *compared, "tokens", "CPU s"), rows)
     return f"{shown}\n\nCPU seconds are means of the runs on {processor}."
 
 
-def ranking(results: Results, task: str, base: str) -> str:
-    """Return the verdicts on the mean rewards of a task's variants beside ``base``, as a sentence; "" without any."""
+def ranking(results: Results, task: str, base: str, measure: Measure = REWARD) -> str:
+    """Return the verdicts on a task's variants beside ``base`` by a measure, as a sentence; "" without any."""
     variants = by_variant(results, task)
     found: dict[Verdict, list[str]] = {}
     for name, own in variants.items():
-        compared = compare(own, variants.get(base, []), REWARD) if name != base else None
+        compared = compare(own, variants.get(base, []), measure) if name != base else None
         if compared is not None:
             figure = "" if compared.verdict is Verdict.IDENTICAL else f" ({compared.mean:+.3f})"
             found.setdefault(compared.verdict, []).append(f"{name}{figure}")
@@ -101,6 +101,6 @@ def accuracy_note(results: Sequence[Result]) -> str:
     errors = [result.accuracy_error for result in measured if result.accuracy_error is not None]
     answers = f"{k} sampled answers to each of {n}" if k else f"one greedy answer to each of {n}"
     return paragraph(
-        f"Accuracy is the share of right answers among {answers} held-out prompts after the last step; "
-        f"a single run's standard error is {statistics.median(errors):.3f}."
+        f"Accuracy is the share of right answers among {answers} held-out prompts after the last step. A single run's "
+        f"standard error over these prompts is {max(errors):.3f} at most."
     )

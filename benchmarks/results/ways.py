@@ -1,4 +1,4 @@
-"""Parts that train one task in ways that should give equal results: modes, transports, ranks, number formats."""
+"""Parts that train one task in many ways: modes, transports, numbers of ranks, replay, number formats, adapters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import partial
 from benchmarks.common.harness import ROOT
 from benchmarks.common.job import Job, kill
 from benchmarks.results import in_process, job_runs
+from benchmarks.results.equivalence import ACCURACY
 from benchmarks.results.plots import curves
 from benchmarks.results.runs import Part, Result, Results, Run, Settings
-from benchmarks.results.tables import accuracy_note, anchor, comparison, paragraph, ranking
+from benchmarks.results.tables import accuracy_note, anchor, comparison, paragraph, ranking, spread
 from benchmarks.results.tasks import seeded
 
 BASE = "synchronous"
@@ -40,9 +41,6 @@ def ways(task: Settings, *, checkpoint_every: int, killed_at: int) -> dict[str, 
     return {
         BASE: ({}, job_runs.train),
         "one process": ({}, in_process.train),
-        "asynchronous, staleness 1": asynchronous(1),
-        "asynchronous, staleness 2": asynchronous(2),
-        "asynchronous, staleness 4": asynchronous(4),
         "killed and resumed": (
             {"CHECKPOINT_EVERY": str(checkpoint_every)},
             partial(job_runs.train, while_running=kill_trainer),
@@ -50,6 +48,9 @@ def ways(task: Settings, *, checkpoint_every: int, killed_at: int) -> dict[str, 
         "broadcast": ({"PUBLISH_TRANSPORT": "broadcast"}, job_runs.train),
         "two ranks": ({}, partial(job_runs.train, nodes={"ppo-trainer": 2})),
         "four ranks": ({}, partial(job_runs.train, nodes={"ppo-trainer": 4})),
+        "asynchronous, staleness 1": asynchronous(1),
+        "asynchronous, staleness 2": asynchronous(2),
+        "asynchronous, staleness 4": asynchronous(4),
         "replay": ({"REPLAY_GROUPS": "2"}, in_process.train),
         "bfloat16": (bfloat16, in_process.train),
         "LoRA": (lora, in_process.train),
@@ -86,18 +87,18 @@ def ways_part(
         return "\n\n".join([*parts, accuracy_note(results), curves(name, results, task, title, timed=True)])
 
     def summary(results: Results) -> list[str]:
-        order = ranking(results, task, BASE)
-        return [f"[{title}](#{anchor(title)}), beside the synchronous job group: {order}"] if order else []
+        order = ranking(results, task, BASE, ACCURACY)
+        return [f"[{title}](#{anchor(title)}), accuracy beside the synchronous job group: {order}"] if order else []
 
     return Part(name, title, runs, show, summary)
 
 
 def staleness(results: Results, names: Iterable[str]) -> str:
-    """Return a sentence with the mean staleness of each asynchronous way, over its seeds."""
+    """Return a sentence with the mean staleness of each asynchronous way's runs, and its spread over the seeds."""
     found = {
         name: [result.figures["staleness"] for result in results if result.variant == name]
         for name in names
         if name.startswith("asynchronous")
     }
-    means = ", ".join(f"{sum(values) / len(values):.1f}" for values in found.values() if values)
-    return f"Mean staleness of the asynchronous runs: {means} versions." if means else ""
+    spreads = ", ".join(f"{spread(values, 1)} at most {name[-1]}" for name, values in found.items() if values)
+    return f"The staleness that the asynchronous runs had, in versions: {spreads}." if spreads else ""

@@ -76,34 +76,38 @@ def test_equivalence_is_shown_by_the_whole_interval_and_differences_are_taken_se
     compared = compare(own, base, replace(REWARD, margin=0.05))
     assert compared is not None
     # The differences are 0.01, 0.01 and 0.02: mean 0.0133, standard error 0.00333.
-    assert (compared.mean, compared.high - compared.mean) == pytest.approx((0.04 / 3, 2.92 * 0.01 / 3), rel=1e-3)
-    assert compare(own[:1], base, REWARD) is None
+    assert (compared.mean, compared.error) == pytest.approx((0.04 / 3, 0.01 / 3))
+    low, high = compared.interval(0.9)
+    assert (high - low) / 2 == pytest.approx(2.92 * 0.01 / 3, rel=1e-3)
+    assert compared.verdict is Verdict.EQUAL, "the 95% interval is 4.30 standard errors wide on each side"
+    assert compare(own[:2], base, REWARD) is None
     assert compare(own, base, ACCURACY) is None
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("mean", "error", "verdict"),
     [
-        (-0.01, 0.01, Verdict.EQUAL),
-        (0.001, 0.019, Verdict.WITHIN_MARGIN),
-        (-0.019, -0.001, Verdict.WITHIN_MARGIN),
-        (0.001, 0.021, Verdict.HIGHER),
-        (-0.081, -0.002, Verdict.LOWER),
-        (-0.099, -0.044, Verdict.LOWER),
-        (-0.01, 0.021, Verdict.OPEN),
-        (-0.06, 0.06, Verdict.OPEN),
+        # With four degrees of freedom, the 90% interval reaches 2.13 standard errors from the mean, the 95% one 2.78.
+        (0.0, 0.004, Verdict.EQUAL),
+        (0.01, 0.003, Verdict.SLIGHTLY_HIGHER),
+        (-0.01, 0.003, Verdict.SLIGHTLY_LOWER),
+        (0.01, 0.004, Verdict.EQUAL),
+        (0.015, 0.004, Verdict.HIGHER),
+        (-0.07, 0.02, Verdict.LOWER),
+        (0.0, 0.02, Verdict.OPEN),
+        (0.05, 0.02, Verdict.OPEN),
     ],
 )
-def test_the_place_of_the_interval_is_the_verdict(low: float, high: float, verdict: Verdict) -> None:
-    assert Comparison(3, (low + high) / 2, low, high, 0.02).verdict is verdict
+def test_the_place_of_the_intervals_is_the_verdict(mean: float, error: float, verdict: Verdict) -> None:
+    assert Comparison(5, mean, error, 0.02).verdict is verdict
 
 
 def test_runs_on_different_processors_are_no_pair() -> None:
-    base = [replace(result("base", seed, 0.5), processor="one") for seed in range(3)]
-    own = [replace(result("own", seed, 0.5), processor="one" if seed else "other") for seed in range(3)]
+    base = [replace(result("base", seed, 0.5), processor="one") for seed in range(4)]
+    own = [replace(result("own", seed, 0.5), processor="one" if seed else "other") for seed in range(4)]
     compared = compare(own, base, REWARD)
     assert compared is not None
-    assert compared.seeds == 2
+    assert compared.pairs == 3
     assert compare([replace(one, processor="other") for one in own], base, REWARD) is None
 
 
@@ -121,19 +125,19 @@ def test_tables_and_sentences_have_the_figures_of_the_data() -> None:
     assert paragraph("  two\n lines ") == "two lines"
 
 
-def test_variants_without_two_seeds_in_common_say_so() -> None:
-    base = [result("GRPO", seed, 0.5, 0.5) for seed in range(2)]
-    alone, unmeasured = [result("PPO", 0, 0.6, 0.6)], [result("GSPO", seed, 0.5) for seed in range(2)]
+def test_variants_without_seeds_in_common_say_so() -> None:
+    base = [result("GRPO", seed, 0.5, 0.5) for seed in range(3)]
+    alone, unmeasured = [result("PPO", 0, 0.6, 0.6)], [result("GSPO", seed, 0.5) for seed in range(3)]
     rows = comparison([*base, *alone, *unmeasured], "tiny", "GRPO").splitlines()[2:5]
     first, second, third = (row.split(" | ") for row in rows)
     assert (first[4], first[7]) == ("", "")
-    assert second[2:8] == ["0.600", "", "needs two seeds", "0.60", "", "needs two seeds"]
+    assert second[2:8] == ["0.600", "", "needs seeds", "0.60", "", "needs seeds"]
     assert third[4] == "identical"
     assert third[7] == ""
     part = Part("methods", "Methods", [], lambda _: "", lambda _: [])
     told = pages.provenance(part, [*base, *alone], "command")
-    assert "seeds: 0, 1 (variants with fewer: 1, the least has 1);" in told
-    assert "seeds: 0, 1;" in pages.provenance(part, base, "command")
+    assert "seeds: 0, 1, 2 (variants with fewer: 1, the least has 1);" in told
+    assert "seeds: 0, 1, 2;" in pages.provenance(part, base, "command")
 
 
 def test_a_command_goes_on_with_the_runs_that_are_missing(kept: Path) -> None:
@@ -260,10 +264,17 @@ def test_a_model_is_made_only_for_settings_without_one() -> None:
 def test_a_sweep_says_which_rate_its_grid_chooses_and_when_that_is_at_the_edge() -> None:
     sweep = Sweep({"LEARNING_RATE": "2"}, ("1", "2", "3", "4"), {"clip": {"own": {}}}, range(2), "3", range(2))
     rising = {"1": [0.1, 0.3], "2": [0.4], "3": [0.5], "4": [0.9]}
-    told = sweep.conclusion(rising)
-    assert "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1; 4 is at the edge" in told
-    assert "A cell is the mean of 1 to 2 seeds" in told
     assert sweep.chosen(rising) == "4"
-    peaked = rising | {"2": [0.95]}
+    assert sweep.chosen(rising | {"2": [0.95]}) == "2"
+    runs = [
+        replace(result(rate, seed, 0.5, accuracy), task="sweep")
+        for rate, accuracies in rising.items()
+        for seed, accuracy in enumerate(accuracies)
+    ]
+    told = sweep.conclusion(runs)
+    assert "of 1 combinations of the other hyperparameters, the highest accuracy is at 4 in 1, the highest mean" in told
+    assert "4 is at the edge of the grid" in told
+    assert "A cell has 1 to 2 seeds" in told
+    assert sweep.collapses(runs) == "Runs that end with an accuracy below 0.5: 2 of 2 at 1 and 1 of 1 at 2."
+    peaked = [*runs, replace(result("2", 1, 0.5, 3.0), task="sweep")]
     assert "edge" not in sweep.conclusion(peaked)
-    assert sweep.chosen(peaked) == "2"

@@ -43,6 +43,7 @@ def job(tmp_path: Path) -> Job:
 
 def test_figures_are_of_the_first_and_the_last_step_that_have_them(job: Job) -> None:
     assert job_figures.first_and_last(job, ["legal", "absent"]) == {"legal_before": 0.5, "legal_after": 0.75}
+    assert job_figures.of_last_step(job, ["legal", "absent"]) == {"legal_after": 0.75}
     assert job_figures.accuracy_before(job) == {"accuracy_before": 0.25}
 
 
@@ -69,9 +70,9 @@ def test_the_summary_says_in_how_many_seeds_a_task_was_learned() -> None:
     results.append(result("chain_sum", 0, 0.35, accuracy_before=0.28))
     [sentence] = job_figures.sentences(results, "[Tasks](#tasks)")
     assert sentence == (
-        "[Tasks](#tasks), mean accuracy on held-out prompts before and after training. "
-        "Learned: gcd 0.10 to 0.40 (2 of 3 seeds). "
-        "Not learned by so small a model in these steps: chain_sum 0.28 to 0.35 (0 of 1 seeds)."
+        "[Tasks](#tasks), accuracy on held-out prompts before training and after, by seed. "
+        "**Learned:** gcd 0.10 to 0.50, 0.10 and 0.60 (in 2 of 3 seeds). "
+        "**Not learned:** chain_sum 0.28 to 0.35 (highest reward of a step 0.50)."
     )
 
 

@@ -152,7 +152,7 @@ def stages(results: Results, task: str) -> str:
                 compared.verdict if compared else "",
             )
         )
-    return table(("steps", OURS, TRL, f"less {TRL}", "verdict"), rows)
+    return table(("steps", OURS, TRL, f"difference from {TRL}", "verdict"), rows)
 
 
 def show(results: Results) -> str:
@@ -163,7 +163,8 @@ def show(results: Results) -> str:
     deviation with G - 1, plus 1e-4), loss (the mean over the tokens of a step, clip 0.2) and AdamW with the same betas,
     epsilon, clipping and constant rate. They sample completions by different random numbers, so the rewards of a step
     differ by chance. The second table has the mean rewards of {STAGE} steps each, by the same rule. CPU seconds are
-    those of a whole run; TRL's include some ten seconds of imports.
+    those of a run; TRL's include some ten seconds of imports, this project's none.
+    [benchmarks.md](benchmarks.md#one-grpo-step-against-trl) says where the time of a step goes.
     """
     sections = [paragraph(text)]
     for task in dict.fromkeys(result.task for result in results):
@@ -180,8 +181,8 @@ def summary(results: Results) -> list[str]:
         compared = compare(variants.get(OURS, []), variants.get(TRL, []), REWARD)
         if compared is not None:
             sentences.append(
-                f"[Beside TRL](#beside-trl) on the task {task}, {compared.seeds} seeds: mean reward less TRL's "
-                f"{compared}: {compared.verdict}."
+                f"[Beside TRL](#beside-trl) on the task {task}, {compared.pairs} seeds: **{compared.verdict}**, this "
+                f"project's mean reward minus TRL's is {compared}."
             )
     return sentences
 

@@ -24,7 +24,7 @@ PLAYED = environment.SETTINGS | SHARED | {"ROLLOUT": "environment"}
 AGENT, ENVIRONMENT, SELF_PLAY = "tool agent", "guessing game", "Nim against itself"
 LEGAL, OPTIMAL = "environment_legal_moves", "environment_optimal_moves"
 GREEDY = "eval_"
-"""What the names of figures of the greedy games on held-out deals begin with; the last step has them."""
+"""The beginning of the names of figures of greedy games on held-out deals, which only the last step has."""
 CALLS, PARSED = "tool_calls_mean", "tool_calls_parsed"
 
 
@@ -43,7 +43,8 @@ train_environment = partial(
     job_figures.train,
     job_group=environment.JOB_GROUP,
     nodes={"environment-server": 1},
-    columns=(LEGAL, OPTIMAL, GREEDY + LEGAL, GREEDY + OPTIMAL),
+    columns=(LEGAL, OPTIMAL),
+    more=lambda job: job_figures.of_last_step(job, [GREEDY + LEGAL, GREEDY + OPTIMAL]),
 )
 NIM = {"ENVIRONMENT": "nim", "AGENT_MAX_TURNS": "16", "AGENT_MAX_TOKENS": "64"}
 BY_TASK = {
@@ -67,31 +68,33 @@ def show(results: Results) -> str:
     the legal ones are optimal in 44% of these positions.
     """
     texts = {AGENT: "products, by a tool", ENVIRONMENT: "a number by three guesses", SELF_PLAY: "two or three heaps"}
-    rows = [
-        ("tool calls an episode, in training", AGENT, job_figures.before_and_after(results, CALLS)),
-        ("accuracy without the tool, after training", AGENT, job_figures.after(results, "without_tool")),
-        ("legal moves in training, first to last step", SELF_PLAY, job_figures.before_and_after(results, LEGAL)),
-        ("optimal moves in training, first to last step", SELF_PLAY, job_figures.before_and_after(results, OPTIMAL)),
-        ("legal moves, greedy, after training", SELF_PLAY, job_figures.after(results, GREEDY + LEGAL)),
-        ("optimal moves, greedy, after training", SELF_PLAY, job_figures.after(results, GREEDY + OPTIMAL)),
+    shown = [
+        ("tool calls an episode, in training", AGENT, CALLS),
+        ("accuracy without the tool", AGENT, "without_tool"),
+        ("legal moves, in training", SELF_PLAY, LEGAL),
+        ("optimal moves, in training", SELF_PLAY, OPTIMAL),
+        ("legal moves, greedy", SELF_PLAY, GREEDY + LEGAL),
+        ("optimal moves, greedy", SELF_PLAY, GREEDY + OPTIMAL),
     ]
+    rows = [(name, task, *job_figures.before_and_after(results, figure)) for name, task, figure in shown]
     plots = [
         curves(f"episodes-{number}", results, task, task)
         for number, task in enumerate((AGENT, ENVIRONMENT))
         if any(result.task == task for result in results)
     ]
-    figures = table(("figure", "task", "mean (least to most)"), [row for row in rows if row[2]])
+    figures = table(("figure", "task", "first step", "last step, or after"), [row for row in rows if row[-1]])
     return "\n\n".join([paragraph(text), job_figures.task_table(results, texts), figures, *plots])
 
 
 def summary(results: Results) -> list[str]:
     """Return the sentences of the summary."""
     link = "[Tasks of several turns](#tasks-of-several-turns)"
-    optimal = job_figures.before_and_after(results, OPTIMAL)
-    legal = job_figures.before_and_after(results, LEGAL)
+    played = [result for result in results if result.task == SELF_PLAY]
+    legal, optimal = (job_figures.before_and_after(played, figure) for figure in (LEGAL, OPTIMAL))
+    moves = f"{link}, self-play of Nim, moves in training: legal {' to '.join(legal)}, optimal {' to '.join(optimal)}."
     return [
         *job_figures.sentences([result for result in results if result.task != SELF_PLAY], link),
-        *([f"{link}, self-play of Nim in training: legal moves {legal}, optimal moves {optimal}."] if legal else []),
+        *([moves] if played else []),
     ]
 
 

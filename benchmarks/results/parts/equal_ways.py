@@ -1,4 +1,4 @@
-"""Equal ways give equal results, on the tiny task."""
+"""Ways to run one task, on the tiny task."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from benchmarks.results.ways import LORA_RATE_FACTOR, ways, ways_part
 
 CHECKPOINT_EVERY, KILLED_AT = 8, 20
 TEXT = f"""
-A model of 0.4M random weights learns to answer sums with even digits and differences with odd ones, 64 completions a
-step. The base is the synchronous job group with one trainer node, in float32, which publishes through the volume; every
-other row changes one thing. `one process` is the same code without services. `killed and resumed` has its trainer
-killed with SIGKILL after step {KILLED_AT}, with a checkpoint every {CHECKPOINT_EVERY} steps. `replay` trains on two
-replayed groups beside eight fresh ones. LoRA has rank 8 and {LORA_RATE_FACTOR:g} times the learning rate; adapters of
-random weights have little to adapt. A group that is k versions old trains the policy k steps late. At a learning rate
-by which 40 steps are the whole run, this costs mean reward at equal generated tokens; the asynchronous mode pays it to
-generate while it trains.
+A model of 0.4M random weights learns to answer sums with even digits and differences with odd ones. A completion has
+eight tokens; its reward is the share of them that are digits of the right kind, and it is right if all eight are. All
+seeds begin with the same weights, and a step has 64 completions. The base is the synchronous job group with one trainer
+node, in float32, which publishes through the volume; a row changes what it names. The first rows run the same
+algorithm. `one process` is the same code without services; `killed and resumed` has its trainer killed with SIGKILL
+after step {KILLED_AT}, with a checkpoint every {CHECKPOINT_EVERY} steps, and its CPU seconds lack those of the killed
+process. The others run another algorithm or precision. `replay`, with two replayed groups beside eight fresh ones,
+`bfloat16` and `LoRA` run in one process: compare their CPU seconds with its own. LoRA has rank 8 and
+{LORA_RATE_FACTOR:g} times the learning rate, the only rate that was tried. An asynchronous run's reward at a step is of
+completions that an earlier policy sampled, so a part of its lower mean reward is this lag; the accuracy is that of the
+last policy.
 """
 PART = ways_part(
     "equal_ways",
-    "Equal ways give equal results",
+    "Equal ways",
     TEXT,
     "tiny",
     TINY,

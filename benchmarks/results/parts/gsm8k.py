@@ -64,12 +64,12 @@ def show(results: Results) -> str:
     train.jsonl and test.jsonl from a directory instead of from the hub.
     """
     names = {"share of answers in form": COLUMNS[0], "share of right answers": COLUMNS[1], "cut off": COLUMNS[2]}
-    parts = [(name, job_figures.before_and_after(results, column)) for name, column in names.items()]
+    parts = [(name, *job_figures.before_and_after(results, column)) for name, column in names.items()]
     return "\n\n".join(
         [
             paragraph(text),
             job_figures.task_table(results, {TASK: "word problems"}),
-            table(("in training, first to last step", "mean (least to most)"), parts),
+            table(("in training", "first step", "last step"), parts),
             curves("gsm8k", results, TASK, "GSM8K, reward of form and answer"),
         ]
     )
@@ -77,7 +77,7 @@ def show(results: Results) -> str:
 
 def summary(results: Results) -> list[str]:
     """Return the sentences of the summary."""
-    form = job_figures.before_and_after(results, COLUMNS[0])
+    form = " to ".join(job_figures.before_and_after(results, COLUMNS[0]))
     return [
         f"[GSM8K](#gsm8k-with-135m-parameters): share of training answers in the form asked for {form}.",
         *job_figures.sentences(results, "[GSM8K](#gsm8k-with-135m-parameters)"),
