@@ -8,12 +8,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from local_runner.environment import Run
+from local_runner.settings_classes import READERS
 from local_runner.variables import load_settings
 from scripts.grpo import COMMANDS
 from services.core.endpoints import Task
+
+if TYPE_CHECKING:
+    from trainer.config import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -76,11 +80,9 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any]) -> list[tup
 
 def _twice(run: Run, steps: int) -> list[str]:
     """Return the variables with which a run of ``steps`` steps continues to twice as many, with prompts for all."""
-    # Only now: the settings take a second to import, and `scripts.status` needs none of them.
-    from trainer.config import TrainerSettings
-
     [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
-    settings = load_settings(run, trainer, TrainerSettings)
+    [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
+    settings = cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
     limit = [f"MAX_STEPS={2 * steps}"] if settings.max_steps else []
     return [*limit, f"NUM_EPOCHS={2 * settings.num_epochs}"]
 

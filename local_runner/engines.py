@@ -8,8 +8,6 @@ from local_runner.environment import Run, gpus_of
 from local_runner.variables import load_settings
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.rollout_server.model_files import read_config
-from services.rollout_server.placement import check_given_sizes
 from services.rollout_server.settings import EngineKind, RolloutSettings
 
 
@@ -27,6 +25,10 @@ def check(run: Run) -> None:
         settings = load_settings(run, task, RolloutSettings)
         if settings.rollout_engine is EngineKind.EMBEDDED:
             continue
+        # Only now: most runs on one machine have no such engine, and begin the sooner without these imports.
+        from services.rollout_server.model_files import read_config
+        from services.rollout_server.placement import check_given_sizes
+
         config = read_config(settings.model_name) if Path(settings.model_name).is_dir() else None
         try:
             check_given_sizes(settings, len(gpus_of(run, task, 0)) or task.gpus_per_node, config)

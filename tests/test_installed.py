@@ -160,7 +160,7 @@ def test_python_imports_nothing_but_the_standard_library_and_refuses_a_wrong_set
         "train(learning_rat=1, dataset=[{'question': '1+1=', 'answer': '2'}], reward_fn=lambda response: 1.0)\n"
     )
     done = run(environment / "bin/python", "program.py", cwd=home)
-    refusal = "ValueError: LEARNING_RAT is read by no component; the nearest setting is LEARNING_RATE"
+    refusal = "ValueError: learning_rat is read by no component; the nearest setting is learning_rate"
     assert refusal in done.stderr.splitlines()[-1], done.stderr
 
 

@@ -46,6 +46,7 @@ OPTIONAL = {
     "evaluation": {"ray", "sky"},
     "head": {"sky"},
     "launch": {"sky"},
+    "local": {"huggingface_hub", "pyarrow"},
     "reward": {"reasoning_gym", "torch", "transformers"},
     "rollout": {"sglang"},
     "trajectories": {"reasoning_gym", "transformers"},

@@ -70,7 +70,7 @@ def test_logs_of_an_unknown_task_are_refused(capfd):
 def test_status_takes_an_id(capfd):
     with pytest.raises(SystemExit):
         status.main("older", token=None)
-    assert "run older  unknown" in capfd.readouterr().out
+    assert "run older  may be under way" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ messages = [{"role": "user", "content": task["prompt"]}]
 async def play(model: Model, code: str, kind: Kind = Kind.GREEDY) -> Sample:
     """Play an episode of a program in Python against a server."""
     command = f"{sys.executable} -S -c {shlex.quote(ASK + code)}"
-    server = RolloutServer("http://server", SETTINGS, 17)
+    server = RolloutServer("http://server", SETTINGS, "model", 17)
     server.http = httpx.AsyncClient(transport=httpx.ASGITransport(model.app), base_url="http://server")
     async with server.http, Relay(Program(command)) as agent:
         workflow = AgentWorkflow(agent, SETTINGS, score, "m", asyncio.Semaphore(1))
