@@ -25,6 +25,7 @@ SETTINGS = DEMO_TASK | {
     "BATCH_SIZE": "4",
     "MAX_NEW_TOKENS": "128",
     "MAX_STEPS": "8",
+    "MICRO_BATCH_TOKENS": "2048",
     "EVAL_SAMPLES": "0",
     "EVAL_PROMPTS": "100",
 }
