@@ -40,7 +40,7 @@ class Sweep:
         return f"{rate}, {panel} {value}" if self.panels[panel][value] else rate
 
     def runs(self) -> list[Run]:
-        """Return the runs of the grid and of the follow-up, each seed by seed."""
+        """Return the runs of the follow-up and of the grid, each seed by seed."""
         cells = {
             self.cell(rate, panel, value): settings | {"LEARNING_RATE": rate}
             for rate in self.rates
@@ -48,8 +48,8 @@ class Sweep:
             for value, settings in values.items()
         }
         follow_up = {BASE: {}, f"learning rate {self.follow_up}": {"LEARNING_RATE": self.follow_up}}
-        found = [(SWEEP, seed, name, settings) for seed in self.choosing for name, settings in cells.items()]
-        found += [(REPORT, seed, name, settings) for seed in self.reporting for name, settings in follow_up.items()]
+        found = [(REPORT, seed, name, settings) for seed in self.reporting for name, settings in follow_up.items()]
+        found += [(SWEEP, seed, name, settings) for seed in self.choosing for name, settings in cells.items()]
         return [
             Run(task, name, seed, seeded(self.task | settings, seed), in_process.train)
             for task, seed, name, settings in found
