@@ -110,6 +110,7 @@ def provenance(part: Part, results: Results, command: str) -> str:
     """Return a paragraph with command, runs, seeds, steps, and processor time by processor, of a part."""
     seeds = ", ".join(map(str, sorted({result.seed for result in results}))) + _lacking_seeds(results)
     steps = sorted({len(result.rewards) for result in results})
+    lengths = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else f"{steps[0]}"
     runs = len(results)
     of = "" if runs == len(part.runs) else f" of {len(part.runs)} (the command makes the others)"
     costs = []
@@ -118,7 +119,7 @@ def provenance(part: Part, results: Results, command: str) -> str:
         each = f"{sum(seconds) / 60:.0f} CPU minutes, {statistics.fmean(seconds):.0f} CPU seconds a run"
         costs.append(f"{len(seconds)} on {processor} ({each})")
     return paragraph(
-        f"{command}: {runs} runs{of}, seeds: {seeds}; {' or '.join(map(str, steps))} steps; {' and '.join(costs)}. "
+        f"{command}: {runs} runs{of}, seeds: {seeds}; {lengths} steps; {' and '.join(costs)}. "
         f"Data: [`{part.name}.jsonl`](results/{part.name}.jsonl)."
     )
 

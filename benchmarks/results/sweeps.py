@@ -92,7 +92,8 @@ class Sweep:
         for panel, value in self.combinations():
             rate = self.best(accuracy, panel, value)
             cells = [grid.get(self.cell(r, panel, value), []) for r in (rate, own)]
-            rows.append((f"{panel} {value}", rate, *map(spread, cells), self.best(reward, panel, value)))
+            name = f"{panel} {value}" if self.panels[panel][value] else "the task's own"
+            rows.append((name, rate, *map(spread, cells), self.best(reward, panel, value)))
         columns = ("best rate by accuracy", "accuracy there", f"accuracy at {own}", "best rate by mean reward")
         return table(("", *columns), rows)
 
@@ -111,7 +112,8 @@ class Sweep:
         won = self.won(means(grid))
         text = (
             f"of {won.total()} combinations of the other hyperparameters, the highest accuracy is at "
-            f"{self._counts(won)}, the highest mean reward at {self._counts(self.won(reward))}"
+            f"{self._counts(won)}, the highest mean reward at {self._counts(self.won(reward))} (the task's own rate is "
+            f"{self.task['LEARNING_RATE']})"
         )
         edges = [rate for rate in (self.rates[0], self.rates[-1]) if rate in won]
         if edges:

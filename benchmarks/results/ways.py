@@ -100,5 +100,5 @@ def staleness(results: Results, names: Iterable[str]) -> str:
         for name in names
         if name.startswith("asynchronous")
     }
-    spreads = ", ".join(f"{spread(values, 1)} at most {name[-1]}" for name, values in found.items() if values)
+    spreads = ", ".join(f"{spread(values, 1)} of {name[-1]} allowed" for name, values in found.items() if values)
     return f"The staleness that the asynchronous runs had, in versions: {spreads}." if spreads else ""
