@@ -1,8 +1,7 @@
 """Comparisons of two variants seed by seed: a test of equivalence, and one of a difference.
 
 Two variants are equal within a margin if the 90% confidence interval of their mean difference lies between minus and
-plus the margin: two one-sided t-tests at 5% (Schuirmann 1987, doi:10.1007/BF01068419). The margin is chosen before the
-data are seen. They differ if the 95% interval excludes 0. An interval that contains 0 alone proves nothing: few seeds
+plus the margin: two one-sided t-tests at 5% (Schuirmann 1987, doi:10.1007/BF01068419). They differ if the 95% interval excludes 0. An interval that contains 0 alone proves nothing: few seeds
 make it wide.
 """
 

@@ -59,9 +59,10 @@ def show(results: Results) -> str:
     text = f"""
     The published questions after four solved examples, SmolLM2-135M, and answers of at most
     {SETTINGS["MAX_NEW_TOKENS"]} tokens. The reward is 1 for a right answer and 0.2 for its form, which is a final
-    answer behind "####" or in a box. Without examples, one of the first 32 answers had that form, too few to learn
-    from. So small a model seldom solves a question: look at the form, and at the accuracy with its error, which is
-    that of one greedy answer to each of {SETTINGS["EVAL_PROMPTS"]} test questions. `{DIRECTORY}=DIRECTORY` takes
+    answer behind "####" or in a box. The run was to have 16 steps and was cut to {SETTINGS["MAX_STEPS"]} for its
+    cost, after the first two had been seen. Without examples, one of the first 32 answers had that form, too few to
+    learn from. So small a model seldom solves a question: look at the form, and at the accuracy with its error, which
+    is that of one greedy answer to each of {SETTINGS["EVAL_PROMPTS"]} test questions. `{DIRECTORY}=DIRECTORY` takes
     train.jsonl and test.jsonl from a directory instead of from the hub.
     """
     names = {"share of answers in form": COLUMNS[0], "share of right answers": COLUMNS[1], "cut off": COLUMNS[2]}
