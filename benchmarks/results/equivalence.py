@@ -1,8 +1,8 @@
 """Comparisons of two variants seed by seed: a test of equivalence, and one of a difference.
 
 Two variants are equal within a margin if the 90% confidence interval of their mean difference lies between minus and
-plus the margin: two one-sided t-tests at 5% (Schuirmann 1987, doi:10.1007/BF01068419). They differ if the 95% interval excludes 0. An interval that contains 0 alone proves nothing: few seeds
-make it wide.
+plus the margin: two one-sided t-tests at 5% (Schuirmann 1987, doi:10.1007/BF01068419). They differ if the 95%
+interval excludes 0. An interval that contains 0 alone proves nothing: few seeds make it wide.
 """
 
 from __future__ import annotations

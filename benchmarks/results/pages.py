@@ -58,8 +58,8 @@ which it names.
 
 The margins are {reward} for the mean reward of a run, set before the runs were made, and {accuracy} for the accuracy.
 The latter was 0.1 at first. It was halved, and differences were tested at 95% instead of 90%, after most of these
-data had been read; both changes make a verdict harder to reach. Seconds in plots are by the clock, and most of the
-runs had other work beside them.
+data had been read; the one makes "equal" harder to reach, the other "higher" and "lower". Seconds in plots are by the
+clock, and most of the runs had other work beside them.
 
 - identical: the same to the last digit in every seed, for rewards at every step.
 - equal: the 90% interval lies within the margin (a test of equivalence, two one-sided t-tests at 5%), and the 95%
