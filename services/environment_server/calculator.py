@@ -15,7 +15,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
     ast.Div: operator.truediv,
 }
 _SPELLINGS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "%": "**percent ", ",": "", "$": "", "_": ""})  # noqa: RUF001
-"""What stands for a character. A percent sign becomes a power, which binds tighter than the other operators."""
+"""Replacements of characters. A percent sign becomes a power, which binds tighter than the other operators."""
 
 
 class CalculationError(ValueError):

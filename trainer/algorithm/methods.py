@@ -15,7 +15,7 @@ ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce", "reinforce_ba
 """The formulas from rewards to advantages: the functions of these names in trainer/algorithm/advantages.py."""
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "batch_std", "reinforce_baseline", "pass_at_k")
-"""Those that compare a completion with the rest of its group: without others it is 0."""
+"""Advantages that compare a completion with the rest of its group; in a group of one they are 0."""
 
 
 class Aggregation(StrEnum):
