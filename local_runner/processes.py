@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -19,6 +19,7 @@ MARK = "LOCAL_RUN_MARK"
 """The environment variable whose value is ``<run mark>/<task>-<rank>``."""
 
 POLL_SECONDS = 0.05
+EXEC_SECONDS = 0.02
 KILL_SECONDS = 10.0
 
 
@@ -26,20 +27,37 @@ def marked(*prefixes: str) -> list[psutil.Process]:
     """Return the live processes marked with a prefix or below one, and their descendants, without this process."""
     below = tuple(f"{prefix}/" for prefix in prefixes)
     found: dict[int, psutil.Process] = {}
+    without: list[psutil.Process] = []
     for process in psutil.process_iter():
         if process.pid == os.getpid():
             continue
         try:
-            if process.uids().real != os.getuid():
+            if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            mark = process.environ().get(MARK, "") + "/"
-            if mark.startswith(below) and process.status() != psutil.STATUS_ZOMBIE:
-                found[process.pid] = process
-                # A child may have overwritten its environment, as setproctitle does.
-                found.update((child.pid, child) for child in process.children(recursive=True))
+            environment = process.environ()
+            if not environment:
+                without.append(process)
+            elif _is_below(environment, below):
+                found.update(_with_descendants(process))
         except (psutil.Error, OSError):  # gone meanwhile, or another user's
             continue
+    if without:
+        # A process has no environment for a moment in the middle of an exec.
+        time.sleep(EXEC_SECONDS)
+    for process in without:
+        with contextlib.suppress(psutil.Error, OSError):
+            if _is_below(process.environ(), below):
+                found.update(_with_descendants(process))
     return list(found.values())
+
+
+def _is_below(environment: Mapping[str, str], below: tuple[str, ...]) -> bool:
+    return (environment.get(MARK, "") + "/").startswith(below)
+
+
+def _with_descendants(process: psutil.Process) -> dict[int, psutil.Process]:
+    # A child may have overwritten its environment, as setproctitle does.
+    return {one.pid: one for one in (process, *process.children(recursive=True))}
 
 
 def end(prefixes: Sequence[str], grace_seconds: float, hurry: threading.Event | None = None) -> None:

@@ -170,7 +170,9 @@ def test_a_killed_node_is_registered_once_after_its_return(two: FakeNodes) -> No
         launcher = two.nodes[1].process
         launcher.kill()
         launcher.wait()
-        two.start(1)
+        returned = two.start(1)
+        # The router routes to the killed worker until a check of its health fails.
+        two.wait_until(lambda: "worker registered" in returned.log.read_text(), "the worker is registered anew")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
     urls = [worker["url"] for worker in two.get(two.router, "/workers").json()["workers"]]
