@@ -33,6 +33,8 @@ that was recovered under another address."""
 CONNECT_SECONDS = 5.0
 PROBE_SECONDS = 5.0
 """Longest wait for an answer of /health."""
+LEAST_PROBE_SECONDS = 1.0
+"""The last probe before a deadline has this long, or it would time out and hide what the others saw."""
 HEALTH_POLL_SECONDS = 0.2
 LONGEST_HEALTH_POLL_SECONDS = 2.0
 """The pause between probes grows to a tenth of the time waited, so that a hundred clients do not load a service that
@@ -215,7 +217,9 @@ class HttpClient:
         seen = "no answer"
         while (left := end - time.monotonic()) > 0:
             try:
-                response = await self.send_once("GET", "/health", seconds=min(PROBE_SECONDS, left))
+                response = await self.send_once(
+                    "GET", "/health", seconds=min(PROBE_SECONDS, max(left, LEAST_PROBE_SECONDS))
+                )
                 if response.status_code == 200:
                     return
                 seen = f"/health answered {response.status_code} {response.text[:200]}"
