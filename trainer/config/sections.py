@@ -1,16 +1,11 @@
-"""The trainer's settings: one typed class, read from environment variables of the same names in capitals.
-
-Each section of the settings is a base class of ``TrainerSettings``; docs/configuration.md is generated from the texts
-below the fields. A value that nobody has reason to change is a constant in the module that uses it.
-"""
+"""The sections of the trainer's settings; docs/configuration.md is generated from the texts below the fields."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from services.core.compute import AUTO_RULE, ComputeType
@@ -18,18 +13,10 @@ from services.core.settings import Settings
 from services.protocol.base import MAX_SEQUENCES, MAX_TOKENS
 from services.protocol.replay import SampleStrategy
 from trainer.algorithm.methods import (
-    ADVANTAGES,
-    GROUP_ADVANTAGES,
-    LOSS_OPTIONS,
-    LOSSES,
     Aggregation,
     Credit,
     ImportanceCorrection,
-    is_own_function,
 )
-
-LEAST_CONCURRENCY = 64
-"""Prompts in flight at once if a batch has fewer, so that an evaluation keeps the engines busy."""
 
 
 class Mode(StrEnum):
@@ -330,198 +317,3 @@ class EvaluationSection(SectionSettings):
     target_accuracy: float | None = Field(None, gt=0, le=1)
     """Stop early when greedy pass@1 on the EVAL_PROMPTS held-out prompts is at least this. The point estimate is
     compared, without regard to its standard error."""
-
-
-class TrainerSettings(
-    RunSection,
-    SamplingSection,
-    AlgorithmSection,
-    CriticSection,
-    OptimisationSection,
-    MemorySection,
-    PublishingSection,
-    EvaluationSection,
-):
-    """All settings of the trainer, section by section."""
-
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> Self:
-        if self.overlong_buffer >= self.max_new_tokens:
-            raise ValueError(
-                f"OVERLONG_BUFFER is {self.overlong_buffer}; allowed is less than "
-                f"MAX_NEW_TOKENS ({self.max_new_tokens})"
-            )
-        if self.updates_per_batch > self.batch_size:
-            raise ValueError(
-                f"UPDATES_PER_BATCH is {self.updates_per_batch}; allowed is at most BATCH_SIZE ({self.batch_size})"
-            )
-        for variable, value in (("EVAL_PROMPTS", self.eval_prompts), ("EVAL_EVERY", self.eval_every)):
-            if self.target_accuracy is not None and not value:
-                raise ValueError(
-                    f"TARGET_ACCURACY is set, but {variable} is 0, so nothing is compared with it during the run; "
-                    f"set {variable}, or unset TARGET_ACCURACY"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_can_sleep(self) -> Self:
-        if not self.engine_sleeps:
-            return self
-        if self.mode is Mode.ASYNC:
-            raise ValueError(
-                "ENGINE_SLEEPS is set, but MODE=async generates while the trainer trains, so no engine can sleep; "
-                "set MODE=sync, or give engines GPUs of their own and unset ENGINE_SLEEPS"
-            )
-        if self.publish_transport is Transport.BROADCAST and not self.lora_rank:
-            raise ValueError(
-                "ENGINE_SLEEPS is set, but PUBLISH_TRANSPORT=broadcast needs NCCL, which joins no two processes on one "
-                "GPU; set PUBLISH_TRANSPORT=disk"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rollout_fits(self) -> Self:
-        for needed, variable, value in (
-            (Rollout.AGENT, "AGENT", self.agent),
-            (Rollout.PROGRAM, "AGENT_COMMAND", self.agent_command),
-        ):
-            if value and self.rollout is not needed:
-                raise ValueError(
-                    f"{variable} is {value!r}, but ROLLOUT is {self.rollout}; set ROLLOUT={needed}, or unset {variable}"
-                )
-        if self.opponent != SELF and not self.opponent.startswith(("http://", "https://")):
-            raise ValueError(
-                f"OPPONENT is {self.opponent!r}; allowed is `self`, or an endpoint such as http://host:port"
-            )
-        if self.opponent != SELF and self.rollout is not Rollout.ENVIRONMENT:
-            raise ValueError(f"OPPONENT is set, but ROLLOUT is {self.rollout}; set ROLLOUT=environment, or unset it")
-        if self.rollout is Rollout.COMPLETION:
-            return self
-        if self.rollout is Rollout.AGENT and not is_own_function(self.agent):
-            raise ValueError(f"AGENT is {self.agent!r}, but ROLLOUT is agent; give the agent as module:function")
-        if self.rollout is Rollout.PROGRAM and not self.agent_command.strip():
-            raise ValueError("AGENT_COMMAND is empty, but ROLLOUT is program; give the agent as a shell command")
-        if self.agent_max_tokens < self.max_new_tokens:
-            raise ValueError(
-                f"AGENT_MAX_TOKENS is {self.agent_max_tokens}; allowed is at least MAX_NEW_TOKENS "
-                f"({self.max_new_tokens}), the longest turn"
-            )
-        if self.group_size * self.agent_max_turns > MAX_SEQUENCES:
-            raise ValueError(
-                f"GROUP_SIZE times AGENT_MAX_TURNS is {self.group_size * self.agent_max_turns}; allowed is at most "
-                f"{MAX_SEQUENCES}, the most sequences of a group"
-            )
-        if self.overlong_buffer:
-            raise ValueError(
-                f"OVERLONG_BUFFER is set, but ROLLOUT is {self.rollout}; unset it, the agent gives the rewards"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _methods_exist(self) -> Self:
-        for variable, name, known in (("ADVANTAGE", self.advantage, ADVANTAGES), ("LOSS", self.loss, tuple(LOSSES))):
-            if name not in known and not is_own_function(name):
-                raise ValueError(f"{variable} is {name!r}; allowed is {', '.join(known)}, or module:function")
-        for option in LOSS_OPTIONS if self.loss in LOSSES else ():
-            if getattr(self, option) is not None and option not in LOSSES[self.loss].options:
-                raise ValueError(f"{option.upper()} is set, but LOSS={self.loss} has no such bound; unset it")
-        unused = [name.upper() for name in CriticSection.__annotations__ if name in self.model_fields_set]
-        if unused and not self.has_critic:
-            raise ValueError(
-                f"{', '.join(unused)} is set, but ADVANTAGE={self.advantage} has no critic; "
-                "unset it, or set ADVANTAGE=gae"
-            )
-        if self.credit is Credit.TURN and (self.has_critic or self.rollout is Rollout.COMPLETION):
-            why = "completions have one turn" if self.rollout is Rollout.COMPLETION else "ADVANTAGE=gae has a critic"
-            raise ValueError(f"CREDIT is turn, but {why}; unset CREDIT")
-        if self.kl_in_reward and not self.kl_coef:
-            raise ValueError("KL_IN_REWARD is set, but KL_COEF is 0; give the weight of the KL")
-        return self
-
-    @model_validator(mode="after")
-    def _methods_have_an_effect(self) -> Self:
-        # Collectors elsewhere may bring advantages of their own.
-        is_made_here = self.mode is Mode.SYNC or self.collector_in_process
-        if self.group_size == 1 and self.advantage in GROUP_ADVANTAGES and is_made_here:
-            raise ValueError(
-                f"GROUP_SIZE is 1, but ADVANTAGE={self.advantage} compares a completion with the rest of its group; "
-                "allowed is at least 2, or ADVANTAGE=reinforce or gae"
-            )
-        if self.importance_cap is None:
-            return self
-        if self.importance_correction is ImportanceCorrection.NONE:
-            raise ValueError("IMPORTANCE_CAP is set, but IMPORTANCE_CORRECTION is none; unset IMPORTANCE_CAP")
-        is_truncated = self.importance_correction is ImportanceCorrection.TRUNCATED
-        if is_truncated and self.loss_truncates and self.updates_per_batch == 1:
-            raise ValueError(
-                f"IMPORTANCE_CAP is set, but LOSS={self.loss} truncates the weight of a token itself; "
-                "set CLIP_HIGH instead"
-            )
-        return self
-
-    @property
-    def publishes_in_place(self) -> bool:
-        """True when weights change under generations in flight: PUBLISH_IN_PLACE, or the default of the mode."""
-        return self.mode is Mode.ASYNC if self.publish_in_place is None else self.publish_in_place
-
-    @property
-    def own_functions(self) -> dict[str, str]:
-        """The functions of the user's own among AGENT, where agents play, LOSS and ADVANTAGE, by variable."""
-        agent = {"AGENT": self.agent} if self.rollout is Rollout.AGENT else {}
-        named = {**agent, "LOSS": self.loss, "ADVANTAGE": self.advantage}
-        return {variable: name for variable, name in named.items() if is_own_function(name)}
-
-    @property
-    def has_critic(self) -> bool:
-        """True when advantages need values."""
-        return self.advantage == "gae"
-
-    @property
-    def has_kl_loss(self) -> bool:
-        """True when the KL to the reference is added to the loss."""
-        return self.kl_coef != 0 and not self.kl_in_reward
-
-    @property
-    def loss_aggregation(self) -> Aggregation:
-        """The mean over token losses: AGGREGATION, or that of the loss's paper."""
-        if self.aggregation is not None:
-            return self.aggregation
-        return LOSSES[self.loss].aggregation if self.loss in LOSSES else Aggregation.TOKEN_MEAN
-
-    @property
-    def loss_truncates(self) -> bool:
-        """True when LOSS truncates the weight of a token itself."""
-        return self.loss in LOSSES and LOSSES[self.loss].truncates
-
-    @property
-    def longest_answer(self) -> int:
-        """Most tokens that the model samples for one answer to a prompt."""
-        return self.max_new_tokens if self.rollout is Rollout.COMPLETION else self.agent_max_tokens
-
-    @property
-    def generation_concurrency(self) -> int:
-        """Prompts in flight at once: a whole batch, so that no engine waits for the others."""
-        return max(self.batch_size, LEAST_CONCURRENCY)
-
-    @property
-    def generation_deadline_seconds(self) -> float:
-        """Longest wait for one prompt's completions once it is in flight, retries included."""
-        # Settings are also checked where no request is made and the client's imports would only take time.
-        from services.clients.rollout import generation_seconds
-
-        return generation_seconds(self.max_new_tokens)
-
-    @property
-    def longest_answer_seconds(self) -> float:
-        """Longest time that one answer to a prompt takes once it is in flight."""
-        return self.generation_deadline_seconds if self.rollout is Rollout.COMPLETION else self.agent_seconds
-
-    @property
-    def start_deadline_seconds(self) -> float:
-        """Longest wait for services and workers when the trainer starts."""
-        return self.engine_start_seconds + self.service_deadline_seconds
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """The directory of the run's checkpoints."""
-        return self.run_dir / "checkpoints"
