@@ -10,7 +10,7 @@ SWEEP = Sweep(
     task=DEMO_TASK,
     rates=("5e-6", "1e-5", "2e-5", "4e-5"),
     panels=PANELS,
-    choosing=range(100, 102),
+    choosing=range(100, 103),
     follow_up="1e-5",
     reporting=range(3),
 )
