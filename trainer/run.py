@@ -119,25 +119,12 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
     with ExitStack() as stack:
         status = RunStatus()
         thread = stack.enter_context(ServiceThread(stop)) if ranks.is_main else None
-
-        def open_page() -> None:
-            assert thread is not None, "only rank 0 has a page"
-            thread.start(serve_status(settings, status, listen_for_status()))
-
-        ranks.on_main(open_page, ConfigurationError)
+        _open_page(settings, ranks, thread, status)
         policy = load_policy(settings, ranks)
         log.info(
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
         )
-        services: MainRank | None = None
-
-        def connect() -> dict[str, Any]:
-            nonlocal services
-            assert thread is not None, "only rank 0 connects"
-            services = stack.enter_context(MainRank.connected(settings, thread, policy.config.vocab_size))
-            return services.describe_data().model_dump()
-
-        data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
+        services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack)
         total_steps = _total_steps(settings, data.train_prompts)
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
@@ -154,6 +141,32 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with team.leading():
             _drive(settings, services, team, status, data.source)
+
+
+def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, status: RunStatus) -> None:
+    """Serve the run page; on rank 0, which alone has a thread."""
+
+    def serve() -> None:
+        assert thread is not None, "only rank 0 has a page"
+        thread.start(serve_status(settings, status, listen_for_status()))
+
+    ranks.on_main(serve, ConfigurationError)
+
+
+def _connect(
+    settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, vocab_size: int, stack: ExitStack
+) -> tuple[MainRank | None, DataStats]:
+    """Connect rank 0 to the services until ``stack`` ends; return the connections, None elsewhere, and the data."""
+    services: MainRank | None = None
+
+    def connect() -> dict[str, Any]:
+        nonlocal services
+        assert thread is not None, "only rank 0 connects"
+        services = stack.enter_context(MainRank.connected(settings, thread, vocab_size))
+        return services.describe_data().model_dump()
+
+    data = DataStats.model_validate(ranks.on_main(connect, *ENDINGS))
+    return services, data
 
 
 def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, dataset: str) -> None:

@@ -77,13 +77,14 @@ def add_run_page(
         asks_token: whether the page asks for the token.
     """
     _add_page(app, asks_token=asks_token)
+    _add_runs(app, runs, state_of, now)
+    _add_steps(app, runs)
+    app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
 
-    def find(name: str) -> RunDirectory:
-        run = next((run for run in runs() if run.name == name), None)
-        if run is None:
-            raise ProblemError(404, f"no run {name!r} here; there are {[run.name for run in runs()]}")
-        return run
 
+def _add_runs(
+    app: FastAPI, runs: Callable[[], list[RunDirectory]], state_of: Callable[[Path], str], now: Now | None
+) -> None:
     def overviews() -> list[RunWithState]:
         return [RunWithState(**vars(run.overview()), state=state_of(run.path)) for run in runs()]
 
@@ -97,6 +98,14 @@ def add_run_page(
         """Return the state of the live run and its components; null without a live run."""
         return JsonResponse(now() if now is not None else None)
 
+
+def _add_steps(app: FastAPI, runs: Callable[[], list[RunDirectory]]) -> None:
+    def find(name: str) -> RunDirectory:
+        run = next((run for run in runs() if run.name == name), None)
+        if run is None:
+            raise ProblemError(404, f"no run {name!r} here; there are {[run.name for run in runs()]}")
+        return run
+
     @app.get("/api/metrics", response_model=Metrics, tags=["run page"])
     async def get_metrics(run: str, file: str = "", offset: Annotated[int, Query(ge=0)] = 0) -> Response:
         """Return the metrics of the steps after a position in metrics.jsonl, by column."""
@@ -108,8 +117,6 @@ def add_run_page(
         directory = find(query.run)
         index = directory.samples if query.source == "training" else directory.evaluations
         return JsonResponse(await asyncio.to_thread(index.search, query))
-
-    app.add_middleware(GZipMiddleware, minimum_size=GZIP_BYTES, compresslevel=3)
 
 
 def _add_page(app: FastAPI, *, asks_token: bool) -> None:
