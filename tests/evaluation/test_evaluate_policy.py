@@ -28,7 +28,7 @@ from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import EpisodePosition
 from tests.evaluation import trajectory_policies
 from tests.evaluation.deadly_environment import MARKS
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import LIMIT_SECONDS, wait_until
 
