@@ -35,7 +35,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.skypilot_facts import check_command
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 from trainer.config import TrainerSettings

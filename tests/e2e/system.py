@@ -112,7 +112,7 @@ class System:
     @contextlib.contextmanager
     def held(self, node: str) -> Iterator[None]:
         """Within the context, the processes of ``node`` stand still."""
-        processes = [process for process in self.processes() if process.environ()[MARK].endswith(f"/{node}")]
+        processes = [process for process in psutil.process_iter() if self._mark_of(process).endswith(f"/{node}")]
         assert processes, f"no process of {node}"
         for process in processes:
             process.suspend()
@@ -124,11 +124,12 @@ class System:
 
     def processes(self) -> list[psutil.Process]:
         """The processes of this run that are still there."""
-        return [process for process in psutil.process_iter() if self._is_ours(process)]
+        return [process for process in psutil.process_iter() if self._mark_of(process)]
 
-    def _is_ours(self, process: psutil.Process) -> bool:
+    def _mark_of(self, process: psutil.Process) -> str:
+        """Return the mark of a process of this run; "" of any other, and of one that has just ended."""
         try:
             variables = process.environ()
         except psutil.Error:
-            return False
-        return MARK in variables and variables.get("RUN_ID") == self.run_dir.name
+            return ""
+        return variables.get(MARK, "") if variables.get("RUN_ID") == self.run_dir.name else ""

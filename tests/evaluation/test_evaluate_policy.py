@@ -28,7 +28,8 @@ from services.evaluation_head.settings import HeadSettings
 from services.protocol.evaluation import EpisodePosition
 from tests.evaluation import trajectory_policies
 from tests.evaluation.deadly_environment import MARKS
-from tests.services.conftest import free_port
+from tests.local_runner.runner import is_running
+from tests.ports import free_port
 from tests.services.run_page.serving import served, served_ready
 from tests.waiting import LIMIT_SECONDS, wait_until
 
@@ -133,6 +134,12 @@ def start(save_to: Path, *options: str) -> tuple[subprocess.Popen[str], list[psu
     return process, psutil.Process(process.pid).children(recursive=True)
 
 
+def three_children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the processes below the command if they are three that live, else none."""
+    below = psutil.Process(process.pid).children(recursive=True)
+    return below if len(below) == 3 and all(is_running(child.pid) for child in below) else []
+
+
 def named(children: list[psutil.Process], module: str) -> psutil.Process:
     return next(child for child in children if module in child.cmdline())
 
@@ -146,14 +153,14 @@ def test_the_head_and_a_worker_may_be_killed_and_a_signal_ends_all(tmp_path: Pat
         wait_until(
             lambda: (tmp_path / "out" / EPISODES).read_bytes().count(b"\n") > count, "an episode after the kills"
         )
-        children = psutil.Process(process.pid).children(recursive=True)
+        # The episode may have been at its end when the others were killed.
+        children = wait_until(lambda: three_children(process), "the head and two workers")
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=LIMIT_SECONDS)
     finally:
         process.kill()
     assert process.returncode == 128 + signal.SIGTERM
     assert "stopped by SIGTERM; the same command goes on from" in said
-    assert len(children) == 3
     assert not any(child.is_running() for child in children)
     assert not (tmp_path / "out" / RESULTS).exists()
     done = subprocess.run(

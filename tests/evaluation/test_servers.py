@@ -26,6 +26,7 @@ from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Prompt
 from tests.fake_service import fake_service
 from tests.models import save_byte_tokenizer
+from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS
 
 
@@ -33,9 +34,7 @@ class FakeServer:
     """A server that answers /health, /work and /generate, and can be killed and started again on its port."""
 
     def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.served = 0
         self.at_once = 0
         self.most_at_once = 0

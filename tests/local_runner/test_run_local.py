@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from local_runner import spec
 from local_runner.run_state import state_of
 from tests.local_runner.runner import HEADER, OUTPUT, Runner, is_running, run, task
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import wait_until
 
 DONE = task("ppo-trainer", "exit 0")
 
@@ -343,8 +342,7 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path):
     pid = int(runner.wait_for("pid").read_text())
     runner.send(signal.SIGKILL)
     runner.process.wait()
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=IDLE_SECONDS)
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid), "the end of the trainer")
 
 
 def test_a_run_is_running_while_it_is_resumed_and_has_ended_when_its_runner_was_killed(tmp_path):
@@ -462,18 +460,18 @@ def test_steps_are_printed_as_they_end(tmp_path):
     (tmp_path / "server.py").write_text(SERVER)
     command = """
         python server.py ppo-trainer 8004 '{"phase": "train", "step": 0, "total_steps": 3}' &
-        until [ -e asked-stats ]; do sleep 0.01; done; sleep 0.2
+        until [ -e asked-stats ]; do sleep 0.01; done
         for step in 1 2 3; do
           echo '{"step": '$step', "reward_mean": 0.'$step', "loss": 0.01, "seconds_generate": 1.5}' \\
             >> $SHARED_DIR/runs/$RUN_ID/metrics.jsonl
-          sleep 0.5
+          until grep -q "step $step" $OUTPUT; do sleep 0.05; done
         done
         echo '{"status": "succeeded", "steps": 3, "reward_first": 0.1, "reward_last": 0.3}' \\
           > $SHARED_DIR/runs/$RUN_ID/summary.json
     """
     ended = run(
         tmp_path,
-        task("ppo-trainer", command, envs={"SHARED_DIR": "/shared"}, volumes={"/shared": "volume"}),
+        task("ppo-trainer", command, envs={"SHARED_DIR": "/shared", "OUTPUT": OUTPUT}, volumes={"/shared": "volume"}),
         arguments=("--plain",),
     )
     assert ended.exit_code == 0, ended.output
@@ -499,7 +497,7 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
     (tmp_path / "server.py").write_text(SERVER)
     ended = run(
         tmp_path,
-        task("ppo-trainer", "until [ -e asked-health ]; do sleep 0.01; done; sleep 0.5"),
+        task("ppo-trainer", f"until grep -q 'reward-server-0 up' {OUTPUT}; do sleep 0.05; done"),
         task("reward-server", "exec python server.py reward-server 8002 {}"),
         arguments=(hosts,),
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from local_runner import health, status
 from local_runner.directory import write_object
-from tests.services.conftest import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.services.conftest import serving as serving  # a fixture
 from tests.services.run_page.serving import served_ready
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until

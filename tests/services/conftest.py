@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +17,7 @@ import psutil
 import pytest
 from fastapi import FastAPI
 
+from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, bytes_in, wait_ready, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -91,12 +91,6 @@ class RunningService:
 
 
 StartService = Callable[..., RunningService]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:

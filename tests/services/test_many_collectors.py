@@ -108,7 +108,7 @@ class World:
 
     async def admission_requests(self) -> float:
         """Return the number of requests for admission that the replay-buffer has answered."""
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as client:
             metrics = (await client.get(f"{self.endpoints[Task.REPLAY_BUFFER].url}/metrics")).text
         found = re.findall(r'^http_requests_total\{[^}]*route="/queue/admission"[^}]*\} (\S+)$', metrics, re.MULTILINE)
         return sum(map(float, found))

@@ -119,8 +119,8 @@ async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.
         echo so far
         sleep 600
     """
-    with pytest.raises(AgentFailedError, match=r"took more than 0\.7 s; its output ends with 'so far") as failed:
-        await answer(command, seconds=0.7)
+    with pytest.raises(AgentFailedError, match=r"took more than 2 s; its output ends with 'so far") as failed:
+        await answer(command, seconds=2)
     assert failed.value.reason == "timeout"
     found = [int(pid) for pid in pids.read_text().split()]
     assert len(found) == 2
@@ -131,7 +131,7 @@ async def test_a_program_may_clean_up_when_its_deadline_comes(tmp_path: Path) ->
     done = tmp_path / "done"
     code = f"import signal, time, sys; signal.signal(15, lambda *_: sys.exit(open({str(done)!r}, 'w').close())); "
     with pytest.raises(AgentFailedError):
-        await answer(f'{sys.executable} -S -c "{code} print(1, flush=True); time.sleep(600)"', seconds=1.5)
+        await answer(f'{sys.executable} -S -c "{code} print(1, flush=True); time.sleep(600)"', seconds=3)
     assert done.exists()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, STATUS_PORT, Task
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,9 @@ import torch
 
 from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
+from tests.ports import free_ports
 from tests.services.rollout_server.conftest import check_installed
-from tests.services.rollout_server.nodes import SGLANG_PYTHON, free_ports
+from tests.services.rollout_server.nodes import SGLANG_PYTHON
 from tests.waiting import LIMIT_SECONDS
 from trainer.config import TrainerSettings
 from trainer.model.ranks import join_ranks

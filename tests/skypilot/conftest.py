@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import urllib.error
@@ -22,6 +21,7 @@ import uvicorn
 import yaml
 
 from services.http.server import listen
+from tests.ports import free_port
 from tests.skypilot.kubernetes_api import KubernetesApi, node, storage_class
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, T, bytes_in, wait_until
 
@@ -171,13 +171,6 @@ def kubeconfig(url: str) -> dict[str, Any]:
         "users": [{"name": CONTEXT, "user": {}}],
         "contexts": [{"name": CONTEXT, "context": {"cluster": CONTEXT, "user": CONTEXT}}],
     }
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.ports import free_port
 from tests.waiting import LIMIT_SECONDS
 from trainer.model.ranks import Ranks, join_ranks
 
@@ -25,7 +25,7 @@ def run_on_ranks(world_size: int, job: Callable[..., Any], *arguments: Any) -> l
     Raises:
         AssertionError: a rank failed, with its traceback, or did not end within the deadline.
     """
-    port = _free_port()
+    port = free_port()
     started, pipes = [], []
     for rank in range(world_size):
         here, there = _CONTEXT.Pipe(duplex=False)
@@ -83,10 +83,3 @@ def _rank(
 
 def _call(job: Callable[..., Any], ranks: Ranks, arguments: tuple[Any, ...]) -> Any:
     return job(ranks, *arguments)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

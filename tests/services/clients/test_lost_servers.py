@@ -129,43 +129,46 @@ async def test_a_server_killed_every_30_seconds_for_5_minutes_loses_no_episode(s
     print(f"{played} episodes, {REPLAYED._value.get() - before:.0f} of them went on after a kill, none was lost")
 
 
-async def lose(episode: Episode, server: RunningService) -> str:
+async def lose(episode: Episode, server: RunningService, monkeypatch: pytest.MonkeyPatch) -> str:
     """Kill the server of an episode and return why the episode cannot go on."""
     await episode.step("perhaps")
-    server.kill()
+    kill(server, monkeypatch)
     with pytest.raises(EpisodeLostError) as lost:
         await episode.step("yes")
     return str(lost.value)
 
 
+def kill(server: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill a server, for which the client waits no longer than half a second from now on."""
+    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
+    server.kill()
+
+
 async def test_an_episode_that_is_not_declared_deterministic_is_lost(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
     servers = [start(start_service, f"{ODD}Choosy") for _ in range(2)]
     async with client_of(*servers) as client, await client.begin(1) as episode:
-        assert "does not declare that it is deterministic" in await lose(episode, servers[0])
+        assert "does not declare that it is deterministic" in await lose(episode, servers[0], monkeypatch)
 
 
 async def test_an_episode_that_begins_otherwise_elsewhere_is_lost(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
     servers = [start(start_service, f"{ODD}Dice") for _ in range(2)]
     async with client_of(*servers) as client, await client.begin(1) as episode:
-        assert "reached another state after 0 actions" in await lose(episode, servers[0])
+        assert "reached another state after 0 actions" in await lose(episode, servers[0], monkeypatch)
 
 
 async def test_a_server_with_another_version_is_refused_with_both_versions(
     start_service: StartService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "ANSWER_SECONDS", 0.5)
     servers = [start(start_service), start(start_service, ENVIRONMENT_TEXT_TURNS="3")]
     async with client_of(*servers, deadline=3) as client:
         for seed in range(3):
             async with await client.begin(seed) as episode:
                 assert "6 guesses" in episode.state[0]["content"]  # type: ignore[index,call-overload]
-        servers[0].kill()
+        kill(servers[0], monkeypatch)
         with pytest.raises(DependencyLostError) as refused:
             await client.begin(4)
     assert "version '1, 3 guesses up to 100' instead of '1, 6 guesses up to 100'" in str(refused.value)

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS, wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from services.embedded_engine.compute import broadcast
 from services.embedded_engine.http.app import create_app
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.services.embedded_engine.conftest import PROMPT, settings_for
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS

@@ -181,7 +181,7 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
     def are_closed() -> bool:
         return odd_environments.Holding.held == held
 
-    async with serving(app(environment=HOLDING, environment_step_seconds=0.3)) as client:
+    async with serving(app(environment=HOLDING, environment_step_seconds=2)) as client:
         assert (await client.post("/reset", json={"seed": 0, "episodes": 3})).status_code == 503
         await eventually(are_closed, "environments are closed", idle_seconds=20)
         episode = (await begin(client, seed=2))[0]["episode"]
@@ -194,7 +194,7 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
 
 async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> None:
     odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=2)) as client:
         hangs, goes_on = [e["episode"] for e in await begin(client, episodes=2)]
         async with asyncio.timeout(IDLE_SECONDS):
             results = await take(client, (hangs, 0, 1), (goes_on, 0, 0))
@@ -205,10 +205,17 @@ async def test_a_hanging_step_loses_its_episode_only(serving: Any, app: Any) -> 
         await stats_show(client, lambda stats: stats["stuck"] == 0)
 
 
-async def test_a_server_with_too_many_hanging_environments_is_unhealthy(serving: Any, app: Any) -> None:
+async def test_a_server_with_too_many_hanging_environments_is_unhealthy(
+    serving: Any, app: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (app_module, episodes):
+        monkeypatch.setattr(module, "MAX_STUCK", 1)
     odd_environments.RELEASE.clear()
-    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=0.05)) as client:
-        await take(client, *((e["episode"], 0, 1) for e in await begin(client, episodes=9)))
+    async with serving(app(environment=f"{ODD}Sleepy-v0", environment_step_seconds=1)) as client:
+        hangs, too = [(e["episode"], 0, 1) for e in await begin(client, episodes=2)]
+        await take(client, hangs)
+        assert (await client.get("/health")).status_code == 200
+        await take(client, too)
         assert (await client.get("/health")).status_code == 503
         refused = await client.post("/reset", json={})
         assert refused.status_code == 503

@@ -18,7 +18,7 @@ from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.app import create_app
 from services.evaluation_head.settings import HeadSettings
 from tests.browser import browser, screenshot
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.services.evaluation_head.policies import publish_lean, publish_wobbles
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS

@@ -86,14 +86,14 @@ def test_the_synchronous_client_is_the_same_client_and_reports_once(head: Any) -
         ended = FinishedEpisode(episode="e", steps=2, episode_return=5.0)
         for _ in range(2):
             client.act(finished=[ended])
-        stats = httpx.get(f"{url}/stats", trust_env=False).json()
+        stats = httpx.get(f"{url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()
         assert (stats["episodes"]["finished"], [row["name"] for row in stats["servers"]]) == (1, ["script"])
 
 
 def test_the_example_agent_plays_cartpole(head: Any, lean: Path) -> None:
     with served_ready(head(head_policies=f"lean={lean}")) as url:
         returns = head_agent.play(url, range(2))
-        stats = httpx.get(f"{url}/stats", trust_env=False).json()
+        stats = httpx.get(f"{url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()
     assert all(value > 100 for value in returns)
     assert stats["episodes"] == {"active": 0, "finished": 2, "lost": 0}
     assert stats["returns"]["mean"] == sum(returns) / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from services.environment_server.app import create_app as create_environment_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.checkpoint import publish_policy
 from services.protocol.evaluation import ActionKind, ActionSpec, StateKind, StateSpec
+from tests.ports import free_port
 from tests.services.environment_server.conftest import ODD
 from tests.services.run_page.serving import served
 from tests.waiting import IDLE_SECONDS, eventually, stats_show
@@ -88,9 +88,7 @@ async def test_several_servers_share_batches(serving: Any, head: Any, environmen
 async def test_a_server_that_pushes_is_not_driven_and_counts_once(
     serving: Any, head: Any, environment_server: Any, lean: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     url = environment_server(eval_head_endpoint=f"http://127.0.0.1:{port}", environment_push_total=5)
     settings = {"head_policies": f"lean={lean}", "game_server_addresses": url, "PROBE_INTERVAL_SECONDS": 0.1}
     app = head(**settings)

@@ -112,7 +112,7 @@ def load_balancer(replicas: list[str], paths: list[str]) -> FastAPI:
     async def forward(path: str, request: Request) -> Response:
         paths.append(path)
         kept = {name: request.headers[name] for name in ("authorization", "content-type") if name in request.headers}
-        async with httpx.AsyncClient(trust_env=False) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=IDLE_SECONDS) as client:
             reply = await client.request(
                 request.method, f"{next(turns)}/{path}", content=await request.body(), headers=kept
             )

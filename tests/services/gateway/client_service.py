@@ -101,7 +101,7 @@ def serving_clients(directory: Path, start_service: Any, kept: Path) -> Iterator
         traces = [made.finish(session) for session in made.sessions]
         assert sum(trace["sampled_tokens"] for trace in traces) == engine.completion_tokens > 0
         assert not any(trace["lost_tokens"] for trace in traces)
-        metrics = httpx.get(made.url + "/metrics", trust_env=False).text
+        metrics = httpx.get(made.url + "/metrics", trust_env=False, timeout=IDLE_SECONDS).text
         assert "gateway_broken_prefixes_total 0.0" in metrics
         process.end()
 

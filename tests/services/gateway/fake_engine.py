@@ -32,6 +32,11 @@ class FakeEngine:
     """For the next requests: an HTTP status, or, below 100, the number of tokens of an aborted completion."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     completion_tokens: int = 0
+    may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at first; while it is clear, requests wait for their answers."""
+
+    def __post_init__(self) -> None:
+        self.may_answer.set()
 
     def prompts(self) -> list[list[int]]:
         """Return the prompts so far."""
@@ -68,6 +73,7 @@ class FakeEngine:
                 break
         reply = self.reply(orjson.loads(body))
         await asyncio.sleep(self.seconds)
+        await self.may_answer.wait()
         status, content = (reply, b"{}") if isinstance(reply, int) else (200, orjson.dumps(reply))
         headers = [(b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -75,12 +75,12 @@ def settings_for(agent: Callable[..., Any], model: Path, **fields: Any) -> Train
 
 
 def engine_tokens(engine: RunningService) -> int:
-    return int(httpx.get(f"{engine.url}/stats", trust_env=False).json()["generated_tokens"])
+    return int(httpx.get(f"{engine.url}/stats", trust_env=False, timeout=IDLE_SECONDS).json()["generated_tokens"])
 
 
 def recorded_tokens(gateway: RunningService) -> tuple[int, int]:
     """Return the tokens that the gateway recorded, and those that it counted as lost."""
-    text = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+    text = httpx.get(f"{gateway.url}/metrics", trust_env=False, timeout=IDLE_SECONDS).text
     sampled = re.findall(r"^gateway_sampled_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
     lost = re.findall(r"^gateway_lost_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)
     return int(sum(map(float, sampled))), int(sum(map(float, lost)))

@@ -19,9 +19,10 @@ from services.clients.replay import ReplayClient
 from services.core.endpoints import ENDPOINTS_VARIABLE, PORTS, Endpoint, Task
 from services.protocol.groups import Group
 from services.protocol.replay import LeaseRequest
+from tests.ports import free_ports
 from tests.services.conftest import REPOSITORY, RunningService, StartService
 from tests.services.gateway.player import GROUP_SIZE, TURNS, Work
-from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.waiting import IDLE_SECONDS, bytes_in, eventually
 
 CALL = b"POST /sessions/"

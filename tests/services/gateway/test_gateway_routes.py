@@ -159,7 +159,7 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
         path = await running.open()
         running.engine.troubles = [422]
         assert error_of(await running.client.post(path, json={"messages": HELLO}))[0] == 400
-        path = await running.open("late", deadline_seconds=0.5)
+        path = await running.open("late", deadline_seconds=2)
         running.engine.troubles = [503] * 100
         refused = await running.client.post(path, json={"messages": HELLO})
         assert error_of(refused) == (429, "deadline_seconds")
@@ -169,10 +169,11 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
 async def test_tokens_that_arrive_after_the_end_are_lost(gateway: StartGateway) -> None:
     async with gateway(answers=["Hi."]) as running:
         path = await running.open()
-        running.engine.seconds = 0.3
+        running.engine.may_answer.clear()
         call = asyncio.create_task(running.client.post(path, json={"messages": HELLO}))
         await eventually(lambda: running.engine.requests)
         trace = await running.finish()
+        running.engine.may_answer.set()
         assert (trace["turns"], trace["sequences"]) == (0, [])
         assert error_of(await call) == (409, "session_finished")
         metrics = (await running.client.get("/metrics")).text

@@ -14,6 +14,7 @@ import pytest
 from services.core.endpoints import ENDPOINTS_VARIABLE
 from tests.services.gateway.conftest import ADD
 from tests.services.gateway.fake_engine import FakeEngine, running
+from tests.waiting import IDLE_SECONDS
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 30}}\n</tool_call>'
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -44,7 +45,7 @@ async def test_async_client_with_tools_and_streams(models: Any, start_service: A
             **{ENDPOINTS_VARIABLE: json.dumps(mapping)},
         )
         service.wait_healthy()
-        async with httpx.AsyncClient(base_url=service.url, trust_env=False) as trainer:
+        async with httpx.AsyncClient(base_url=service.url, trust_env=False, timeout=IDLE_SECONDS) as trainer:
             await trainer.post("/sessions", json={"id": "e-1", "max_turns": 3})
             client = openai.AsyncOpenAI(base_url=f"{service.url}/sessions/e-1/v1", api_key="any")
             assert [model.id async for model in client.models.list()] == [str(directory)]

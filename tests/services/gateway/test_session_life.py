@@ -141,10 +141,11 @@ async def test_the_account_has_every_token_that_the_engine_sampled_also_after_a_
             await running.finish(f"kept-{life}")
             await running.client.delete(f"/sessions/kept-{life}")
             await running.client.delete(f"/sessions/dropped-{life}")
+            running.engine.may_answer.clear()
             late = asyncio.create_task(running.chat(f"/sessions/open-{life}/v1/chat/completions", [*HELLO, *HELLO]))
-            running.engine.seconds = 0.2
             await eventually(partial(has_asked, running, 6))
             await running.finish(f"open-{life}")
+            running.engine.may_answer.set()
             with pytest.raises(AssertionError, match="session_finished"):
                 await late
             sampled += running.engine.completion_tokens

@@ -48,7 +48,7 @@ async def test_what_was_acknowledged_survives_sigkill(
                 taken.update(names)
                 in_doubt.difference_update(names)
 
-    async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=1.0) as replay:
+    async with ReplayClient(Endpoint("127.0.0.1", service.port), deadline=3.0) as replay:
         load = [asyncio.create_task(add(worker, replay)) for worker in range(4)]
         load.append(asyncio.create_task(take(replay)))
         async with asyncio.timeout(LIMIT_SECONDS):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from tests.waiting import IDLE_SECONDS, wait_until
 
 FAKE_ENGINE = Path(__file__).with_name("fake_engine")
 GROUP_SIZE = 4
+REGISTERED = "worker registered"
+"""A launcher's line about a worker that has the newest version and gets requests."""
 # About 0.3 s of a fake engine's time.
 PARAMS = SamplingParams(max_new_tokens=30)
 
@@ -54,6 +57,16 @@ class FakeNodes(Nodes):
     def fault(self, rank: int, engine: int = 0, **fault: Any) -> None:
         """Makes a node's engine go wrong, as fake_engine/sglang/launch_server.py says; without any, not any more."""
         assert self.post(self.worker(rank, engine), "/fault", fault).status_code == 200
+
+    @contextmanager
+    def registered_anew(self, rank: int) -> Iterator[None]:
+        """Wait at the end of the context until a worker of a node was registered since its beginning.
+
+        The router lists a worker that is lost until it notices or is told, so its list alone may show what was before.
+        """
+        before = self.log(rank).count(REGISTERED)
+        yield
+        self.wait_until(lambda: self.log(rank).count(REGISTERED) > before, "the worker is registered anew")
 
     def wait_for_version(self, version: int, rank: int) -> None:
         """Waits until a node's engine serves a version."""

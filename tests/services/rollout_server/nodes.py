@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +26,7 @@ from services.core.endpoints import (
     Endpoint,
 )
 from services.weights.policy_store import PolicyStore
+from tests.ports import free_ports
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, bytes_in, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -40,23 +38,6 @@ SGLANG_FLAGS = (
     "--device cpu --attention-backend torch_native --disable-overlap-schedule --max-total-tokens 16384 "
     "--max-running-requests 32 --tp-size 1 --sleep-on-idle --log-level warning --lora-backend torch_native"
 )
-
-
-# Below those which systems give to outgoing connections: an engine may take minutes before it listens. Tests that run
-# beside these have others.
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-PORTS = range(12_000 + 5_000 * _WORKER, 17_000 + 5_000 * _WORKER)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.choice(PORTS)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            if port not in ports:
-                ports.append(port)
-    return ports
 
 
 @dataclass

@@ -16,7 +16,7 @@ from services.clients.rollout_admin import WorkerAdmin
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
 from services.rollout_server import supervisor
 from services.rollout_server.commands import Command
-from tests.services.rollout_server.fake_nodes import FakeNodes, Traffic, fake_nodes
+from tests.services.rollout_server.fake_nodes import REGISTERED, FakeNodes, Traffic, fake_nodes
 from tests.services.rollout_server.nodes import TOKEN, authorization
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
@@ -64,9 +64,8 @@ def test_a_worker_killed_in_mid_generation_costs_no_group_and_returns_with_the_n
         two.publish(version)
         traffic.wait_for_groups(12)  # those that were in flight meanwhile are over
         before = len(traffic.groups)
-        registrations = two.log(1).count("worker registered")
-        two.nodes[1].engine.kill()
-        two.wait_until(lambda: two.log(1).count("worker registered") > registrations, "the worker is registered anew")
+        with two.registered_anew(1):
+            two.nodes[1].engine.kill()
         two.wait_registered([0, 1])
         traffic.wait_for_groups(12)
     # It started with version 0, and nobody got anything of it.
@@ -77,8 +76,9 @@ def test_a_worker_killed_in_mid_generation_costs_no_group_and_returns_with_the_n
 def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
     with Traffic(two) as traffic:
         engine = two.nodes[1].engine
-        engine.send_signal(signal.SIGSTOP)
-        wait_until(lambda: not engine.is_running(), "the engine was killed")
+        with two.registered_anew(1):
+            engine.send_signal(signal.SIGSTOP)
+            wait_until(lambda: not engine.is_running(), "the engine was killed")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
 
@@ -86,11 +86,10 @@ def test_a_worker_that_hangs_is_replaced(two: FakeNodes) -> None:
 def test_a_worker_whose_scheduler_hangs_is_replaced_although_its_health_answers(two: FakeNodes) -> None:
     with Traffic(two) as traffic:
         engine = two.nodes[1].engine
-        registrations = two.log(1).count("worker registered")
-        two.fault(1, wedged=True)
-        assert two.get(two.worker(1), "/health").status_code == 200
-        wait_until(lambda: not engine.is_running(), "the engine was killed")
-        two.wait_until(lambda: two.log(1).count("worker registered") > registrations, "the worker is registered anew")
+        with two.registered_anew(1):
+            two.fault(1, wedged=True)
+            assert two.get(two.worker(1), "/health").status_code == 200
+            wait_until(lambda: not engine.is_running(), "the engine was killed")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
     assert "scheduler does not answer" in two.log(1)
@@ -118,7 +117,8 @@ def test_a_worker_whose_update_failed_half_way_serves_nothing_until_it_has_caugh
     with Traffic(two) as traffic:
         # Its weights are those of the new version then, and it says that it serves the one before.
         two.fault(1, half_way=True)
-        two.publish(version)
+        with two.registered_anew(1):
+            two.publish(version)
         two.wait_registered([0, 1])
         assert two.version(1) == str(version)
         traffic.wait_for_groups(12)
@@ -129,7 +129,8 @@ def test_what_a_trainer_that_died_left_paused_and_open_is_taken_up_again(two: Fa
     version = newest(two) + 1
     with Traffic(two) as traffic:
         asyncio.run(leave_in_mid_update(two))
-        two.publish(version)
+        with two.registered_anew(1):
+            two.publish(version)
         two.wait_registered([0, 1])
         before = len(traffic.groups)
         traffic.wait_for_groups(12)
@@ -172,7 +173,7 @@ def test_a_killed_node_is_registered_once_after_its_return(two: FakeNodes) -> No
         launcher.wait()
         returned = two.start(1)
         # The router routes to the killed worker until a check of its health fails.
-        two.wait_until(lambda: "worker registered" in returned.log.read_text(), "the worker is registered anew")
+        two.wait_until(lambda: REGISTERED in returned.log.read_text(), "the worker is registered anew")
         two.wait_registered([0, 1])
         traffic.wait_for_groups(6)
     urls = [worker["url"] for worker in two.get(two.router, "/workers").json()["workers"]]

@@ -11,7 +11,8 @@ import torch
 
 from services.clients.rollout_admin import WorkerAdmin
 from services.core.endpoints import ENDPOINTS_VARIABLE, WEIGHTS_BROADCAST_PORT
-from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
+from tests.ports import free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import logprob_tolerance
 from tests.trainer.tiny import FAMILIES, random_groups, save_model
 from tests.waiting import IDLE_SECONDS

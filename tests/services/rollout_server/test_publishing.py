@@ -25,8 +25,9 @@ from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion
 from services.weights.adapter_files import ADAPTER_NAME, CONFIG_FILE, WEIGHTS_FILE
 from tests.adapters import RANK
+from tests.ports import free_ports
 from tests.services.rollout_server.conftest import ENGINES, check_installed
-from tests.services.rollout_server.nodes import TOKEN, Nodes, free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS, wait_until
 from trainer.algorithm.packing import TrainingGroup, TrainingSequence

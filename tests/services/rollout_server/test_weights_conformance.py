@@ -19,7 +19,8 @@ from services.clients.rollout_admin import WorkerAdmin, WorkerRefusedError
 from services.core.errors import DependencyLostError
 from services.protocol.groups import Completion, FinishReason, VersionSpan
 from services.weights.broadcast_group import join_weights_group, leave_weights_group, send_buckets
-from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization, free_ports
+from tests.ports import free_ports
+from tests.services.rollout_server.nodes import TOKEN, Nodes, authorization
 from tests.tolerance import engine_tolerance
 from tests.waiting import IDLE_SECONDS
 

@@ -18,7 +18,7 @@ from services.weights.broadcast_group import (
     join_weights_group,
     leave_weights_group,
 )
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from tests.waiting import IDLE_SECONDS
 
 

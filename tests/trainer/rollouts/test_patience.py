@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from tests.services.conftest import free_port
+from tests.ports import free_port
 from trainer.rollouts import patience
 from trainer.rollouts.patience import PatientTransport
 

@@ -224,7 +224,7 @@ def join(request: dict[str, Any], rank: int) -> Any:
 
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=600)
     name, size = request["group_name"], request["world_size"]
     store = TCPStore(request["master_address"], request["master_port"], size, is_master=False, timeout=limit)
     return ProcessGroupGloo(PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store))), rank, size, limit)
