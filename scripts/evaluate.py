@@ -151,8 +151,10 @@ def main(
         if dry_run:
             print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
             return 0
-        told = f"evaluate: stopped by {{}}; the same command goes on from {plan.output}"
-        return asyncio.run(run_until_signal(evaluate(plan), told))
+        goes_on = f"the same command goes on from {plan.output}"
+        if plan.scheduler is SchedulerName.SKYPILOT:
+            goes_on = "a job that was launched goes on; see sky jobs queue"
+        return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {goes_on}"))
 
     raise typer.Exit(_exit_code(work))
 
