@@ -183,8 +183,14 @@ def _allocation(num_servers: int | None, text: str | None) -> Allocation:
 
 
 def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:
-    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment."""
+    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment.
+
+    Raises:
+        ConfigurationError: the options contradict each other.
+    """
     if workflow is WorkflowName.SINGLE_TURN:
+        if agent or command:
+            raise ConfigurationError("--workflow single-turn has no agent; leave out that option, or the agent")
         agent, command = "", ""
     elif agent is not None:
         command = command or ""

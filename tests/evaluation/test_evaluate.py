@@ -226,6 +226,7 @@ REFUSED = [
     (["--k", "two"], 78, "EVAL_K is 'two'"),
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "--agent is 'nothing:here'"),
     (["--workflow", "agent", "--agent", "json:loads"], 78, "is no `async def`"),
+    (["--workflow", "single-turn", "--agent", "json:loads"], 78, "--workflow single-turn has no agent"),
     (["--agent", "json:loads", "--agent-command", "true"], 78, "EVAL_AGENT and EVAL_AGENT_COMMAND are both set"),
     (["--scheduler", "endpoints"], 78, "needs --url, --endpoint or --discover"),
     (["--endpoint", "http://127.0.0.1:1/v1", "--url", "http://127.0.0.1:1"], 78, "--endpoint and --url are both given"),
