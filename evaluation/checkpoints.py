@@ -17,6 +17,7 @@ CONFIG = "config.json"
 _STEP = re.compile(r"(?:v|step[-_]?|checkpoint[-_]|global_step[-_]?)0*(\d+)")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EDGE_BYTES = 1 << 16
+_TENSOR_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,37 @@ class Checkpoint:
         if not self.is_here:
             return self.model
         digest = hashlib.sha256()
-        for path in sorted([directory / CONFIG, *directory.glob("*.safetensors")]):
+        for path in sorted([directory / CONFIG, *directory.glob("*.safetensors"), *directory.glob("*.bin")]):
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
                 digest.update(file.read(_EDGE_BYTES))
-                # Training changes every tensor, so the two ends of a file identify it.
+                # Training may change some tensors alone, such as adapters that are merged.
+                for start in _tensors(path) if path.suffix == ".safetensors" else []:
+                    file.seek(start)
+                    digest.update(file.read(_TENSOR_BYTES))
+                # Files of torch end with checksums of all tensors.
                 file.seek(max(0, size - _EDGE_BYTES))
                 digest.update(file.read(_EDGE_BYTES))
         return digest.hexdigest()[:16]
+
+
+def _tensors(path: Path) -> list[int]:
+    """Return where in a file of safetensors each tensor begins.
+
+    Raises:
+        ConfigurationError: the file is none.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("it is shorter than its header")
+            tensors = json.loads(file.read(length))
+        tensors.pop("__metadata__", None)
+        return sorted(8 + length + tensor["data_offsets"][0] for tensor in tensors.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{path} holds no safetensors ({error!r}); copy the model again") from error
 
 
 def resolve(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

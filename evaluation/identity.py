@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.files import atomic_write
 
 
-@contextmanager
+@contextlib.contextmanager
 def held(path: Path, option: str) -> Iterator[BinaryIO]:
     """Create a file with its directory, and yield it open for reading and appending, locked against other processes.
 
     Raises:
         ConfigurationError: the directory, which ``option`` names, cannot be written, or another process holds the file.
+        DependencyLostError: the disk became full within the context.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a+b")
     except OSError as error:
         raise ConfigurationError(f"{option} {path.parent}: {error}; give a directory to write to") from error
-    with file:
+    try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -34,6 +36,14 @@ def held(path: Path, option: str) -> Iterator[BinaryIO]:
                 f"another process writes to {path.parent}; wait for it, end it, or give another {option}"
             ) from error
         yield file
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DependencyLostError(f"{option} {path.parent}: {error.strerror}; make room there") from error
+    finally:
+        # What could not be written has been an error already.
+        with contextlib.suppress(OSError):
+            file.close()
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:

@@ -64,8 +64,15 @@ class Origin:
         scheduler = self.scheduler or (SchedulerName.ENDPOINTS if given else SchedulerName.LOCAL)
         if given and scheduler is not SchedulerName.ENDPOINTS:
             raise ConfigurationError(f"--scheduler {scheduler.value} starts its own servers; leave out {given[0]}")
-        if self.api is not None and not self.endpoints:
-            raise ConfigurationError("--api is for --endpoint; leave it out")
+        for option, value in (("--api", self.api), ("--api-key-env", self.api_key_env)):
+            if value and not self.endpoints:
+                raise ConfigurationError(f"{option} is for --endpoint; leave it out")
+        if self.reward_url and scheduler is SchedulerName.SKYPILOT:
+            raise ConfigurationError("--scheduler skypilot starts its own reward-server; leave out --reward-url")
+        if scheduler is SchedulerName.ENDPOINTS and self.allocation != Allocation():
+            raise ConfigurationError(
+                "--num-servers and --allocation are for servers that this command starts; leave them out"
+            )
         if self.backend is Backend.VLLM:
             if scheduler is not SchedulerName.LOCAL:
                 raise ConfigurationError("--backend vllm starts servers on this machine; give --scheduler local")

@@ -26,10 +26,12 @@ from evaluation.workflows import AgentWorkflow, SingleTurn, Workflow
 from services.agents import EPISODES_AT_ONCE, Agent, Score
 from services.clients.reward import RewardClient
 from services.core.settings import Settings
-from services.core.tasks import run_until_first_ends
+from services.core.tasks import in_background, run_until_first_ends
 from services.core.vocabulary import vocabulary_size
+from services.data_server.settings import DataSettings
 from services.programs import Program, programs_at_once
 from services.relay import Relay
+from services.reward_server.settings import RewardSettings
 
 AT_ONCE = 1024
 """The most samples of a prompt that a rollout server is asked for at once, so that it computes the prompt once."""
@@ -69,13 +71,11 @@ async def evaluate(plan: Plan) -> None:
 
 
 async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Console) -> report.Results:
-    settings = plan.settings
-    # The job has its own output directory and shared volume.
-    ours = {*Settings.model_fields, "eval_output", "model_name"}
-    given = settings.model_dump(mode="json", include=settings.model_fields_set - ours)
+    # Also those that are only in this process's environment, which no node sees.
+    settings = (DataSettings.load(), RewardSettings.load(), plan.settings)
     variables = {
         **plan.variables,
-        **{name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in given.items()},
+        **{name: value for one in settings for name, value in _given(one).items()},
         "DATASET": plan.dataset,
         "MODEL_NAME": checkpoint.model,
     }
@@ -85,7 +85,7 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         variables["MODEL_NAME"] = f"{UPLOADED}/{checkpoint.name}-{checkpoint.fingerprint()[:8]}"
         uploads[variables["MODEL_NAME"]] = checkpoint.model
     secrets = schedulers.secrets()
-    content = await asyncio.to_thread(
+    launch = partial(
         skypilot.launch,
         f"evaluate-{checkpoint.name.lower()}"[:40].rstrip("-._"),
         plan.origin.allocation,
@@ -94,8 +94,17 @@ async def _evaluate_on_cluster(plan: Plan, checkpoint: Checkpoint, console: Cons
         uploads,
         console.print,
     )
+    # Not asyncio.to_thread, with which Ctrl-C would wait for the end of the job.
+    content = await in_background(launch)
     own = {"model": checkpoint.model, "name": checkpoint.name, "step": checkpoint.step}
     return report.Results.model_validate(content | own)
+
+
+def _given(settings: Settings) -> dict[str, str]:
+    """Return the variables that give a job's nodes the same settings; the job has its own model, output and volume."""
+    ours = {*Settings.model_fields, "eval_output", "model_name"}
+    given = settings.model_dump(mode="json", include=settings.model_fields_set - ours, exclude_none=True)
+    return {name.upper(): value if isinstance(value, str) else json.dumps(value) for name, value in given.items()}
 
 
 @asynccontextmanager

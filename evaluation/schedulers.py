@@ -29,14 +29,14 @@ from services.core import endpoints, gpus
 from services.core.endpoints import Endpoint, Task
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.core.settings import Settings
-from services.core.tasks import run_until_first_ends
+from services.core.tasks import in_background, run_until_first_ends
 
 START_SECONDS = 60.0
 """The wait for the first of servers that run already."""
 JOB_GROUP_START_SECONDS = 3600.0
 """The same wait in a job group, where images are pulled and models loaded at the same time."""
 QUEUE_SECONDS = 86_400.0
-"""The same wait for a job in Slurm's queue."""
+"""The same wait for a job in Slurm's queue, and for room in Ray's cluster."""
 SECRETS = ("HF_TOKEN", "JOBGROUP_TOKEN")
 """Variables that reach nodes elsewhere, and no log."""
 LOCAL_START_SECONDS = 1800.0
@@ -79,7 +79,7 @@ class Servers:
 async def servers_for(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterator[Servers]:
     """Yield the servers of a plan: started on this machine, or running already; end the started ones on exit.
 
-    Servers that run already are the given and the discovered ones, else the router of this job group. Their
+    Servers that run already are the given and the discovered ones, else the router of this job group. The
     reward-server is the given one, else that of this job group; outside a job group one is started here.
 
     Raises:
@@ -108,15 +108,13 @@ async def _running(plan: Plan, output: Path, say: Say) -> AsyncIterator[Servers]
     discover: Discover | None = None
     if origin.discover is not None:
         skypilot.import_sky()
-        discover = partial(asyncio.to_thread, skypilot.find, origin.discover)
+        discover = partial(in_background, partial(skypilot.find, origin.discover))
     if not urls and discover is None:
         if not in_job_group():
             raise ConfigurationError("--scheduler endpoints needs --url, --endpoint or --discover outside a job group")
         urls = [endpoints.endpoint(Task.ROLLOUT_SERVER).url]
     start_seconds = JOB_GROUP_START_SECONDS if in_job_group() else START_SECONDS
-    if origin.reward_url is not None:
-        yield Servers(urls, parse_url(origin.reward_url), discover, start_seconds)
-    elif in_job_group():
+    if in_job_group() and origin.reward_url is None:
         yield Servers(urls, endpoints.endpoint(Task.REWARD_SERVER), discover, start_seconds)
     else:
         async with _started(plan, None, output, say) as servers:
@@ -147,11 +145,10 @@ async def _on_ray(plan: Plan, model: str, output: Path, say: Say) -> AsyncIterat
     variables = _node_variables(plan, model) | secrets()
     async with (
         _started(plan, None, output, say) as own,
-        ray_nodes.running(allocation, variables) as (urls, watch),
+        ray_nodes.running(allocation, variables) as (discover, watch),
     ):
-        say(f"started {allocation} on Ray")
-        watch_both = partial(_watch_both, own.watch, watch)
-        yield Servers(urls, own.reward, None, LOCAL_START_SECONDS, watch_both)
+        say(f"asked Ray for {allocation}; each node works once Ray has started it")
+        yield Servers([], own.reward, discover, QUEUE_SECONDS, partial(_watch_both, own.watch, watch))
 
 
 def slurm_script(plan: Plan, model: str, directory: Path) -> str:
@@ -160,13 +157,22 @@ def slurm_script(plan: Plan, model: str, directory: Path) -> str:
 
 
 def _node_variables(plan: Plan, model: str) -> dict[str, str]:
-    return {**plan.variables, "MODEL_NAME": model, **plan.origin.allocation.sglang_variables(plan.variables)}
+    return {**plan.variables, "MODEL_NAME": model, **plan.origin.allocation.sglang_variables(_given(plan))}
+
+
+def _given(plan: Plan) -> dict[str, str]:
+    """Return the user's variables: those of the command line, and those of this process's environment."""
+    return {**os.environ, **plan.variables}
 
 
 @asynccontextmanager
 async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> AsyncIterator[Servers]:
-    """Start a reward-server and, with a ``model``, the plan's number of rollout nodes behind one router."""
+    """Start a reward-server, unless one is given, and with a ``model`` the plan's rollout nodes behind one router."""
     group = _group(model, plan)
+    given = plan.origin.reward_url
+    if given is not None and not group.tasks:
+        yield Servers([], parse_url(given))
+        return
     with nodes.allocate(group) as addresses:
         run = Run(
             group=group,
@@ -194,7 +200,7 @@ async def _started(plan: Plan, model: str | None, output: Path, say: Say) -> Asy
         with watchdog.guard(run.mark):
             job = asyncio.create_task(supervisor.run())
             try:
-                reward = parse_url(addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
+                reward = parse_url(given or addresses.find(Task.REWARD_SERVER, 0, endpoints.REWARD_PORT))
                 urls = []
                 if model is not None and plan.origin.backend is Backend.VLLM:
                     ranks = range(plan.origin.allocation.data)
@@ -246,13 +252,13 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
             is_primary=True,
         )
 
-    tasks = [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
+    tasks = [] if plan.origin.reward_url else [task(Task.REWARD_SERVER, 1, 0, "services.reward_server")]
     if model is not None:
         allocation = plan.origin.allocation
         share = allocation.gpus if allocation.gpus > 1 else len(gpus.visible()) // allocation.data
         is_vllm = plan.origin.backend is Backend.VLLM
         module = vllm.MODULE if is_vllm else "services.rollout_server"
-        given = plan.variables
+        given = _given(plan)
         sizes = vllm.variables(allocation, given) if is_vllm else allocation.sglang_variables(given)
         own = {"MODEL_NAME": model, **sizes}
         tasks.append(task(Task.ROLLOUT_SERVER, allocation.data, share, module, **own))
@@ -261,4 +267,5 @@ def _group(model: str | None, plan: Plan) -> JobGroup:
 
 def _ends_of_logs(run: Run) -> str:
     logs = sorted((run.run_dir / "logs").glob("*.log"))
-    return "\n".join(f"{log.name}: {line}" for log in logs for line in log.read_text().splitlines()[-LOG_LINES:])
+    ends = {log.name: log.read_text(errors="replace").splitlines()[-LOG_LINES:] for log in logs}
+    return "\n".join(f"{name}: {line}" for name, lines in ends.items() for line in lines)

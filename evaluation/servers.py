@@ -25,6 +25,8 @@ LOST_SECONDS = 600.0
 time, a node that is replaced on a cluster is back."""
 WATCH_SECONDS = 1.0
 PROBE_SECONDS = 5.0
+ADMISSION_SECONDS = 30.0
+"""Longest time of a server's first prompt, during which the other servers are not probed; it is tried again."""
 REFUSALS = 2
 """A server counts as dead after this many probes in a row could not connect."""
 SILENT_SECONDS = 60.0
@@ -116,7 +118,9 @@ class ServerPool:
                 try:
                     return await job
                 except asyncio.CancelledError:
-                    if job not in self._evicted:
+                    # Both at once: the evaluation ends, and the server was found dead.
+                    current = asyncio.current_task()
+                    if job not in self._evicted or (current is not None and current.cancelling()):
                         raise
                 except DependencyLostError:
                     # The server may have died this moment, which does not count as a try.
@@ -190,11 +194,17 @@ class ServerPool:
             server.refusals = 0
             if server.is_good(response):
                 if not server.is_admitted:
-                    await server.admit()
+                    async with asyncio.timeout(ADMISSION_SECONDS):
+                        await server.admit()
                 server.is_admitted = server.is_alive = True
                 server.answered = time.monotonic()
+                # At once, since the probe of another server may take long.
+                async with self._changed:
+                    self._changed.notify_all()
                 return
             server.problem = f"{server.probe_path} answers {response.status_code} {response.text[:100]}".strip()
+        except TimeoutError:
+            server.problem = f"{server.probe_path} answers, but a first prompt takes more than {ADMISSION_SECONDS:g} s"
         except (httpx.HTTPError, DependencyLostError) as error:
             server.refusals += isinstance(error, httpx.ConnectError)
             server.problem = describe(error)

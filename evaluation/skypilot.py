@@ -75,7 +75,7 @@ def launch(
 
     Raises:
         ConfigurationError: SkyPilot does not launch it.
-        DependencyLostError: the job ended without results.
+        DependencyLostError: the job ended without results, or its log broke off.
     """
     group = load(allocation, variables, secrets, uploads)
     from sky import jobs
@@ -92,7 +92,13 @@ def launch(
     job_id = job_ids[0]
     say(f"job {job_id} ({name}); its log: sky jobs logs {job_id} {EVALUATE_TASK}; to end it: sky jobs cancel {job_id}")
     log = _Log(say)
-    code = jobs.tail_logs(job_id=job_id, task=EVALUATE_TASK, follow=True, output_stream=log)
+    try:
+        code = jobs.tail_logs(job_id=job_id, task=EVALUATE_TASK, follow=True, output_stream=log)
+    except Exception as error:
+        raise DependencyLostError(
+            f"the log of job {job_id} broke off ({first_line(error)}), and the job may go on: see sky jobs queue; end "
+            f"it by sky jobs cancel {job_id} before another evaluation writes to its directory"
+        ) from error
     if log.results is None:
         raise DependencyLostError(f"job {job_id} ended with {code} and no results; see sky jobs logs {job_id}")
     return log.results

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -27,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 POLL_SECONDS = 5.0
 UNKNOWN_SECONDS = 60.0
 """Time for which squeue may fail, as it does while Slurm's controller is busy or restarts."""
+COMMAND_SECONDS = 120.0
+"""Longest time that one of Slurm's commands may take."""
 LOG = "slurm.log"
 LOG_LINES = 5
 
@@ -44,7 +47,8 @@ def script(name: str, allocation: Allocation, variables: Mapping[str, str], dire
         f"#SBATCH --job-name={name}",
         f"#SBATCH --ntasks={allocation.data}",
         *([f"#SBATCH --gpus-per-task={allocation.gpus}"] if is_on_gpus else []),
-        f"#SBATCH --output={directory / LOG}",
+        # Quoted as sbatch reads it, which replaces %.
+        f"#SBATCH --output={shlex.quote(str(directory / LOG).replace('%', '%%'))}",
         "set -euo pipefail",
         f"cd {shlex.quote(str(ROOT))}",
         *(f"export {key}={shlex.quote(value)}" for key, value in sorted(variables.items())),
@@ -63,18 +67,30 @@ async def running(text: str, directory: Path) -> AsyncIterator[Watch]:
     """
     path = directory / "job.sbatch"
     await asyncio.to_thread(path.write_text, text)
+    submission = asyncio.ensure_future(_submit(path))
+    try:
+        yield partial(_watch, await asyncio.shield(submission), directory / LOG)
+    finally:
+        # Ctrl-C during the submission waits for it, because its job would stay in the queue.
+        job = await submission
+        try:
+            await _run("scancel", job)
+        # The error that ended the evaluation, if there is one, says more.
+        except ConfigurationError as error:
+            log.warning("the job may still be there; cancel it by hand", job=job, error=str(error))
+
+
+async def _submit(path: Path) -> str:
+    """Submit a batch file and return its job's number.
+
+    Raises:
+        ConfigurationError: there is no Slurm here, or it refuses the file.
+    """
     told = await _run("sbatch", "--parsable", str(path))
     found = re.match(r"\d+", told)
     if found is None:
         raise ConfigurationError(f"sbatch answered {told[:200]!r}, which has no job's number")
-    try:
-        yield partial(_watch, found[0], directory / LOG)
-    finally:
-        try:
-            await _run("scancel", found[0])
-        # The error that ended the evaluation, if there is one, says more.
-        except ConfigurationError as error:
-            log.warning("the job may still be there; cancel it by hand", job=found[0], error=str(error))
+    return found[0]
 
 
 async def _watch(job: str, output: Path) -> None:
@@ -104,18 +120,26 @@ async def _watch(job: str, output: Path) -> None:
 async def _run(*command: str) -> str:
     """Run one of Slurm's commands and return its output.
 
+    The command ends by itself whatever happens to this process: in a thread, which Python waits for at its exit, and in
+    a session of its own, which the terminal's Ctrl-C does not reach.
+
     Raises:
-        ConfigurationError: it does not exist, or fails.
+        ConfigurationError: it does not exist, fails, or takes longer than COMMAND_SECONDS.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+
+    def call() -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            command, capture_output=True, timeout=COMMAND_SECONDS, start_new_session=True, check=False
         )
+
+    try:
+        done = await asyncio.to_thread(call)
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"--scheduler slurm: there is no {command[0]} in PATH; run this on a node of the Slurm cluster"
         ) from error
-    out, err = await process.communicate()
-    if process.returncode:
-        raise ConfigurationError(f"{shlex.join(command)} failed: {err.decode(errors='replace').strip()[:300]}")
-    return out.decode(errors="replace")
+    except subprocess.TimeoutExpired as error:
+        raise ConfigurationError(f"{shlex.join(command)} took longer than {error.timeout:g} s") from error
+    if done.returncode:
+        raise ConfigurationError(f"{shlex.join(command)} failed: {done.stderr.decode(errors='replace').strip()[:300]}")
+    return done.stdout.decode(errors="replace")

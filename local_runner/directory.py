@@ -88,16 +88,21 @@ def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory's lock, as its runner does while it runs; on a shared volume it binds all machines.
 
     Raises:
-        ConfigurationError: another process has the lock.
-        OSError: the file system has no locks, or the file belongs to another user.
+        ConfigurationError: another process has the lock, the file system has no locks, or the file belongs to another
+            user.
     """
-    with (run_dir / LOCK).open("a") as lock:
+    with contextlib.ExitStack() as stack:
         try:
+            lock = stack.enter_context((run_dir / LOCK).open("a"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
                 f"{run_dir} is already running: its runner holds {LOCK}; end it or give another --run-id"
             ) from None
+        except OSError as error:
+            raise ConfigurationError(
+                f"{run_dir} cannot be locked: {error}; needed is a directory of this user whose file system has locks"
+            ) from error
         yield
 
 

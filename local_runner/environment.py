@@ -47,7 +47,10 @@ class Run:
 
 
 def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
-    """Return all variables of node ``rank`` of ``task``; the task's own win over this machine's."""
+    """Return all variables of node ``rank`` of ``task``; the task's own win over this machine's.
+
+    The machine's CUDA_VISIBLE_DEVICES says which GPUs the run has (``Run.gpus``); a node gets its share of them.
+    """
     hosts = run.addresses.hosts[task.name]
     gpus = gpus_of(run, task, rank)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("SKYPILOT_")}
@@ -57,8 +60,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         # As Ray does on SkyPilot's nodes.
         THREADS_VARIABLE: RAY_THREADS,
     }
-    if run.gpus:
-        defaults[VISIBLE] = ",".join(gpus)
+    share = {VISIBLE: ",".join(gpus)} if run.gpus else {}
     own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
     threads = (inherited | own).get(THREADS_VARIABLE)
     fixed = {
@@ -75,7 +77,7 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         ENDPOINTS_VARIABLE: run.addresses.variable,
         MARK: run.node_mark(task, rank),
     }
-    return defaults | inherited | own | fixed
+    return defaults | inherited | share | own | fixed
 
 
 def check_mounts(group: JobGroup) -> None:

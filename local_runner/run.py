@@ -18,6 +18,7 @@ from local_runner.progress import GrowingFile, new_steps
 from local_runner.supervisor import Supervisor
 from local_runner.view import View
 from services.core.endpoints import Task
+from services.core.errors import ConfigurationError
 
 POLL_SECONDS = 0.5
 
@@ -46,7 +47,10 @@ def execute(run: Run, launch: Launch | None, console: Console, *, live: bool) ->
     Raises:
         ConfigurationError: the run directory cannot be written, or another runner works in it.
     """
-    run.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{run.run_dir} cannot be made: {error}; give another --shared-dir") from error
     with directory.locked(run.run_dir), watchdog.guard(run.mark):
         directory.record_nodes(run)
         return asyncio.run(_execute(run, launch, console, live=live))

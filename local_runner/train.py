@@ -99,7 +99,12 @@ def train(
     is_new = not directory.exists()
     inputs = directory / "inputs"
     inputs.mkdir(parents=True, exist_ok=run_id is not None)
-    variables = {name.upper(): _text(name, value, inputs) for name, value in settings.items() if value is not None}
+    try:
+        variables = {name.upper(): _text(name, value, inputs) for name, value in settings.items() if value is not None}
+    except Exception:
+        if is_new:
+            shutil.rmtree(directory)
+        raise
     command = [sys.executable, "-P", str(ROOT / "scripts/grpo.py"), "run", str(job_group), "--small", "--by-program"]
     command += ["--run-id", directory.name, "--shared-dir", str(Path(shared_dir))]
     command += [f"--num-nodes={task}={count}" for task, count in (nodes or {}).items()]
@@ -181,8 +186,11 @@ def _python_path(inputs: Path) -> str:
 
 
 def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, str]:
-    """Run the local runner, print what it prints, except for a refusal, and return its exit code and last line."""
-    line = ""
+    """Run the local runner, print what it prints, except for a refusal, and return its exit code and last line.
+
+    A refusal, which may have several lines, is returned in place of the last line.
+    """
+    line = refusal = ""
     # A session of its own keeps an interrupt of this process from reaching it twice.
     with subprocess.Popen(
         command,
@@ -197,7 +205,9 @@ def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, s
         try:
             for line in runner.stdout:
                 # A refusal is the message of the error that is raised.
-                if not line.startswith(REFUSAL):
+                if refusal or line.startswith(REFUSAL):
+                    refusal += line
+                else:
                     print(line, end="", flush=True)
         except BaseException:
             try:
@@ -206,7 +216,7 @@ def _execute(command: list[str], environment: Mapping[str, str]) -> tuple[int, s
             except KeyboardInterrupt:
                 runner.send_signal(signal.SIGINT)
             raise
-    return runner.returncode, line.strip()
+    return runner.returncode, (refusal or line).strip()
 
 
 def _failure(directory: Path, exit_code: int, last_line: str) -> RunError:

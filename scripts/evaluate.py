@@ -151,8 +151,10 @@ def main(
         if dry_run:
             print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
             return 0
-        told = f"evaluate: stopped by {{}}; the same command goes on from {plan.output}"
-        return asyncio.run(run_until_signal(evaluate(plan), told))
+        goes_on = f"the same command goes on from {plan.output}"
+        if plan.scheduler is SchedulerName.SKYPILOT:
+            goes_on = "a job that was launched goes on; see sky jobs queue"
+        return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {goes_on}"))
 
     raise typer.Exit(_exit_code(work))
 
@@ -181,8 +183,14 @@ def _allocation(num_servers: int | None, text: str | None) -> Allocation:
 
 
 def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:
-    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment."""
+    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment.
+
+    Raises:
+        ConfigurationError: the options contradict each other.
+    """
     if workflow is WorkflowName.SINGLE_TURN:
+        if agent or command:
+            raise ConfigurationError("--workflow single-turn has no agent; leave out that option, or the agent")
         agent, command = "", ""
     elif agent is not None:
         command = command or ""

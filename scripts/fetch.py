@@ -60,7 +60,8 @@ def main(
             with pod(run_id) as host:
                 expected = remote_digests(host, f"{MOUNT}/{run_id}", what)
                 source = f"{host}:{MOUNT}/{run_id}/{what}/"
-                run("rsync", "-rlt", "--partial", "--delete", "--info=progress2", source, f"{partial}/")
+                # Not --info=progress2, which macOS' own rsync does not have.
+                run("rsync", "-rlt", "--partial", "--delete", "--progress", source, f"{partial}/")
         check(partial, expected)
         replace_directory(partial, target)
         print(f"{target}: {len(expected)} files, each with the SHA-256 that it has on the volume")
@@ -89,7 +90,9 @@ def pod(run_id: str) -> Iterator[str]:
         run("sky", "launch", "--cluster", name, *LAUNCH_OPTIONS, str(POD))
         yield name
     finally:
-        run("sky", "down", "--yes", name)
+        # Neither what was copied nor an earlier error is lost with a pod that stays.
+        if subprocess.run(["sky", "down", "--yes", name], check=False).returncode:
+            print(f"the pod may still be there; end it by: sky down {name}", file=sys.stderr)
 
 
 def remote_digests(host: str, run_dir: str, what: str) -> Digests:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from evaluation.signals import run_until_signal
 from evaluation.trajectories.run import RESULTS, Options, generate
 from services.core import logs
 from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
@@ -54,8 +55,14 @@ def main(
     """Play episodes of policies in an environment and write every step to Parquet files."""
     logs.configure("generate_trajectories", "warning")
     options = Options(environment, server, policies, episodes, seed, shard_episodes, at_once, save_to)
+    results: dict[str, Any] = {}
+
+    async def work() -> None:
+        results.update(await generate(options, lambda line: print(line, file=sys.stderr, flush=True)))
+
+    told = f"generate_trajectories: stopped by {{}}; the same command goes on from {save_to}"
     try:
-        results = asyncio.run(generate(options, lambda line: print(line, file=sys.stderr, flush=True)))
+        code = asyncio.run(run_until_signal(work(), told))
     except (ConfigurationError, RequestRefusedError) as error:
         print(f"generate_trajectories: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
@@ -63,6 +70,8 @@ def main(
         reason = error.detail if isinstance(error, ProblemError) else str(error)
         print(f"generate_trajectories: {reason}; the same command goes on from what is done", file=sys.stderr)
         raise typer.Exit(EXIT_RECOVERABLE) from error
+    if code:
+        raise typer.Exit(code)
     Console().print(_table(results))
     for episode, reason in list(results["left_out"].items())[:5]:
         print(f"episode {episode} is left out: {reason}")

@@ -72,14 +72,8 @@ def main(
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
-        from_files = spec.env_files(env_file or [])
-        options, secrets = spec.assignments(env or [], "--env"), spec.assignments(secret or [], "--secret")
         path = spec.find(path)
-        counts = spec.counts(num_nodes or [])
-        overrides = spec.Overrides(from_files | options, secrets, counts, 1 if small else None)
-        group = spec.load(path, overrides)
-        variables.check_names(group, options | secrets, from_files)
-        environment.check_mounts(group)
+        group, overrides = _job_group(path, env or [], env_file or [], secret or [], num_nodes or [], small=small)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
             planned = Run(
                 group=group,
@@ -89,17 +83,12 @@ def main(
                 gpus=gpus.visible(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
-            environment.check_gpus(planned)
-            variables.check_values(planned)
-            engines.check(planned)
-            own_code.check(planned)
+            _check(planned)
             if dry_run:
-                run.show_plan(console, planned)
-                if models := own_code.hub_models(planned):
-                    unchecked = f"MODEL_NAME={', '.join(models)}"
-                    console.print(f"not looked for on the Hugging Face hub: {unchecked}", soft_wrap=True)
+                _show(console, planned)
                 raise typer.Exit
-            by_hand = Launch(path, env or (), env_file or (), list(secrets), num_nodes or (), small, shared_dir)
+            secrets = list(overrides.secrets)
+            by_hand = Launch(path, env or (), env_file or (), secrets, num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
@@ -108,6 +97,35 @@ def main(
         print(f"run_local: {told}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(code)
+
+
+def _job_group(
+    path: Path, env: list[str], env_file: list[Path], secret: list[str], num_nodes: list[str], *, small: bool
+) -> tuple[spec.JobGroup, spec.Overrides]:
+    """Return the job group with the additions of the command line, and these additions."""
+    from_files = spec.env_files(env_file)
+    options, secrets = spec.assignments(env, "--env"), spec.assignments(secret, "--secret")
+    overrides = spec.Overrides(from_files | options, secrets, spec.counts(num_nodes), 1 if small else None)
+    group = spec.load(path, overrides)
+    variables.check_names(group, options | secrets, from_files)
+    environment.check_mounts(group)
+    return group, overrides
+
+
+def _check(planned: Run) -> None:
+    """Check a run before anything starts."""
+    environment.check_gpus(planned)
+    variables.check_values(planned)
+    engines.check(planned)
+    own_code.check(planned)
+
+
+def _show(console: Console, planned: Run) -> None:
+    """Print what would run, and what was not looked for."""
+    run.show_plan(console, planned)
+    if models := own_code.hub_models(planned):
+        unchecked = f"MODEL_NAME={', '.join(models)}"
+        console.print(f"not looked for on the Hugging Face hub: {unchecked}", soft_wrap=True)
 
 
 if __name__ == "__main__":

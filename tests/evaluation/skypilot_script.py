@@ -85,6 +85,8 @@ def refuse(request):
 
 jobs.tail_logs = lambda **_: 1
 error_of("no results", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
+jobs.tail_logs = lambda **_: (_ for _ in ()).throw(OSError("http://api went away"))
+error_of("log", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
 sky.stream_and_get = refuse
 error_of("no server", lambda: skypilot.launch("evaluate-mine", Allocation(), {}, {}, {}, lambda _: None))
 

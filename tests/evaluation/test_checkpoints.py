@@ -3,21 +3,26 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import save_file
 
 from evaluation.checkpoints import Checkpoint, resolve
 from services.core.errors import ConfigurationError
+
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture
 def model(tmp_path):
     """A directory that looks like a model's."""
 
-    def make(name, weights=b"w" * 1000):
+    def make(name, weights=b"w" * 1000, **others):
         directory = tmp_path / name
         directory.mkdir(parents=True)
         (directory / "config.json").write_text("{}")
-        (directory / "model.safetensors").write_bytes(weights)
+        save_file({f"layer.{i}": np.frombuffer(weights, np.uint8) for i in range(3)} | others, directory / WEIGHTS)
         return directory
 
     return make
@@ -65,6 +70,31 @@ def test_a_copy_has_the_same_fingerprint_and_other_weights_another(tmp_path, mod
     second = model("second", b"w" * 199_999 + b"x")
     of = [Checkpoint("n", str(path)).fingerprint() for path in (first, tmp_path / "copy", second)]
     assert of[0] == of[1] != of[2]
+
+
+def test_one_changed_tensor_in_the_middle_of_a_file_changes_the_fingerprint(model):
+    large = np.zeros(200_000, np.float32)
+    first, second = (model(name, a=large, m=large + i, z=large) for i, name in enumerate(("first", "second")))
+    of = [Checkpoint("n", str(path)).fingerprint() for path in (first, second)]
+    assert of[0] != of[1]
+
+
+def test_weights_in_torchs_format_have_a_fingerprint_too(tmp_path, model):
+    of = []
+    for name, value in (("first", 1.0), ("second", 2.0)):
+        directory = model(name)
+        (directory / WEIGHTS).unlink()
+        tensors = {f"layer.{i}": torch.zeros(100_000) for i in range(3)} | {"layer.1": torch.full((100_000,), value)}
+        torch.save(tensors, directory / "pytorch_model.bin")
+        of.append(Checkpoint("n", str(directory)).fingerprint())
+    assert of[0] != of[1]
+
+
+def test_a_file_of_weights_that_was_cut_off_is_named(model):
+    directory = model("cut")
+    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:20])
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors holds no safetensors"):
+        Checkpoint("n", str(directory)).fingerprint()
 
 
 def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, model):

@@ -1,11 +1,13 @@
 """The store of samples: what a kill leaves, and what must not be mixed."""
 
+import errno
 import json
+import os
 
 import pytest
 
 from evaluation.samples import IDENTITY, SAMPLES, Kind, Sample, open_store
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 
 WHO = {"weights": "abc", "temperature": 1.0, "operations": ("+",)}
@@ -51,6 +53,18 @@ def test_a_line_cut_off_by_a_kill_is_dropped_and_made_anew(tmp_path, cut):
         assert [key[2] for key in store.samples] == [0]
         store.add([sample(1)])
     assert file.read_bytes() == whole
+
+
+def test_a_full_disk_is_named_with_what_to_do_and_keeps_what_was_written(tmp_path):
+    def fill() -> None:
+        with open_store(tmp_path, WHO) as store:
+            store.add([sample(0)])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(DependencyLostError, match=f"--output {tmp_path}: No space left on device; make room there"):
+        fill()
+    with open_store(tmp_path, WHO) as store:
+        assert len(store.samples) == 1
 
 
 def test_a_later_line_of_the_same_sample_wins(tmp_path):

@@ -239,6 +239,53 @@ async def test_cancelling_ends_the_work_and_frees_the_place(make_server):
             assert await pool.run(work) == server.url
 
 
+async def test_cancelling_ends_work_whose_server_is_found_dead_at_the_same_time(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "SILENT_SECONDS", 0.3)
+    server = await make_server()
+    server.seconds = 30
+    ended = asyncio.Event()
+
+    async def slow_to_end(at):
+        try:
+            return await work(at)
+        except asyncio.CancelledError:
+            ended.set()
+            await asyncio.sleep(0)
+            raise
+
+    async with pool_of(server.url) as pool:
+        await pool.wait_ready(IDLE_SECONDS)
+        job = asyncio.create_task(pool.run(slow_to_end))
+        while not server.at_once:
+            await asyncio.sleep(0.01)
+        server.health = 503
+        async with asyncio.timeout(IDLE_SECONDS):
+            await ended.wait()
+            job.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await job
+
+
+class Stuck(RolloutServer):
+    """A server that never answers a first prompt."""
+
+    async def admit(self):
+        await asyncio.Event().wait()
+
+
+async def test_a_server_that_never_takes_a_prompt_keeps_no_other_from_work(make_server, monkeypatch):
+    monkeypatch.setattr(servers, "ADMISSION_SECONDS", 0.2)
+    stuck, good = await make_server(), await make_server()
+    settings = EvaluationSettings()
+    kinds = {stuck.url: Stuck, good.url: RolloutServer}
+    pool = ServerPool([stuck.url, good.url], lambda url: kinds[url](url, settings, "model", 17), places=4)
+    async with pool, asyncio.timeout(IDLE_SECONDS):
+        await pool.wait_ready(IDLE_SECONDS)
+        assert {await pool.run(work) for _ in range(8)} == {good.url}
+        while "a first prompt takes more than 0.2 s" not in pool.servers[stuck.url].problem:
+            await asyncio.sleep(0.01)
+
+
 async def test_discovery_adds_servers_and_drops_dead_ones(make_server, monkeypatch):
     monkeypatch.setattr(servers, "DISCOVER_SECONDS", 0.05)
     first, second = await make_server(), await make_server()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,7 @@ def test_the_scheduler_launches_it_with_the_options_and_returns_the_results(told
 
 def test_a_failed_launch_gives_its_reason(told):
     assert told["errors"]["no results"].startswith("DependencyLostError: job 17 ended with 1 and no results")
+    assert told["errors"]["log"].startswith("DependencyLostError: the log of job 17 broke off (http://api")
     assert told["errors"]["no server"].startswith("ConfigurationError: SkyPilot did not launch evaluate-mine")
 
 
@@ -130,7 +132,8 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
         metrics={},
     )
     monkeypatch.setattr(skypilot, "launch", launch)
-    monkeypatch.setenv("DATASET", "arithmetic")
+    for name, value in {"DATASET": "arithmetic", "INSTRUCTION": "Compute.", "REWARD_FN": "exact_match"}.items():
+        monkeypatch.setenv(name, value)
     own = tmp_path / "run" / "policy" / "v000003"
     shutil.copytree(tiny_model, own)
     origin = Origin(scheduler=SchedulerName.SKYPILOT)
@@ -144,8 +147,39 @@ def test_a_model_of_this_machine_is_uploaded_under_a_name_of_its_own(tiny_model,
     assert variables["MODEL_NAME"] == path
     given = {name: variables[name] for name in ("EVAL_STOP", "CHAT_TEMPLATE_ARGS", "EVAL_SAMPLES")}
     assert given == {"EVAL_STOP": '["Q:"]', "CHAT_TEMPLATE_ARGS": '{"enable_thinking": false}', "EVAL_SAMPLES": "2"}
+    # Exported here, where no node of the job sees it.
+    assert (variables["INSTRUCTION"], variables["REWARD_FN"]) == ("Compute.", "exact_match")
+    assert not {"JOBGROUP_TOKEN", "SHARED_DIR", "EVAL_OUTPUT"}.intersection(variables)
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert (results["model"], results["name"], results["step"]) == (str(own), "v000003", 3)
+
+
+FOLLOWED = """
+import threading, typer
+from evaluation import skypilot
+from scripts import evaluate
+
+def launch(*_):
+    print("follows the log", flush=True)
+    threading.Event().wait()
+
+skypilot.launch = launch
+typer.run(evaluate.main)
+"""
+
+
+def test_ctrl_c_ends_the_command_while_the_job_goes_on(tmp_path):
+    options = ["--scheduler", "skypilot", "--model", "some/model", "--dataset", "arithmetic"]
+    command = [sys.executable, "-c", FOLLOWED, *options, "--output", tmp_path / "out"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "follows the log\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, said = process.communicate(timeout=LIMIT_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "stopped by SIGINT; a job that was launched goes on; see sky jobs queue" in said
 
 
 def test_without_skypilot_the_error_has_the_install_command(evaluate):

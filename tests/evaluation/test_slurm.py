@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 import sys
@@ -13,7 +14,10 @@ import pytest
 
 from evaluation import node, slurm
 from evaluation.allocation import Allocation
+from evaluation.plan import Origin, Plan
 from evaluation.report import Results
+from evaluation.schedulers import servers_for
+from evaluation.settings import EvaluationSettings, SchedulerName
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.evaluation.conftest import ARITHMETIC
 from tests.waiting import IDLE_SECONDS, wait_until
@@ -21,9 +25,9 @@ from tests.waiting import IDLE_SECONDS, wait_until
 COMMANDS = {
     # Starts the batch file in a process group of its own, with the log that it asks for; its number is the job's.
     "sbatch": """
-import re, subprocess, sys
+import re, shlex, subprocess, sys
 text = open(sys.argv[-1]).read()
-log = open(re.search("--output=(.*)", text)[1], "w")
+log = open(shlex.split(re.search("--output=(.*)", text)[1])[0], "w")
 print(subprocess.Popen(["bash", sys.argv[-1]], stdout=log, stderr=log, start_new_session=True).pid)
 """,
     # As many processes as the batch file has tasks.
@@ -75,12 +79,59 @@ def test_the_batch_file_can_be_read(tmp_path: Path) -> None:
     ]
 
 
+def test_a_directory_with_unusual_characters_is_quoted_as_sbatch_reads_it() -> None:
+    text = slurm.script("evaluate", Allocation(), {}, Path("/data/my 100% runs"))
+    assert "#SBATCH --output='/data/my 100%% runs/slurm.log'\n" in text
+    assert text.endswith(" -m evaluation.node '/data/my 100% runs'\n")
+
+
+async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "go")
+    for name, code in {
+        "sbatch": f"touch {tmp_path}/asked; cat {tmp_path}/go",
+        "scancel": f"echo $1 > {tmp_path}/ended",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    async def submit() -> None:
+        async with slurm.running("", tmp_path):
+            pass
+
+    job = asyncio.create_task(submit())
+    while not (tmp_path / "asked").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    job.cancel()
+    await asyncio.sleep(0)
+    await asyncio.to_thread((tmp_path / "go").write_text, "4711\n")
+    with pytest.raises(asyncio.CancelledError):
+        await job
+    assert (tmp_path / "ended").read_text() == "4711\n"
+
+
+async def test_a_given_reward_server_takes_the_place_of_our_own(
+    slurm_path: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", slurm_path)
+    monkeypatch.setenv("DATASET", "arithmetic")
+    (tmp_path / "slurm" / "srun").write_text("#!/bin/sh\nexec sleep 60\n")
+    origin = Origin(scheduler=SchedulerName.SLURM, reward_url="http://127.0.0.1:2")
+    plan = Plan(EvaluationSettings(), models=[str(tiny_model)], run_dir=None, origin=origin, output=None, variables={})
+    said: list[str] = []
+    async with servers_for(plan, str(tiny_model), tmp_path, said.append) as servers:
+        assert servers.reward.url == "http://127.0.0.1:2"
+    assert not any("reward-server" in line for line in said)
+
+
 def test_a_dry_run_shows_it_and_starts_nothing(evaluate: Any, tiny_model: Path) -> None:
     options = ("--scheduler", "slurm", "--allocation", "d4t2", "--dry-run", "--dataset", "arithmetic")
-    command = evaluate("--model", tiny_model, *options, JOBGROUP_TOKEN="secret")
+    exported = {"JOBGROUP_TOKEN": "secret", "SGLANG_EXTRA_FLAGS": "--mem-fraction-static 0.8"}
+    command = evaluate("--model", tiny_model, *options, **exported)
     assert command.wait() == 0
     assert "#SBATCH --ntasks=4" in command.text
     assert "export SGLANG_TP_SIZE=2" in command.text
+    assert "export SGLANG_EXTRA_FLAGS='--mem-fraction-static 0.8 --pp-size 1'" in command.text
     assert "secret" not in command.text
     assert not command.output.exists()
 

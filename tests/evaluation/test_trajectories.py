@@ -138,6 +138,27 @@ def test_a_run_that_is_killed_goes_on_without_a_double_or_a_gap(tmp_path: Path) 
     assert {row["episode"]: row["seed"] for row in rows} == {episode: episode for episode in range(12)}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_in_order(tmp_path: Path, number: signal.Signals) -> None:
+    options = ["--policies", f"lean={MINE}:slow_lean", "--episodes", "12", "--shard-episodes", "1", "--at-once", "1"]
+    out = tmp_path / "stopped"
+    process = subprocess.Popen(command(out, *options), stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(
+            lambda: list(out.glob("shard-*.parquet")) or process.poll() is not None,
+            "a shard is written",
+            every=0.02,
+            progress=lambda: len(list(out.glob("*"))),
+        )
+        process.send_signal(number)
+        _, said = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, said
+    assert f"stopped by {number.name}; the same command goes on from {out}" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

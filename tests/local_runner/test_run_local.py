@@ -397,11 +397,19 @@ def test_a_run_whose_own_output_cannot_be_written_goes_on_and_ends_as_it_would(t
     assert (tmp_path / "ran").exists()
 
 
-def test_a_run_does_not_start_where_its_directory_cannot_be_written(tmp_path):
-    (tmp_path / "runs/test/nodes.json").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("directory", "told"),
+    [("nodes.json", "cannot be written"), ("runner.lock", "cannot be locked"), ("", "cannot be made")],
+)
+def test_a_run_does_not_start_where_its_directory_cannot_be_written(tmp_path, directory, told):
+    if directory:
+        (tmp_path / "runs/test" / directory).mkdir(parents=True)
+    else:
+        (tmp_path / "runs").touch()
     ended = run(tmp_path, task("ppo-trainer", "touch started"))
     assert ended.exit_code == 78
-    assert "cannot be written" in ended.output
+    assert told in ended.output
+    assert "Traceback" not in ended.output
     assert not (tmp_path / "started").exists()
 
 

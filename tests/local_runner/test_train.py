@@ -74,6 +74,21 @@ def test_a_dataset_without_rows_is_refused(here):
         train(job_group=group(task("ppo-trainer", "exit 0")), dataset=[])
 
 
+@pytest.mark.parametrize("rows", [[], [{"question": "1+1="}, "2+2="], [{"question": {1}}]])
+def test_rows_that_cannot_be_written_leave_no_run_behind(here, rows):
+    with pytest.raises((TypeError, ValueError)):
+        train(job_group=group(task("ppo-trainer", "exit 0")), dataset=rows)
+    assert not list(here.glob("runs/*"))
+
+
+def test_a_refusal_of_several_lines_is_one_error(here, capfd):
+    (here / "group.yaml").write_text("name: group\nexecution: [\n")
+    with pytest.raises(ValueError, match=r"(?s)group\.yaml is not valid YAML: .*\n.*line 3"):
+        train(job_group="group.yaml")
+    assert capfd.readouterr().out == ""
+    assert not list(here.glob("runs/*"))
+
+
 def test_a_failed_run_raises_with_the_component_its_exit_code_and_its_log(here):
     command = "[ $SKYPILOT_NODE_RANK = 0 ] && exec sleep 60; echo 'error: no such model'; exit 78"
     job_group = group(task("ppo-trainer", "exec sleep 60"), task("rollout-server", command))

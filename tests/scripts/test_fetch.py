@@ -18,6 +18,12 @@ FILES = {"config.json": b"{}", "weights/model.safetensors": bytes(range(256)) * 
 # The pod: SkyPilot's commands are noted, and its host is this machine, with the volume elsewhere.
 SKY = """#!/bin/bash
 echo "$1 ${*: -1}" >> "$CALLS"
+[[ " $FAILING " != *" $1 "* ]]
+"""
+# As old as that of macOS.
+RSYNC = """#!/bin/bash
+[[ "$*" == *--info=* ]] && echo "rsync: --info: unknown option" && exit 1
+exec {rsync} "$@"
 """
 SSH = """#!/bin/bash
 shift
@@ -34,7 +40,7 @@ def cluster(tmp_path: Path) -> Path:
         path = tmp_path / "volume/grpo-1/model" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    for name, content in {"sky": SKY, "ssh": SSH}.items():
+    for name, content in {"sky": SKY, "ssh": SSH, "rsync": RSYNC.format(rsync=shutil.which("rsync"))}.items():
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(content)
@@ -43,13 +49,14 @@ def cluster(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fetch(tmp_path: Path, *arguments: str, surprise: str = "") -> tuple[int, str]:
+def fetch(tmp_path: Path, *arguments: str, surprise: str = "", failing: str = "") -> tuple[int, str]:
     variables = {
         "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "VOLUME": str(tmp_path / "volume"),
         "CALLS": str(tmp_path / "calls"),
         "SURPRISE": surprise,
+        "FAILING": failing,
     }
     done = subprocess.run(
         [sys.executable, "-m", "scripts.fetch", *arguments],
@@ -93,6 +100,17 @@ def test_a_model_is_fetched_by_a_pod_also_after_an_interruption(cluster):
 
 
 @needs_rsync
+def test_a_pod_that_does_not_end_costs_neither_the_model_nor_the_reason_of_a_failure(cluster):
+    code, said = fetch(cluster, "grpo-1", failing="down")
+    assert (code, "the pod may still be there; end it by: sky down fetch-" in said) == (0, True), said
+    assert files(cluster / "work/runs/grpo-1/model") == FILES
+    shutil.rmtree(cluster / "work/runs")
+    code, said = fetch(cluster, "grpo-1", failing="launch down")
+    assert code == 33, said
+    assert "scripts/fetch.yaml ended with 1; give the command again" in said
+
+
+@needs_rsync
 def test_files_that_differ_from_the_volume_do_not_look_complete(cluster):
     code, said = fetch(cluster, "grpo-1", "--what", "model/weights", "--to", "here", surprise=f"{'0' * 64}  ./missing")
     assert (code, "here.partial: missing arrived otherwise" in said) == (33, True), said
@@ -118,7 +136,8 @@ def test_a_run_of_the_local_runner_is_copied_without_a_pod(cluster):
 
 
 def test_without_its_programs_it_names_them_and_leaves_nothing(cluster, monkeypatch):
-    (cluster / "bin/sky").unlink()
+    for name in ("sky", "rsync"):
+        (cluster / "bin" / name).unlink()
     monkeypatch.setenv("PATH", str(cluster / "bin"))
     code, said = fetch(cluster, "grpo-1")
     assert code == 78, said
