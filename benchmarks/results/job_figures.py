@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -117,7 +118,7 @@ def accuracies(results: Results) -> tuple[list[float], list[float]]:
 def sentences(results: Results, link: str) -> list[str]:
     """Return a sentence for the summary: each task's accuracies before and after, by whether a seed has learned.
 
-    A seed has learned if Wilson's 95% intervals of its answers before and after do not overlap.
+    A seed has learned if the 95% interval of its gain is above 0.
     """
     learned: dict[bool, list[str]] = {}
     for task in dict.fromkeys(result.task for result in results):
@@ -125,9 +126,7 @@ def sentences(results: Results, link: str) -> list[str]:
         before, after = accuracies(own)
         if before:
             prompts = own[0].prompts
-            risen = sum(
-                wilson(last, prompts)[0] > wilson(first, prompts)[1] for first, last in zip(before, after, strict=True)
-            )
+            risen = sum(least_gain(first, last, prompts) > 0 for first, last in zip(before, after, strict=True))
             change = f"{statistics.fmean(before):.2f} to {names(f'{accuracy:.2f}' for accuracy in after)}"
             highest = max(max(run.rewards) for run in own)
             text = f"in {risen} of {len(after)} seeds" if risen else f"highest reward of a step {highest:.2f}"
@@ -140,6 +139,16 @@ def sentences(results: Results, link: str) -> list[str]:
     if False in learned:
         parts.append(f"**Not learned:** {'; '.join(learned[False])}")
     return [f"{link}, accuracy on held-out prompts before training and after, by seed. {'. '.join(parts)}."]
+
+
+def least_gain(before: float, after: float, prompts: int) -> float:
+    """Return the lower end of the 95% interval of ``after - before``, accuracies over so many prompts each.
+
+    It is Newcombe's hybrid score interval for independent proportions (Statistics in Medicine 17, 1998, method 10),
+    which is wide for answers to the same prompts.
+    """
+    lower, upper = wilson(after, prompts)[0], wilson(before, prompts)[1]
+    return after - before - math.hypot(after - lower, upper - before)
 
 
 def wilson(accuracy: float, prompts: int) -> tuple[float, float]:

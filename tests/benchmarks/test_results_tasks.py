@@ -76,6 +76,12 @@ def test_the_summary_says_in_how_many_seeds_a_task_was_learned() -> None:
     )
 
 
+def test_a_gain_is_bounded_as_in_newcombes_table() -> None:
+    # 9 of 10 beside 3 of 10: Statistics in Medicine 17 (1998), table II, method 10.
+    assert job_figures.least_gain(0.3, 0.9, 10) == pytest.approx(0.1705, abs=5e-5)
+    assert job_figures.least_gain(0.5, 0.5, 40) < 0
+
+
 def test_gsm8k_takes_files_and_keeps_the_settings_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Run] = []
 
