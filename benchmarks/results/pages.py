@@ -69,9 +69,9 @@ clock, and most of the runs had other work beside them.
 - open: the 95% interval contains 0, and the 90% interval reaches beyond the margin, so these seeds cannot tell.
 - needs seeds: fewer than {pairs} pairs.
 
-A seed has learned a task if the 95% interval of its gain in accuracy on held-out prompts, by Newcombe's hybrid score, is
-above 0. At first the intervals of the two accuracies were not to overlap, which asks for more; that was changed after
-these data had been read.
+A seed has learned a task if the 95% interval of its gain in accuracy on held-out prompts, by Newcombe's hybrid score,
+is above 0. At first the intervals of the two accuracies were not to overlap, which asks for more; that was changed
+after these data had been read.
 
 Where two variants do not differ, one 95% interval in twenty excludes 0 by chance, and this page has dozens of
 intervals. The tiny task's base has the same runs in several parts: they are `synchronous` and `one process`, `GRPO`,
