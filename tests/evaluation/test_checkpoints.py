@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from torch.utils.serialization import config as serialization
 
 from evaluation.checkpoints import Checkpoint, resolve
 from services.core.errors import ConfigurationError
@@ -81,7 +82,7 @@ def test_one_changed_tensor_in_the_middle_of_a_file_changes_the_fingerprint(mode
 
 def test_weights_in_torchs_format_have_a_fingerprint_too(model, monkeypatch):
     # The trainer saves without checksums, by which a file would differ at its end.
-    monkeypatch.setattr(torch.serialization.config.save, "compute_crc32", False)
+    monkeypatch.setattr(serialization.save, "compute_crc32", False)
     of = []
     for name, value in (("first", 1.0), ("second", 2.0)):
         directory = model(name)
