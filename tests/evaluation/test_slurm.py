@@ -20,7 +20,7 @@ from evaluation.schedulers import servers_for
 from evaluation.settings import EvaluationSettings, SchedulerName
 from services.core.errors import ConfigurationError, DependencyLostError
 from tests.evaluation.conftest import ARITHMETIC
-from tests.waiting import IDLE_SECONDS, wait_until
+from tests.waiting import IDLE_SECONDS, eventually, wait_until
 
 COMMANDS = {
     # Starts the batch file in a process group of its own, with the log that it asks for; its number is the job's.
@@ -100,8 +100,7 @@ async def test_ctrl_c_during_the_submission_leaves_no_job(tmp_path: Path, monkey
             pass
 
     job = asyncio.create_task(submit())
-    while not (tmp_path / "asked").exists():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await eventually((tmp_path / "asked").exists, "sbatch was asked")
     job.cancel()
     await asyncio.sleep(0)
     await asyncio.to_thread((tmp_path / "go").write_text, "4711\n")
