@@ -35,9 +35,6 @@ from trainer.model.ranks import Ranks
 
 log = get_logger(__name__)
 
-# The manifest has a checksum of each file, so the archives in it need none.
-torch.serialization.set_crc32_options(compute_crc32=False)
-
 FILES = 4
 """Files that each rank writes, so that several threads write them and compute their checksums."""
 
