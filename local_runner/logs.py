@@ -7,6 +7,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 from rich.console import Console
@@ -66,12 +67,15 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
     Raises:
         ConfigurationError: a task has no log.
     """
-    logs = _find_logs(run_dir, tasks)
-    width = max((len(log.node) for log in logs), default=0)
-    colours = {log.node: NODE_COLOURS[i % len(NODE_COLOURS)] for i, log in enumerate(logs)}
+    logs: dict[Path, Log] = {}
 
     def show_new(last: int | None) -> None:
-        for _, node, line in deque(heapq.merge(*(log.new_lines() for log in logs)), maxlen=last):
+        # Asked each time, because a node's log is there only when the node has started.
+        for path in _find_logs(run_dir, tasks):
+            logs.setdefault(path, Log(path))
+        colours = dict(zip((log.node for log in logs.values()), cycle(NODE_COLOURS), strict=False))
+        width = max(map(len, colours), default=0)
+        for _, node, line in deque(heapq.merge(*(log.new_lines() for log in logs.values())), maxlen=last):
             prefix = Text(f"{node:{width}} │ ", colours[node]) if len(logs) > 1 else Text()
             style = "bold" if line.startswith((START_MARK, "error: ")) else ""
             console.print(prefix.append(line, style), soft_wrap=True, highlight=False)
@@ -86,7 +90,7 @@ def show(console: Console, run_dir: Path, tasks: list[str], *, last: int | None,
             time.sleep(POLL_SECONDS)
 
 
-def _find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
+def _find_logs(run_dir: Path, tasks: list[str]) -> list[Path]:
     paths = sorted((run_dir / "logs").glob("*.log"))
     found: set[Path] = set()
     for task in tasks:
@@ -98,4 +102,4 @@ def _find_logs(run_dir: Path, tasks: list[str]) -> list[Log]:
                 f"the newest runs: {newest()}"
             )
         found.update(own)
-    return [Log(path) for path in paths if path in found or not tasks]
+    return [path for path in paths if path in found or not tasks]

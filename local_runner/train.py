@@ -105,11 +105,7 @@ def train(
         if is_new:
             shutil.rmtree(directory)
         raise
-    command = [sys.executable, "-P", str(ROOT / "scripts/grpo.py"), "run", str(job_group), "--small", "--by-program"]
-    command += ["--run-id", directory.name, "--shared-dir", str(Path(shared_dir))]
-    command += [f"--num-nodes={task}={count}" for task, count in (nodes or {}).items()]
-    # The values are in the environment, because other users of the machine can read a command line.
-    command += [f"--env={name}" for name in variables]
+    command = _command(job_group, directory, shared_dir, nodes or {}, variables)
     (directory / RECORD).unlink(missing_ok=True)
     # A notebook asks for the colours of a terminal, upon which the runner would redraw its view four times a second.
     fixed = {"PYTHONPATH": _python_path(inputs), "FORCE_COLOR": ""}
@@ -121,6 +117,22 @@ def train(
     if exit_code:
         raise _failure(directory, exit_code, last_line)
     return Run(directory)
+
+
+def _command(
+    job_group: str | os.PathLike[str],
+    directory: Path,
+    shared_dir: str | os.PathLike[str],
+    nodes: Mapping[str, int],
+    variables: Iterable[str],
+) -> list[str]:
+    """Return the local runner's command. The variables' values are in its environment, which no other user sees."""
+    return [
+        *(sys.executable, "-P", str(ROOT / "scripts/grpo.py"), "run", str(job_group), "--small", "--by-program"),
+        *("--run-id", directory.name, "--shared-dir", str(Path(shared_dir))),
+        *(f"--num-nodes={task}={count}" for task, count in nodes.items()),
+        *(f"--env={name}" for name in variables),
+    ]
 
 
 def _text(name: str, value: Any, inputs: Path) -> str:
