@@ -31,7 +31,7 @@ OURS, TRL = "this project", "TRL"
 NO_EVALUATION: Settings = {"EVAL_PROMPTS": "0", "EVAL_SAMPLES": "0"}
 TASKS: dict[str, tuple[Settings, range]] = {
     "tiny": (TINY | NO_EVALUATION, range(5)),
-    "demo": (DEMO_TASK | NO_EVALUATION, range(3)),
+    "demo": (DEMO_TASK | NO_EVALUATION, range(5)),
 }
 """Settings and seeds of the tasks."""
 STAGE = 10
