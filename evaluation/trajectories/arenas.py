@@ -40,8 +40,8 @@ class Arena(Protocol):
 
     info: EnvironmentInfo
 
-    async def begin(self, seeds: Sequence[int]) -> list[tuple[Any, State]]:
-        """Begin an episode for each seed; return handles and first states."""
+    async def begin(self, seeds: Sequence[int]) -> list[tuple[Any, State] | Exception]:
+        """Begin an episode for each seed; return its handle and first state, or the error that keeps it from one."""
 
     async def step(self, steps: Sequence[Step]) -> list[Transition | Exception]:
         """Take one action in each of some episodes; return what follows, or the error that ends the episode.
@@ -60,14 +60,22 @@ class LocalArena:
         self.info = info
         self._make = make
 
-    async def begin(self, seeds: Sequence[int]) -> list[tuple[Environment, State]]:
+    async def begin(self, seeds: Sequence[int]) -> list[tuple[Any, State] | Exception]:
         """See Arena."""
-        begun = []
-        for seed in seeds:
+        return [await self._begin(seed) for seed in seeds]
+
+    async def _begin(self, seed: int) -> tuple[Environment, State] | Exception:
+        try:
             environment = self._make()
-            state = environment.reset(seed)
-            begun.append((environment, await state if inspect.isawaitable(state) else state))
-        return begun
+            try:
+                state = environment.reset(seed)
+                return environment, await state if inspect.isawaitable(state) else state
+            except BaseException:
+                environment.close()
+                raise
+        # Environments are other people's code and may raise anything; it is the end of their episode.
+        except Exception as error:  # noqa: BLE001
+            return error
 
     async def step(self, steps: Sequence[Step]) -> list[Transition | Exception]:
         """See Arena."""
@@ -76,8 +84,7 @@ class LocalArena:
             try:
                 outcome = environment.step(action)
                 taken.append(outcome if isinstance(outcome, Transition) else await outcome)
-            # Environments are other people's code and may raise anything; it is the end of their episode.
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:  # noqa: BLE001 - as above
                 taken.append(error)
         return taken
 
@@ -94,9 +101,9 @@ class ServerArena:
         self.info = info
         self._server = server
 
-    async def begin(self, seeds: Sequence[int]) -> list[tuple[str, State]]:
-        """See Arena."""
-        begun: list[tuple[str, State]] = []
+    async def begin(self, seeds: Sequence[int]) -> list[tuple[Any, State] | Exception]:
+        """See Arena. An environment that cannot begin is the server's failure, which it answers by 503."""
+        begun: list[tuple[Any, State] | Exception] = []
         while len(begun) < len(seeds):
             first = seeds[len(begun)]
             # The server gives the episodes of one request consecutive seeds.

@@ -98,17 +98,18 @@ class ShardPlayer:
             live = await self._follow(live, decisions, await self._arena.step(steps))
 
     async def _begin(self, room: int) -> list[_Live]:
-        indices = [self._todo.popleft() for _ in range(min(room, len(self._todo)))]
-        if not indices:
-            return []
-        seats = self._arena.info.seats
-        live = []
-        for index, (handle, state) in zip(
-            indices, await self._arena.begin([self._seed_of(index) for index in indices]), strict=True
-        ):
-            self._tries[index] = self._tries.get(index, 0) + 1
-            self._attempts += 1
-            live.append(_Live(index, self._attempts, handle, state, [0.0] * seats))
+        """Begin episodes until ``room`` are live, or none is left to do."""
+        live: list[_Live] = []
+        while indices := [self._todo.popleft() for _ in range(min(room - len(live), len(self._todo)))]:
+            begun = await self._arena.begin([self._seed_of(index) for index in indices])
+            for index, start in zip(indices, begun, strict=True):
+                self._tries[index] = self._tries.get(index, 0) + 1
+                if isinstance(start, Exception):
+                    self._lose(index, start)
+                    continue
+                self._attempts += 1
+                handle, state = start
+                live.append(_Live(index, self._attempts, handle, state, [0.0] * self._arena.info.seats))
         return live
 
     async def _decide(self, live: Sequence[_Live]) -> list[Decision]:
@@ -179,10 +180,13 @@ class ShardPlayer:
         )
 
     async def _give_up(self, one: _Live, error: Exception) -> None:
-        """Drop an episode; play it again if that may help."""
         await self._arena.end([one.handle])
-        is_final = isinstance(error, ActionRefusedError | StatesRefusedError) or self._tries[one.index] == TRIES
+        self._lose(one.index, error)
+
+    def _lose(self, index: int, error: Exception) -> None:
+        """Play an episode again if that may help; else leave it out."""
+        is_final = isinstance(error, ActionRefusedError | StatesRefusedError) or self._tries[index] == TRIES
         if is_final:
-            self.played.left_out[one.index] = str(error) or repr(error)
+            self.played.left_out[index] = str(error) or repr(error)
         else:
-            self._todo.append(one.index)
+            self._todo.append(index)

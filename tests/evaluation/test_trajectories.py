@@ -298,6 +298,22 @@ class Fragile(odd_environments.Echo):
         return await super().reset(seed)
 
 
+class SlowToStart(odd_environments.Echo):
+    """An echo that cannot begin at the first attempt of each seed, and never with seed 8."""
+
+    seen: ClassVar[set[int]] = set()
+    closed: ClassVar[int] = 0
+
+    async def reset(self, seed: int) -> Any:
+        if seed == 8 or seed not in SlowToStart.seen:
+            SlowToStart.seen.add(seed)
+            raise RuntimeError(f"no board for {seed}")
+        return await super().reset(seed)
+
+    def close(self) -> None:
+        SlowToStart.closed += 1
+
+
 def repeat(states: list[Any]) -> list[str]:
     return [state[-1]["content"] for state in states]
 
@@ -307,6 +323,15 @@ def test_a_lost_episode_is_played_again_with_its_seed(tmp_path: Path) -> None:
     results = run(tmp_path, f"a={module}:repeat", f"{module}:Fragile")
     assert [(row["episode"], row["action"]) for row in rows_of(tmp_path)] == [(i, f"seed {7 + i}") for i in range(5)]
     assert (results["episodes"], results["left_out"]) == (5, {})
+
+
+def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_reason(tmp_path: Path) -> None:
+    module = "tests.evaluation.test_trajectories"
+    results = run(tmp_path, f"a={module}:repeat", f"{module}:SlowToStart")
+    assert [row["episode"] for row in rows_of(tmp_path)] == [0, 2, 3, 4]
+    assert (results["episodes"], results["left_out"]) == (4, {"1": "no board for 8"})
+    # The environment that was made first to describe it, four failures and four episodes, and the three of seed 8.
+    assert SlowToStart.closed == 1 + 4 + 4 + 3
 
 
 def test_an_action_that_never_fits_is_left_out_and_said(tmp_path: Path) -> None:
