@@ -225,6 +225,18 @@ def test_without_sharding_parameters_are_gathered_once_a_step(
     assert_same_weights(weights_of(learner.policy), weights_of(sharding.policy), within=1e-6)
 
 
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}], ids=["no reference", "reference"])
+def test_adapters_train_on_after_a_pass_without_them(alone: Ranks, model: Path, settings: dict[str, Any]) -> None:
+    gradients = []
+    for shards in (True, False):
+        learner = make_learner(alone, model, lora_rank=4, shard_parameters=shards, max_grad_norm=1e-3, **settings)
+        groups = random_groups(1)
+        learner.logprobs(groups, use_adapters=False)
+        gradients.append([learner.update(groups, step).metrics["grad_norm"] for step in range(3)])
+    assert min(gradients[0]) > 0
+    assert gradients[1] == pytest.approx(gradients[0], rel=1e-4)
+
+
 # --- no wasted work --------------------------------------------------------------------------------------------------
 
 
