@@ -134,6 +134,16 @@ def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path
     assert learner.update(near(random_groups(2), learner), 1).metrics["kl_reference"] > 1e-3
 
 
+def test_extreme_ratios_are_those_of_all_optimizer_steps_of_a_batch(alone: Ranks, model: Path) -> None:
+    groups, settings = random_groups(2), {"importance_correction": "none"}
+    both = make_learner(alone, model, **settings).update(groups, 0, n_steps=2).metrics
+    learner = make_learner(alone, model, **settings)
+    first, second = (learner.update(groups[i::2], 0).metrics for i in range(2))
+    assert both["ratio_max"] == pytest.approx(max(first["ratio_max"], second["ratio_max"]))
+    assert both["ratio_min"] == pytest.approx(min(first["ratio_min"], second["ratio_min"]))
+    assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
+
+
 # --- however it is cut -----------------------------------------------------------------------------------------------
 
 
