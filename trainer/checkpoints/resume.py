@@ -95,13 +95,14 @@ def _check_resumed(settings: TrainerSettings, path: Path, state: RunState, fresh
 def _next_version(settings: TrainerSettings, version: int) -> int:
     """Return the version under which to publish the policy of a state that was saved as ``version`` (fresh: 0)."""
     store = PolicyStore(settings.policy_dir)
-    if settings.mode is Mode.SYNC:
-        # The resumed run publishes the versions after the checkpoint again, with the same weights.
-        store.discard_after(version)
-        return version
-    # The queue may still hold groups of the abandoned steps, so no version is used twice.
-    newest = store.newest()
-    return version if newest is None else max(version, newest.version + 1)
+    # In synchronous mode the resumed run publishes the versions after the checkpoint again, with the same weights. In
+    # asynchronous mode the queue may still hold groups of the abandoned steps, so no version is used twice, not even
+    # one that was only begun: with PUBLISH_TRANSPORT=broadcast workers serve a version that is still being written.
+    begun = store.newest_begun()
+    if settings.mode is Mode.ASYNC and begun is not None:
+        version = max(version, begun + 1)
+    store.discard_after(version)
+    return version
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ from trainer.algorithm.methods import ImportanceCorrection
 from trainer.algorithm.packing import MicroBatch, TrainingGroup
 from trainer.algorithm.training_groups import TokenNumbers
 from trainer.config import CriticModel, TrainerSettings
-from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, means, optimizer_steps
+from trainer.model.optimizer import HEAD_GROUPS, is_finite, learning_rate, make_optimizer, optimizer_steps, over_steps
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
 from trainer.model.sharing import Part, make_part, packed, token_numbers, unknown_ids
@@ -41,7 +41,7 @@ class UpdateResult:
     """Tokens in forward passes with gradient, over all ranks."""
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means over the optimizer steps that have the metric."""
+    """Over the optimizer steps that have the metric; see ``over_steps``."""
 
     @classmethod
     def of(cls, taken: Sequence[dict[str, float]], parts: Sequence[Part], started: float) -> Self:
@@ -59,7 +59,7 @@ class UpdateResult:
             is_without_effect=skipped == len(taken) > 0,
             tokens=sum(part.tokens for part in parts),
             seconds=time.perf_counter() - started,
-            metrics=means(taken),
+            metrics=over_steps(taken),
         )
 
     def with_critic(self, critic: UpdateResult) -> UpdateResult:

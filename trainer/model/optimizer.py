@@ -138,10 +138,19 @@ def is_finite(metrics: dict[str, float]) -> bool:
     return math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])
 
 
-def means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over the optimizer steps that have it."""
-    names = {name: None for metrics in steps for name in metrics}
-    return {name: statistics.fmean(metrics[name] for metrics in steps if name in metrics) for name in names}
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each metric over the optimizer steps that have it: its mean, and of extreme ratios the most extreme."""
+    found: dict[str, list[float]] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: _combination(name)(values) for name, values in found.items()}
+
+
+def _combination(name: str) -> Callable[[Sequence[float]], float]:
+    if name.endswith("ratio_max"):
+        return max
+    return min if name.endswith("ratio_min") else statistics.fmean
 
 
 def learning_rate(settings: TrainerSettings, step: int, total_steps: int, peak: float | None = None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +23,7 @@ from trainer.model.gathering import by_layer, gather, plain_name
 from trainer.model.loading import Description, choose_compute, load_description, load_model, with_adapters
 from trainer.model.logprobs import token_logprobs
 from trainer.model.ranks import Ranks
-from trainer.model.sharding import shard
+from trainer.model.sharding import reshard, shard
 from trainer.model.value_head import ValueHead
 
 log = get_logger(__name__)
@@ -131,11 +131,19 @@ class Policy(nn.Module):
         """True when the run trains LoRA adapters."""
         return hasattr(self.model, "peft_config")
 
-    def without_adapters(self) -> AbstractContextManager[Any]:
-        """Return a context within which the policy computes without its LoRA adapters."""
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Let the policy compute without its LoRA adapters, if there are any, within the context."""
         if not self.has_adapters:
-            return nullcontext()
-        return cast("AbstractContextManager[Any]", cast("Any", self.model).disable_adapter())
+            yield
+            return
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        with cast("Any", self.model).disable_adapter():
+            # PEFT also freezes the adapters, and at the end thaws what is registered then. With SHARD_PARAMETERS=false
+            # these are the gathered parameters, and the shards, which the optimizer has, would stay frozen.
+            for parameter in trained:
+                parameter.requires_grad_()
+            yield
 
     def full_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every whole parameter by its name in MODEL_NAME's checkpoint; on rank 0 only. A collective.
@@ -144,6 +152,8 @@ class Policy(nn.Module):
         next one is gathered.
         """
         gathered_type = torch.float32 if self.has_adapters else dtype
+        # A forward pass without a backward pass leaves gathered parameters in the compute type.
+        reshard(self)
         with torch.no_grad():
             for layer in by_layer(self.model.named_parameters()):
                 whole = self._merged({plain_name(name): x for name, x in gather(layer, gathered_type).items()})
@@ -152,6 +162,7 @@ class Policy(nn.Module):
 
     def adapter_parameters(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the LoRA adapters, whole, by its name in PEFT's files; on rank 0. A collective."""
+        reshard(self)
         adapters = {name: x for name, x in self.model.named_parameters() if "lora_" in name}
         for name, value in gather(adapters, dtype).items():
             yield plain_name(name).replace(".default.", "."), value

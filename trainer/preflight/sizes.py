@@ -119,7 +119,9 @@ def _device(shape: ModelShape, work: Work) -> dict[str, int]:
     stored = work.tokens * shape.layers * stored_bytes(shape, work)
     frozen = 4 * shape.parameters * work.has_reference
     critic = 4 * (2 + MOMENTS) * shape.parameters * work.has_critic
+    # No backward pass frees what the reference, and the critic for its values, have gathered before the policy does.
     gathered = shape.root_parameters if work.frees_parameters else shape.parameters
+    gathered *= 1 + work.has_reference + work.has_critic
     parts = {
         "weights": 4 * whole // work.shards,
         "gradients": 4 * trained // work.shards if work.frees_parameters else 4 * trained,

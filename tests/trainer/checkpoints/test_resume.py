@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.core.errors import ConfigurationError
 from services.protocol.prompts import DataStats
+from services.weights.policy_store import PolicyStore
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from trainer.checkpoints.admission import check_data, has_succeeded
@@ -156,6 +157,26 @@ def test_a_digest_of_weights_shows_each_parameter_and_no_number_format(model: Pa
 def test_a_digest_of_a_tokenizer_is_the_same_each_time(model: Path) -> None:
     digests = {tokenizer_digest(AutoTokenizer.from_pretrained(model)) for _ in range(2)}
     assert len(digests) == 1
+
+
+# --- policy versions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "version"), [("sync", 0), ("async", 8)])
+def test_no_version_is_used_twice_in_asynchronous_mode(
+    alone: Ranks, tmp_path: Path, model: Path, mode: str, version: int
+) -> None:
+    """The trainer was killed while it wrote version 7, which workers had got by broadcast."""
+    learner = make_learner(alone, model, shared_dir=tmp_path, run_id="r", mode=mode)
+    store = PolicyStore(learner.settings.policy_dir)
+    store.begin(6)
+    store.commit(6)
+    store.begin(7)
+    checkpoints = CheckpointStore(learner.settings.checkpoint_dir, 2, alone)
+    state = resume(learner.settings, alone, learner.policy, stats(), learner, checkpoints)
+    assert state.policy_version == version
+    left = [] if mode == "sync" else ["v000006"]
+    assert [path.name for path in store.policy_dir.iterdir()] == left, "nothing of the version that was not finished"
 
 
 # --- runs that have succeeded ----------------------------------------------------------------------------------------

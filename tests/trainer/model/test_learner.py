@@ -134,6 +134,16 @@ def test_metrics_tell_of_clipping_and_of_the_reference(alone: Ranks, model: Path
     assert learner.update(near(random_groups(2), learner), 1).metrics["kl_reference"] > 1e-3
 
 
+def test_extreme_ratios_are_those_of_all_optimizer_steps_of_a_batch(alone: Ranks, model: Path) -> None:
+    groups, settings = random_groups(2), {"importance_correction": "none"}
+    both = make_learner(alone, model, **settings).update(groups, 0, n_steps=2).metrics
+    learner = make_learner(alone, model, **settings)
+    first, second = (learner.update(groups[i::2], 0).metrics for i in range(2))
+    assert both["ratio_max"] == pytest.approx(max(first["ratio_max"], second["ratio_max"]))
+    assert both["ratio_min"] == pytest.approx(min(first["ratio_min"], second["ratio_min"]))
+    assert both["entropy"] == pytest.approx((first["entropy"] + second["entropy"]) / 2)
+
+
 # --- however it is cut -----------------------------------------------------------------------------------------------
 
 
@@ -223,6 +233,18 @@ def test_without_sharding_parameters_are_gathered_once_a_step(
     assert len(gathered) == len(set(gathered)) == 3, "two layers and what is around them"
     assert all(isinstance(p, DTensor) for p in learner.policy.parameters())
     assert_same_weights(weights_of(learner.policy), weights_of(sharding.policy), within=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1}], ids=["no reference", "reference"])
+def test_adapters_train_on_after_a_pass_without_them(alone: Ranks, model: Path, settings: dict[str, Any]) -> None:
+    gradients = []
+    for shards in (True, False):
+        learner = make_learner(alone, model, lora_rank=4, shard_parameters=shards, max_grad_norm=1e-3, **settings)
+        groups = random_groups(1)
+        learner.logprobs(groups, use_adapters=False)
+        gradients.append([learner.update(groups, step).metrics["grad_norm"] for step in range(3)])
+    assert min(gradients[0]) > 0
+    assert gradients[1] == pytest.approx(gradients[0], rel=1e-4)
 
 
 # --- no wasted work --------------------------------------------------------------------------------------------------

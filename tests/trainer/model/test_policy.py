@@ -49,6 +49,23 @@ def test_versions_are_saved_without_asking_for_the_model_again(alone: Ranks, mod
         assert AutoConfig.from_pretrained(saved).to_dict() == config.to_dict() | of_its_own
 
 
+@pytest.mark.parametrize("shards", [True, False], ids=["sharding", "gathering once"])
+def test_float32_weights_are_given_whole_after_a_pass_in_bfloat16(alone: Ranks, model: Path, shards: bool) -> None:
+    """Such as the probe of the version before, where no group has an advantage and no update follows."""
+    settings = {"compute_type": "bfloat16", "shard_parameters": shards, "lora_rank": 4}
+    learner, groups = rank_jobs.make_learner(alone, model, **settings), random_groups(1)
+    learner.update(groups, 0)
+
+    def given() -> dict[str, torch.Tensor]:
+        merged, adapters = learner.policy.full_parameters, learner.policy.adapter_parameters
+        return {name: x.clone() for part in (merged, adapters) for name, x in part(torch.float32)}
+
+    before = given()
+    learner.logprobs(groups)
+    for name, value in given().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_adapters_trained_on_two_ranks_are_computed_alike_by_the_engine_by_peft_and_merged(
     model: Path, tmp_path: Path
 ) -> None:

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import structlog
 import yaml
+from torch.distributed.tensor import DTensor
 
 from benchmarks.scaling.models import CONFIGS
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
-from tests.trainer.tiny import FAMILIES, plain_model, save_model
+from tests.trainer.rank_jobs import make_learner
+from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
 from trainer.config import TrainerSettings
+from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
 from trainer.preflight.check import Machine, check
 from trainer.preflight.limits import Limits, find_limits
@@ -117,6 +120,26 @@ def test_lora_needs_no_gradients_and_moments_of_the_model() -> None:
     whole, adapters = (needed(SHAPES["8B"], chosen("8B", 1, 8, lora_rank=rank)) for rank in (0, 32))
     assert adapters.device["moments"] < whole.device["moments"] / 20
     assert adapters.volume["versions"] < whole.volume["versions"] / 20
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_reference_and_critic_stay_gathered_while_the_policy_is_updated(alone: Ranks, model: Path, frees: bool) -> None:
+    settings = {"kl_coef": 0.1, "advantage": "gae", "shard_parameters": frees}
+    learner, groups = make_learner(alone, model, **settings), random_groups(1)
+    critic = CriticLearner(learner)
+    critic.values(groups)
+    learner.update(groups, 0)
+    assert learner.reference is not None
+    gathered = sum(
+        parameter.numel()
+        for module in (learner.reference, critic.module)
+        for name, parameter in module.named_parameters()
+        if not isinstance(parameter, DTensor) and not name.startswith("value_head.")
+    )
+    work = chosen("0.5B", 1, 1, replace(ROOM, device=0), shard_parameters=frees)
+    shape, both = ModelShape.of(learner.policy.config), replace(work, has_reference=True, has_critic=True)
+    found = [needed(shape, each).device["gathered parameters"] // work.compute_bytes for each in (work, both)]
+    assert found[1] - found[0] == gathered
 
 
 @pytest.mark.parametrize("family", FAMILIES)
