@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from services.chat.tool_calls import parse_arguments
 from services.http.problems import ProblemError
 
 
@@ -23,8 +23,10 @@ def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": content_text(message.get("content")),
     }
-    if message.get("tool_calls"):
-        fitted["tool_calls"] = [_call_for_template(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ProblemError(400, "the tool_calls of a message must be a list")
+        fitted["tool_calls"] = [_call_for_template(call) for call in calls]
     return fitted
 
 
@@ -49,7 +51,7 @@ def _call_for_template(call: Any) -> dict[str, Any]:
     try:
         function = dict(call["function"])
         if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            function["arguments"] = parse_arguments(function["arguments"] or "{}")
     except (KeyError, TypeError, ValueError) as error:
         raise ProblemError(400, f"a tool call of a message is not readable: {error!r}") from error
     return {**call, "function": function}

@@ -19,10 +19,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from services.http.json_body import json_depth
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPENING = "<tool_call>"
+MAX_DEPTH = 48
+"""Levels of a call's arguments. Anthropic's clients send arguments as a part of the body, which has json_body.MAX_DEPTH
+levels at most."""
 _CALL = re.compile(r"<tool_call>(?P<body>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -123,14 +128,24 @@ def _call_of(content: Any) -> ToolCall | None:
     if not isinstance(arguments, dict):
         return None
     try:
+        # Python reads NaN, Infinity and 1e999; JSON has none of them.
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # Python reads NaN, Infinity and 1e999; JSON has none of them.
-        return None
-    if _has_surrogates(content["name"] + text):
+        parse_arguments(text)
+        content["name"].encode()
+    except (RecursionError, ValueError):
         return None
     return ToolCall(f"call_{uuid.uuid4().hex[:24]}", content["name"], text)
 
 
-def _has_surrogates(text: str) -> bool:
-    """Return whether a text cannot be written as UTF-8, because an escape such as \\ud800 was half a character."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
+def parse_arguments(text: str) -> Any:
+    """Return the arguments that a JSON text describes.
+
+    Raises:
+        ValueError: the text is not JSON, is nested more than MAX_DEPTH levels deep, or has half a character, such as
+            the escape \\ud800, which cannot be written as UTF-8.
+    """
+    if (depth := json_depth(text.encode())) > MAX_DEPTH:
+        raise ValueError(f"{depth} levels of nesting; allowed are {MAX_DEPTH}")
+    arguments = json.loads(text)
+    json.dumps(arguments, ensure_ascii=False).encode()
+    return arguments

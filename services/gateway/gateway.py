@@ -234,7 +234,6 @@ class Gateway:
             session.is_finished = True
             self._sessions.pop(session_id, None)
             SESSIONS.set(len(self._sessions))
-        await self._store.write(*((statement, (session_id,)) for statement in _DELETE))
 
     async def expire(self, now: float) -> None:
         """Delete the sessions whose deadline was more than GRACE_SECONDS before ``now``, in Unix seconds."""

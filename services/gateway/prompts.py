@@ -162,7 +162,7 @@ class PromptMaker:
     def text(self, completion: Completion, stop: Sequence[str], *, skip_special_tokens: bool = True) -> str:
         """Return a completion's text up to the first stop string."""
         text = self._codec.decode(completion.completion_ids, skip_special_tokens=skip_special_tokens)
-        return text[: min((text.find(end) for end in stop if end and end in text), default=len(text))]
+        return text[: min((text.find(end) for end in stop if end in text), default=len(text))]
 
     def token_text(self, token: int) -> str:
         """Return the text of one token."""

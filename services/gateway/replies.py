@@ -106,7 +106,7 @@ def _matched_stop(completion: Completion, request: ChatRequest, prompts: PromptM
     if not request.stop:
         return None
     text = prompts.text(completion, ())
-    return min((end for end in request.stop if end and end in text), key=text.find, default=None)
+    return min((end for end in request.stop if end in text), key=text.find, default=None)
 
 
 def _logprobs(completion: Completion, prompts: PromptMaker) -> dict[str, Any]:

@@ -60,6 +60,12 @@ class ChatRequest(BaseModel):
     def _one_stop_is_a_list(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
 
+    @field_validator("stop")
+    @classmethod
+    def _empty_stops_stop_nothing(cls, stop: list[str]) -> list[str]:
+        # SGLang would end every turn after its first token.
+        return [text for text in stop if text]
+
     @field_validator("response_format")
     @classmethod
     def _answers_are_text(cls, response_format: dict[str, Any] | None) -> dict[str, Any] | None:

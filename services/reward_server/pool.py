@@ -31,7 +31,8 @@ ALIVE = Gauge("reward_workers_alive", "Workers that answer.")
 
 MAX_PENDING = 20_000
 """Answers that may wait for a worker, which bounds the memory; further answers come back ``overloaded``."""
-START_SECONDS = 60.0
+START_SECONDS = 300.0
+"""All workers at once may import torch for a function of the user's own, from a network disk."""
 _END_SECONDS = 2.0
 _RESTART_SECONDS = 1.0
 
@@ -73,6 +74,8 @@ class _Worker:
             self._process.start()
         try:
             reason = self._receive(START_SECONDS)["reason"]
+        except TimeoutError:
+            reason = f"a worker was not ready within {START_SECONDS:g} s"
         except (EOFError, OSError) as error:
             reason = f"a worker ended before it was ready ({type(error).__name__})"
         if reason is not None:

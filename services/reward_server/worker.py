@@ -10,9 +10,9 @@ import contextlib
 import importlib
 import inspect
 import math
+import multiprocessing
 import os
 import resource
-import select
 import signal
 import sys
 import threading
@@ -49,7 +49,7 @@ def run(connection: Connection, functions: list[str], n_threads: int, cpu_second
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server ends its workers.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    threading.Thread(target=_end_with_server, daemon=True).start()
     # Before a user's function imports a library that reads it.
     os.environ[THREADS_VARIABLE] = str(n_threads)
     try:
@@ -85,11 +85,12 @@ def _evaluate(
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _end_with(connection: Connection) -> None:
-    """End this process when the server hangs up or dies, because a reward function might sleep for ever."""
-    hang_up = select.poll()
-    hang_up.register(connection, 0)  # No event but the hang-up, which is always reported.
-    hang_up.poll()
+def _end_with_server() -> None:
+    """End this process when the server dies, because a reward function might sleep for ever."""
+    # Not by poll, which on macOS misses that the other side of the connection is gone.
+    server = multiprocessing.parent_process()
+    assert server is not None
+    server.join()
     os._exit(0)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from services.clients.data import DataClient
@@ -20,7 +21,7 @@ from services.protocol.groups import Completion, Experience, Group
 from services.protocol.prompts import Cursor, Split
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest, SampleGroupsRequest
 from services.protocol.rewards import RewardItem
-from tests.waiting import IDLE_SECONDS
+from tests.waiting import IDLE_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +153,30 @@ async def test_a_lease_that_waits_does_not_hold_up_the_end(start_service: Any) -
                 await asyncio.sleep(0.01)
         assert await asyncio.to_thread(service.terminate) == 0
         assert (await waiting).json()["lease_id"] is None
+
+
+def test_a_worker_in_the_middle_of_an_answer_ends_with_a_killed_reward_server(
+    start_service: Any, tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+    function = (
+        f"import pathlib, time\n\ndef f(response):\n    pathlib.Path({str(begun)!r}).touch()\n    time.sleep(3600)\n"
+    )
+    (tmp_path / "slow_reward.py").write_text(function)
+    service = start_service("services.reward_server", REWARD_FN="slow_reward:f", PYTHONPATH=str(tmp_path))
+    workers = psutil.Process(service.process.pid).children(recursive=True)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{service.url}/reward",
+            json={"prompt": "", "response": "", "ground_truth": ""},
+            trust_env=False,
+            timeout=0.5,
+        )
+    wait_until(begun.exists, "the worker begins")
+    service.kill()
+    wait_until(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in workers), "all have ended"
+    )
 
 
 HEAVY = ("torch", "transformers", "sympy", "datasets", "pandas")

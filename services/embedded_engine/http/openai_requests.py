@@ -105,8 +105,14 @@ class CompletionRequest(OpenAIRequest):
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+        """Return the token ids of each prompt.
+
+        Raises:
+            ProblemError: 400, there is none.
+        """
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if not given:
+            raise ProblemError(400, "prompt is an empty list; send at least one prompt")
         tokens = [one for one in given if isinstance(one, int)]
         if tokens:
             return [tokens]

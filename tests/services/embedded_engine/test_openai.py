@@ -284,6 +284,13 @@ async def test_what_cannot_be_honoured_is_refused(
             await client.chat.completions.create(**{"model": "any", "messages": QUESTION, **fields})
 
 
+@pytest.mark.parametrize(("prompt", "reason"), [([], "empty list"), ("", "no tokens"), ([[]], "no tokens")])
+async def test_a_text_completion_needs_a_prompt(connect: Callable[[], Any], prompt: Any, reason: str) -> None:
+    async with connect() as client:
+        with pytest.raises(openai.BadRequestError, match=reason):
+            await client.completions.create(model="any", prompt=prompt)
+
+
 def test_text_that_is_no_well_formed_call_is_kept() -> None:
     for text in ("plain", "<tool_call>not json</tool_call>", '<tool_call>{"name": 3}</tool_call>', "a < b <tool"):
         assert tool_calls.parse(text) == (text, [])

@@ -103,6 +103,9 @@ async def test_a_shorter_turn_and_stop_strings_are_the_agents_choice(gateway: St
         assert limits == [2, 300]
         assert running.engine.requests[1]["sampling_params"]["stop"] == ["Observation:"]
         assert said["content"] == "one "
+        said = await running.chat(path, HELLO, stop=["", "two"])
+        assert running.engine.requests[2]["sampling_params"]["stop"] == ["two"], "an empty one would stop at once"
+        assert said["content"] == "one Observation: "
 
 
 async def test_keys(gateway: StartGateway) -> None:
@@ -209,6 +212,25 @@ async def test_calls_that_cannot_be_parsed_stay_text(gateway: StartGateway) -> N
         trace = await running.finish()
         assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (2, 2)
         assert len(trace["sequences"]) == 2
+
+
+@pytest.mark.parametrize(("levels", "calls"), [(48, 1), (49, 0), (600, 0)])
+async def test_a_call_stays_text_that_is_nested_too_deeply_to_be_sent_back(
+    gateway: StartGateway, levels: int, calls: int
+) -> None:
+    arguments = '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+    text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+    async with gateway(answers=[text]) as running:
+        path = await running.open(max_turn_tokens=3000)
+        messages = [*HELLO, await running.chat(path, HELLO, tools=[ADD])]
+        assert len(messages[-1].get("tool_calls", [])) == calls
+        tool = {"name": "add", "input_schema": {"type": "object"}}
+        first = {"messages": HELLO, "tools": [tool]}
+        answer = (await running.client.post("/sessions/s/v1/messages", json=first)).json()
+        again = {**first, "messages": [*HELLO, {"role": "assistant", "content": answer["content"]}, *HELLO]}
+        assert (await running.client.post("/sessions/s/v1/messages", json=again)).status_code == 200
+        trace = await running.finish()
+        assert (trace["tool_calls"], trace["unparsed_tool_calls"]) == (3 * calls, 3 - 3 * calls)
 
 
 @pytest.mark.parametrize(

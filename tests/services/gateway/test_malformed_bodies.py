@@ -105,6 +105,30 @@ async def test_malformed_bodies_are_answered_or_refused(gateway: StartGateway, a
 
 
 @pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (True, "must be a list"),
+        (7, "must be a list"),
+        (
+            [{**CALL, "function": {"name": "add", "arguments": '{"a":' * 500 + "1" + "}" * 500}}],
+            "500 levels",
+        ),
+        ([{**CALL, "function": {"name": "add", "arguments": '{"a": "\\ud800"}'}}], "surrogates not allowed"),
+    ],
+    ids=["true", "number", "deep", "half a character"],
+)
+async def test_a_tool_call_that_no_template_can_render_is_refused(gateway: StartGateway, calls: Any, said: str) -> None:
+    question = {"role": "user", "content": "1+2?"}
+    sent = [question, {"role": "assistant", "content": None, "tool_calls": calls}, question]
+    async with gateway(answers=["Hi."]) as running:
+        path = await running.open()
+        begun = [question, await running.chat(path, [question], tools=[ADD])]
+        for messages in (sent, [*begun, *sent]):
+            refused = await running.client.post(path, json={"messages": messages, "tools": [ADD]})
+            assert (refused.status_code, said in refused.json()["detail"]) == (400, True), refused.text
+
+
+@pytest.mark.parametrize(
     ("content", "media_type", "status"),
     [
         (b"{", "application/json", 400),

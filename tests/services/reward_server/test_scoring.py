@@ -202,6 +202,16 @@ async def test_a_function_that_cannot_be_loaded_stops_the_start(scoring: Any, na
             pass
 
 
+async def test_a_module_that_takes_too_long_to_import_stops_the_start(
+    scoring: Any, plugin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "endless.py").write_text("import time\n\ntime.sleep(3600)\n")
+    monkeypatch.setattr(pool, "START_SECONDS", 0.5)
+    with pytest.raises(ConfigurationError, match=r"'endless:f' cannot be loaded: .* not ready within 0\.5 s"):
+        async with scoring(reward_fn="endless:f"):
+            pass
+
+
 async def test_the_server_that_starts_workers_may_be_killed(scoring: Any, plugin: str) -> None:
     async with scoring(reward_fn=f"{plugin}:moody") as scorer:
         worker = (await scorer.score([item("pid")]))[0].reward
