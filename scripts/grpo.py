@@ -22,6 +22,7 @@ COMMANDS = {
     "logs": "scripts.logs",
     "view": "scripts.view",
     "evaluate": "scripts.evaluate",
+    "trajectories": "scripts.generate_trajectories",
     "chat": "scripts.chat",
     "launch": "scripts.launch.__main__",
     "fetch": "scripts.fetch",
@@ -71,7 +72,7 @@ def _usage() -> str:
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
         functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
         [docstring] = [ast.get_docstring(function) or "" for function in functions if function.name == "main"]
-        lines.append(f"  {name:8}  {docstring.splitlines()[0]}")
+        lines.append(f"  {name:12}  {docstring.splitlines()[0]}")
     return "\n".join(lines)
 
 
