@@ -37,6 +37,8 @@ class Publication:
             batch: groups, one completion of which PUBLISH_PROBE compares; empty before the first step.
         """
         started = time.perf_counter()
+        if self.settings.engine_sleeps:
+            self.team.leave_gpu()  # engines that wake for the version take their memory of the same GPU back
         metrics = self.team.publish(version)
         if self.settings.lora_rank:
             metrics |= self._probe_adapters()
