@@ -76,11 +76,11 @@ class TrainingLoop:
             self.services.wait_for_workers()
             self.publish(Batch(self.settings))
             if self.state.step == 0:
-                self.evaluate()
+                self.evaluate_outside_steps()
             while not self.is_over and self.step():
                 pass
             if self.state.evaluated_step != self.state.step:
-                self.evaluate()
+                self.evaluate_outside_steps()
             self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
@@ -183,6 +183,15 @@ class TrainingLoop:
         log.info("evaluated", step=self.state.step, **metrics)
         note_accuracy(self.settings, self.state, metrics)
         return metrics
+
+    def evaluate_outside_steps(self) -> None:
+        """Evaluate before the first step, or once prompts have run out, when the last step is already recorded.
+
+        metrics.jsonl has one line a step, so its readers find these accuracies in summary.json.
+        """
+        metrics = self.evaluate()
+        with writing(self.settings.run_dir):
+            self.files.show(self.state.step, metrics)
 
     def save_checkpoint(self, *, wait: bool = False) -> None:
         """Start a checkpoint of the last completed step; ``wait`` until it is in place."""

@@ -227,6 +227,7 @@ def _summary(settings: TrainerSettings, team: Team, state: RunState, dataset: st
         **{
             f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.step else None for part in ACCURACY
         },
+        "accuracy_after_step": state.evaluated_step if state.step else None,
         "model": settings.model_name,
         "dataset": dataset,
         "device": team.ranks.device.type,

@@ -142,7 +142,8 @@ class Team:
     def leave_gpu(self) -> None:
         """Free what the next step does not need of the GPUs, for engines that share them (ENGINE_SLEEPS)."""
         self._tell("leave_gpu")
-        leave_gpu(self.learner.policy)
+        critic = None if self.critic is None else self.critic.module
+        leave_gpu(model for model in (self.learner.policy, self.learner.reference, critic) if model is not None)
 
     def save_checkpoint(self, state: RunState, *, wait: bool) -> None:
         """Start a checkpoint of ``state``; see CheckpointStore.save."""

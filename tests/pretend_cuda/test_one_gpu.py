@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import partialmethod
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from trainer.model.sharding import leave_gpu
 from trainer.preflight.shape import ModelShape
 from trainer.preflight.sizes import needed
 from trainer.preflight.work import work_of
+from trainer.team import Team
 
 pytestmark = pytest.mark.cuda
 
@@ -71,9 +73,33 @@ def counted(config: PretrainedConfig, settings: TrainerSettings) -> Bytes:
             step = _on_device(tracker, "peak")
             optimizer.step()
             optimizer.zero_grad()
-            leave_gpu(trained)
+            leave_gpu([trained])
             between = _on_device(tracker, "current")
     return Bytes(step, between - sum(t.nbytes for t in vars(batch).values() if hasattr(t, "nbytes")))
+
+
+def test_nothing_that_policy_reference_or_critic_gathered_stays_while_the_engine_generates() -> None:
+    settings, config = settings_of(lora_rank=0), with_layers(CONFIGS[LABELS[0]][1], DEPTHS[0])
+    batch = packed_sequences(SEQUENCE, SEQUENCE)
+    with pretended_ranks() as ranks, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        models = [pretended_policy(config, settings, ranks, has_checkpointing=False) for _ in range(3)]
+        trained, reference, critic = models
+        unused: Any = None
+        learner: Any = SimpleNamespace(policy=trained, reference=reference)
+        critic_learner: Any = SimpleNamespace(module=critic)
+        team = Team(settings, ranks, learner, unused, unused, lambda: False, critic_learner)
+        batch = batch.to(ranks.device)
+        tracker: Any = MemTracker()
+        tracker.track_external(*models)
+        with tracker:
+            before = _on_device(tracker, "current")
+            for model in models:
+                model(batch)
+            gathered = 2 * config.vocab_size * config.hidden_size
+            assert _on_device(tracker, "current") - before > len(models) * gathered
+            team.leave_gpu()
+            # The batch keeps its mask.
+            assert _on_device(tracker, "current") == pytest.approx(before, abs=1 << 20)
 
 
 def _on_device(tracker: Any, moment: str) -> int:

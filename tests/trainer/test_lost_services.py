@@ -19,6 +19,8 @@ import numpy as np
 import orjson
 import pytest
 import structlog
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from services.core.errors import EXIT_RECOVERABLE, ConfigurationError, DependencyLostError, exit_code_of
@@ -214,6 +216,23 @@ def test_a_loss_in_the_evaluation_after_the_last_prompt_leaves_a_checkpoint(alon
     loop = train(alone, tmp_path, outside, eval_prompts=64, checkpoint_every=0)
     assert str(outside.error) == "evaluate found nobody"
     assert newest_step(loop) == LAST
+
+
+def test_evaluations_outside_the_steps_are_in_tensorboard_and_in_the_curve(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = train(alone, tmp_path, Outside("", prompts=2), eval_prompts=64, eval_every=0, checkpoint_every=0)
+    directory, state = loop.settings.run_dir, loop.state
+    events = EventAccumulator(str(directory / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("accuracy")] == [(0, 0.0), (2, 0.5)]
+    assert [orjson.loads(line)["step"] for line in (directory / "metrics.jsonl").read_bytes().splitlines()] == [1, 2]
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    summary = {"accuracy_before": state.accuracy_before, "accuracy_after": state.last_accuracy}
+    loop.files.write_summary(summary | {"accuracy_after_step": state.evaluated_step})
+    _, accuracies = drawn[0].axes[0].lines
+    assert accuracies.get_xydata().tolist() == [[0.0, 0.0], [2.0, 0.5]]
 
 
 def test_a_setting_that_proves_wrong_in_mid_run_leaves_a_checkpoint(alone: Ranks, tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ class AlgorithmSection(SectionSettings):
     agents that give `turn_rewards`. `ADVANTAGE=gae` places rewards of turns in any case."""
     loss: str = "clipped"
     """`clipped` (PPO's surrogate), `gspo` (one ratio a completion), `cispo` (clipped weights), `sapo` (soft gate),
-    `clip_cov`, or a function of your own as `module:function`."""
+    `clip_cov` (its choice of tokens depends on the micro-batches), or a function of your own as `module:function`."""
     clip_low: float | None = Field(None, ge=0, le=1)
     """Distance of the ratio's lower bound from 1. Unset: 0.2 (`clipped`, `clip_cov`), 3e-4 (`gspo`), 1 (`cispo`)."""
     clip_high: float | None = Field(None, ge=0, le=10)

@@ -98,9 +98,10 @@ class Learner:
     ) -> UpdateResult:
         """Make ``n_steps`` optimizer steps, each on an equal share of ``groups``.
 
-        Groups with token ids outside the model's vocabulary are left out and counted. A share in which every advantage
-        is 0 is not computed, unless the loss has KL, entropy or values. An optimizer step whose loss or gradient is not
-        finite leaves policy and optimizer unchanged and is counted.
+        Groups with token ids outside the model's vocabulary are left out and counted. There is no optimizer step on a
+        share whose tokens are all masked, nor on one in which every advantage is 0, unless the loss has KL, entropy or
+        values. An optimizer step whose loss or gradient is not finite leaves policy and optimizer unchanged and is
+        counted.
 
         Args:
             groups: all groups to train on, fresh and replayed; every rank passes the same.

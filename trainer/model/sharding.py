@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -120,7 +120,8 @@ def reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def leave_gpu(module: nn.Module) -> None:
+def leave_gpu(modules: Iterable[nn.Module]) -> None:
     """Free what the next step does not need of a GPU, for another process on it: gathered parameters, cached blocks."""
-    reshard(module)
+    for module in modules:
+        reshard(module)
     torch.cuda.empty_cache()

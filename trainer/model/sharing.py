@@ -33,15 +33,15 @@ class Part:
 def make_part(
     groups: Sequence[TrainingGroup], trainable: Sequence[TrainingGroup], max_tokens: int, ranks: Ranks
 ) -> Part:
-    """Return this rank's part of an optimizer step.
+    """Return this rank's part of an optimizer step, which is empty when there is no token to train on.
 
     Args:
         groups: the groups of the step, which the loss's denominators count.
-        trainable: those of them that are computed.
+        trainable: those of them that are computed, unless all of their tokens are masked.
         max_tokens: tokens in one micro-batch.
         ranks: all ranks.
     """
-    shares = share_out(trainable, ranks.world_size, max_tokens)
+    shares = share_out([group for group in trainable if group.trained_tokens], ranks.world_size, max_tokens)
     return Part(
         own=shares[ranks.rank],
         size=StepSize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from services.core.logs import get_logger
@@ -10,6 +11,7 @@ from trainer.algorithm.packing import TrainingGroup, TrainingSequence
 from trainer.algorithm.training_groups import training_group
 from trainer.config import TrainerSettings
 from trainer.main_rank import MainRank
+from trainer.model.sharing import unknown_ids
 from trainer.publishing.adapter_probe import PROBE_TEXT, PROBE_TOKENS, AdapterProbe
 from trainer.publishing.probe import probe_workers
 from trainer.rollouts.batch import Batch
@@ -35,6 +37,8 @@ class Publication:
             batch: groups, one completion of which PUBLISH_PROBE compares; empty before the first step.
         """
         started = time.perf_counter()
+        if self.settings.engine_sleeps:
+            self.team.leave_gpu()  # engines that wake for the version take their memory of the same GPU back
         metrics = self.team.publish(version)
         if self.settings.lora_rank:
             metrics |= self._probe_adapters()
@@ -51,14 +55,21 @@ class Publication:
             self.team.write_policy(version)
 
     def _probe(self, batch: Batch) -> dict[str, float]:
-        groups = [training_group(group, self.settings) for group in batch.groups]
-        probes = (replace(g, sequences=[replace(g.sequences[0], loss_mask=None)]) for g in groups if g.sequences)
-        group = next(probes, None)
+        group = next(self._probes(batch), None)
         if group is None:
             return {}
         (expected,) = self.team.logprobs([group], temperature=1.0)[0]
         probing = probe_workers(self.settings, group.prompt_ids, group.sequences[0].completion_ids, expected)
         return {"probe_difference": self.services.thread.call(probing)}
+
+    def _probes(self, batch: Batch) -> Iterator[TrainingGroup]:
+        """Yield each completion of which the trainer computes log-probabilities, as a group without a loss mask."""
+        vocabulary = self.team.learner.policy.config.vocab_size
+        for group in (training_group(group, self.settings) for group in batch.groups):
+            for sequence in group.sequences:
+                probe = replace(group, sequences=[replace(sequence, loss_mask=None)])
+                if sequence.completion_ids and not unknown_ids(probe, vocabulary):
+                    yield probe
 
     def _probe_adapters(self) -> dict[str, float]:
         description = self.team.learner.policy.description

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
+
 from services.core import memory
 from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
@@ -11,7 +13,6 @@ from services.weights.policy_store import PolicyStore
 from trainer.config import TrainerSettings
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
-from trainer.model.sharding import leave_gpu
 from trainer.publishing.workers import VersionGoneError
 from trainer.service_thread import InterruptedCallError, ServiceThread
 
@@ -84,8 +85,7 @@ class Publisher(ABC):
             return self.services.call(self.deliver(version), interruptible=True)
 
         if self.settings.engine_sleeps:
-            # Engines that wake for the version take their memory of the same GPU back.
-            leave_gpu(self.policy)
+            torch.cuda.empty_cache()  # the version was gathered in memory that engines need to wake for it
         errors = (VersionGoneError, DependencyLostError, InterruptedCallError)
         metrics: dict[str, float] = self.ranks.on_main(work, *errors)
         return metrics

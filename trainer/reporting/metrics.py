@@ -192,10 +192,14 @@ _METRICS = _register()
 _BY_COLUMN = {measure.column: measure for measure in MEASURES}
 
 
-def export(step: int, metrics: Mapping[str, float]) -> None:
-    """Export a step's metrics. A gauge keeps its value when a step lacks it, such as the accuracy."""
+def count_step(step: int) -> None:
+    """Count a completed step, and export its number."""
     STEP.set(step)
     STEPS.inc()
+
+
+def export(metrics: Mapping[str, float]) -> None:
+    """Export metrics by column. A gauge keeps its value when a step lacks it, such as the accuracy."""
     for column, value in metrics.items():
         found = _measure(column)
         if found is None:

@@ -56,10 +56,11 @@ class RunFiles:
         for name in ("metrics.jsonl", "samples.jsonl"):
             _drop_after(self.directory / name, resumed_step)
         # A run that starts again from step 0 repeats the evaluation before the first step.
-        _drop_after(self.directory / "evaluations.jsonl", resumed_step or -1)
+        kept_evaluations = resumed_step or -1
+        _drop_after(self.directory / "evaluations.jsonl", kept_evaluations)
         # The outcome of an earlier attempt is not the run's any more.
         (self.directory / "summary.json").unlink(missing_ok=True)
-        self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=resumed_step + 1)
+        self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=kept_evaluations + 1)
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 
     def record_step(
@@ -69,7 +70,12 @@ class RunFiles:
         line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
         _append(self.directory / "metrics.jsonl", [line])
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
-        exported_metrics.export(step, metrics)
+        exported_metrics.count_step(step)
+        self.show(step, metrics)
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Show a step's metrics, or those of an evaluation outside the steps, in Prometheus, TensorBoard and W&B."""
+        exported_metrics.export(metrics)
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
@@ -126,11 +132,13 @@ def draw_reward_curve(run_dir: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, rewards, marker="o", markersize=3, label="training reward")
-    before = orjson.loads((run_dir / "summary.json").read_bytes())["accuracy_before"]
-    accuracies = [] if before is None else [(0, before)]
-    accuracies += [(line["step"], line["accuracy"]) for line in lines if "accuracy" in line]
-    if accuracies:
-        axes.plot(*zip(*accuracies, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
+    summary = orjson.loads((run_dir / "summary.json").read_bytes())
+    accuracies = {line["step"]: line["accuracy"] for line in lines if "accuracy" in line}
+    # The evaluations before the first step and after the last prompt are in no step's line.
+    accuracies |= {0: summary["accuracy_before"], summary["accuracy_after_step"]: summary["accuracy_after"]}
+    points = sorted((step, accuracy) for step, accuracy in accuracies.items() if accuracy is not None)
+    if points:
+        axes.plot(*zip(*points, strict=True), marker="s", linestyle="--", label="held-out accuracy (greedy)")
     axes.set(xlabel="step", ylabel="mean reward, accuracy", title=run_dir.name)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -29,6 +29,7 @@ export class RunData {
     this.summary = overview.summary;
     this.state = overview.state;
     this.takeBefore(overview.summary);
+    this.placeAfter();
   }
 
   /** Takes the accuracy before training, from a live run's state or a summary, as the row of step 0. */
@@ -50,6 +51,17 @@ export class RunData {
       else if (value !== null) column[0] = value;
     }
     if (!isThere) this.length += 1;
+  }
+
+  /** Places the newest accuracy, which a summary has, in the row of its step: no line has that of an evaluation after the steps. */
+  placeAfter() {
+    const { accuracy_after: accuracy = null, accuracy_after_low: low = null, accuracy_after_high: high = null } = this.summary;
+    const row = this.column("step")?.indexOf(this.summary.accuracy_after_step) ?? -1;
+    if (accuracy === null || row === -1) return;
+    for (const [name, value] of Object.entries({ accuracy, accuracy_low: low, accuracy_high: high })) {
+      if (!this.columns.has(name)) this.columns.set(name, new Array(this.length).fill(null));
+      this.columns.get(name)[row] = value;
+    }
   }
 
   forget() {
@@ -107,6 +119,7 @@ export class RunData {
     }
     this.length += steps.length;
     for (const column of this.columns.values()) while (column.length < this.length) column.push(null);
+    this.placeAfter();
     return steps.length > 0;
   }
 
@@ -172,16 +185,16 @@ export class RunData {
     return [mean(rewards.slice(0, steps)), rewards.length > 1 ? mean(rewards.slice(-steps)) : null];
   }
 
-  /** Returns the accuracy before training and the newest. */
+  /** Returns the accuracy before training and the newest, which the summary of a run that has ended knows. */
   get accuracies() {
-    return [this.before?.accuracy ?? null, (this.file ? this.last("accuracy") : null) ?? this.summary.accuracy_after ?? null];
+    return [this.before?.accuracy ?? null, this.summary.accuracy_after ?? (this.file ? this.last("accuracy") : null)];
   }
 
   /** Returns the ends of the newest accuracy's 95% interval, and the prompts that it is over; null for what is not known. */
   get accuracyInterval() {
-    const [low, high] = ["low", "high"].map((end) => (this.file ? this.last(`accuracy_${end}`) : null) ?? this.summary[`accuracy_after_${end}`] ?? null);
+    const [low, high] = ["low", "high"].map((end) => this.summary[`accuracy_after_${end}`] ?? (this.file ? this.last(`accuracy_${end}`) : null));
     const asked = this.file ? this.last("eval_prompts") : null;
-    const prompts = asked === null ? (this.summary.accuracy_after_prompts ?? null) : asked - (this.last("eval_left_out") ?? 0);
+    const prompts = this.summary.accuracy_after_prompts ?? (asked === null ? null : asked - (this.last("eval_left_out") ?? 0));
     return { low, high, prompts };
   }
 }

@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from services.core.settings import Settings
 from services.http.app import create_service_app
-from services.run_page.directory import RunDirectory
+from services.run_page.directory import RunDirectory, read_object
 from services.run_page.routes import PUBLIC, add_run_page
 from tests.browser import PHONE, chromium, contrast, is_wider_than_window
 from tests.services.run_page.runs import append, group, metrics, write_run
@@ -113,6 +113,18 @@ def test_the_accuracy_before_training_is_the_first_point(open_page, tmp_path):
     page.get_by_label("Against").select_option("time")
     move_cursor(page, "accuracy", "Home")
     expect(page.locator("#plot-accuracy .spoken")).to_contain_text("0.0s: greedy pass@1 0.4")
+
+
+def test_an_accuracy_that_only_the_summary_has_is_the_newest(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 30)
+    after = {"accuracy_after": 0.9, "accuracy_after_low": 0.8, "accuracy_after_high": 0.95}
+    summary = read_object(run / "summary.json") | after | {"accuracy_after_prompts": 100, "accuracy_after_step": 30}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = open_page(view(run))
+    tile = page.locator(".tiles .card").filter(has_text="Accuracy")
+    expect(tile).to_contain_text("0.4 → 0.9 0.8 to 0.95, 100 prompts")
+    move_cursor(page, "accuracy", "End")
+    expect(page.locator("#plot-accuracy .spoken")).to_have_text("step 30: greedy pass@1 0.9 (0.8 to 0.95).")
 
 
 def is_drawn(page, canvas):

@@ -301,6 +301,20 @@ def test_nothing_to_train_on_changes_nothing(alone: Ranks, model: Path) -> None:
     assert_same_weights(weights_of(learner.policy), before)
 
 
+def test_a_step_without_trained_tokens_changes_nothing_whatever_its_loss_has(alone: Ranks, model: Path) -> None:
+    """Momentum would move the weights by a gradient of 0."""
+    learner = make_learner(alone, model, entropy_coef=0.1, kl_coef=0.1, weight_decay=0.1)
+    learner.update(random_groups(2), 0)
+    before = weights_of(learner.policy)
+    masked = [
+        replace(g, sequences=[replace(s, loss_mask=[False] * len(s.completion_ids)) for s in g.sequences])
+        for g in random_groups(3)
+    ]
+    result = learner.update(masked, 1)
+    assert (result.steps, result.tokens) == (0, 0)
+    assert_same_weights(weights_of(learner.policy), before)
+
+
 def test_completions_without_tokens_are_no_trouble(alone: Ranks, model: Path) -> None:
     groups = random_groups(6)
     empty = TrainingSequence([], [], [])

@@ -44,6 +44,6 @@ def test_failed_episodes_add_up_by_reason() -> None:
         return REGISTRY.get_sample_value("trainer_episodes_failed_total", {"reason": "timeout"}) or 0.0
 
     before = failed()
-    export(1, {"episodes_failed": 3.0, "episodes_failed_timeout": 3.0})
-    export(2, {"episodes_failed": 1.0, "episodes_failed_timeout": 1.0})
+    export({"episodes_failed": 3.0, "episodes_failed_timeout": 3.0})
+    export({"episodes_failed": 1.0, "episodes_failed_timeout": 1.0})
     assert failed() == before + 4

@@ -1,0 +1,61 @@
+"""The probe of PUBLISH_PROBE, by a worker that computes with the published model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
+from services.protocol.groups import Group
+from tests.fake_service import fake_service
+from tests.trainer.rank_jobs import make_learner
+from tests.trainer.test_lost_services import group
+from tests.trainer.tiny import VOCABULARY, plain_model
+from trainer.main_rank import MainRank
+from trainer.model.ranks import Ranks
+from trainer.publishing.publication import Publication
+from trainer.rollouts.batch import Batch
+from trainer.service_thread import ServiceThread
+from trainer.team import Team
+
+
+def with_completion(ids: list[int]) -> Group:
+    """Return a group of one completion."""
+    whole = group("g", 0)
+    first = whole.experiences[0].model_copy(
+        update={"completion_ids": ids, "logprobs": [-2.0] * len(ids), "policy_versions": []}
+    )
+    return whole.model_copy(update={"experiences": [first]})
+
+
+@pytest.mark.parametrize("ids", [[5, VOCABULARY], []], ids=["unknown", "empty"])
+def test_a_completion_that_cannot_be_probed_costs_no_worker(
+    alone: Ranks, model: Path, monkeypatch: pytest.MonkeyPatch, ids: list[int]
+) -> None:
+    plain = plain_model(model)
+
+    def generate(request: dict[str, Any]) -> Any:
+        tokens = torch.tensor(request["input_ids"]) % VOCABULARY  # an engine pads its embedding, and knows more ids
+        with torch.no_grad():
+            scores = plain(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        return {"meta_info": {"input_token_logprobs": [[s, 1, None] for s in (None, *scores.tolist())]}}
+
+    learner = make_learner(alone, model, publish_probe=True)
+    team = Team(learner.settings, alone, learner, MagicMock(**{"publish.return_value": {}}), MagicMock(), lambda: False)
+    batch = Batch(learner.settings)
+    batch.groups = [with_completion(ids), with_completion([5, 6])]
+    with fake_service({"POST /generate": generate}) as worker, fake_service({}) as router, ServiceThread() as thread:
+        registered = {"id": "w", "url": worker.endpoint.url, "is_healthy": True}
+        router.routes |= {"GET /workers": lambda _: {"workers": [registered]}, "DELETE /workers/w": lambda _: {}}
+        address = f"{router.endpoint.host}:{router.endpoint.port}"
+        monkeypatch.setenv(ENDPOINTS_VARIABLE, json.dumps({f"rollout-server-0:{ROUTER_PORT}": address}))
+        publication = Publication(learner.settings, cast(MainRank, MagicMock(thread=thread)), team)
+        assert publication.publish(1, batch)["probe_difference"] == pytest.approx(0, abs=1e-4)
+        assert not router.asked("DELETE /workers/w")
+        [asked] = worker.asked("POST /generate")
+    assert asked["input_ids"] == [2, 3, 5, 6]
