@@ -105,11 +105,10 @@ async def check_head(head: HeadAt, policy: str | None, arena: Arena, token: str 
             raise ConfigurationError(f"--policy is {policy!r}; the head at {head.url} has {', '.join(names)}")
         if arena.info.seats > 1:
             raise ConfigurationError(f"{arena.info.id} has {arena.info.seats} seats; the head plays those of one")
-        try:
-            [(handle, state)] = await arena.begin([0])
-        # Environments are other people's code and may raise anything.
-        except Exception as error:
-            raise ConfigurationError(f"{arena.info.id} cannot be reset: {error!r}") from error
+        [begun] = await arena.begin([0])
+        if isinstance(begun, Exception):
+            raise ConfigurationError(f"{arena.info.id} cannot be reset: {begun!r}") from begun
+        handle, state = begun
         try:
             reply = await client.act([state])
             [outcome] = await arena.step([Step(handle, 0, reply.actions[0])])

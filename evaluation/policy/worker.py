@@ -26,7 +26,7 @@ import psutil
 from evaluation.policy.head_actor import HeadActor
 from evaluation.policy.records import Costs, Episode, Work
 from evaluation.trajectories.arenas import Arena, Step, open_arena
-from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of
+from services.core.errors import exit_code_of
 from services.environment_server.environments import Transition
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import Action, EpisodePosition, FinishedEpisode, State
@@ -103,16 +103,12 @@ async def play(arena: Arena, actor: Actor, seeds: Sequence[int], step_seconds: f
     """
     playing: list[_Open] = []
     for seed in seeds:
-        try:
-            with _limit(step_seconds):
-                [(handle, state)] = await arena.begin([seed])
-        except (ConfigurationError, DependencyLostError):
-            raise
-        # Environments are other people's code and may raise anything; it is the end of their episode.
-        except Exception as error:  # noqa: BLE001
-            yield _failed(Episode(seed), error)
+        with _limit(step_seconds):
+            [begun] = await arena.begin([seed])
+        if isinstance(begun, Exception):
+            yield _failed(Episode(seed), begun)
         else:
-            playing.append(_Open(seed, handle, state))
+            playing.append(_Open(seed, *begun))
     while playing:
         asked = time.perf_counter()
         decisions = _decisions(actor, playing)
