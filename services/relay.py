@@ -88,9 +88,8 @@ class Relay:
         own = ("authorization", "x-api-key")
         headers = {k: v for k, v in request.headers.items() if k not in _OF_ONE_CONNECTION and k not in own}
         headers["authorization"] = f"Bearer {target.api_key}"
-        passed = httpx.Request(
-            request.method, f"{target.base_url}/{path}", headers=headers, content=await request.body()
-        )
+        url = httpx.URL(f"{target.base_url}/{path}", query=request.url.query.encode() or None)
+        passed = httpx.Request(request.method, url, headers=headers, content=await request.body())
         sent = asyncio.create_task(target.client.send(passed, stream=True))
         target.sent.add(sent)
         sent.add_done_callback(target.sent.discard)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from prometheus_client import Counter, Gauge
+from pydantic import ValidationError
 
 from services.core.logs import get_logger
 from services.core.tasks import start_in_background
@@ -131,21 +132,29 @@ class EpisodeTable:
             made[seed] = make()
             return made[seed].reset(seed)
 
-        states: list[State | Exception] = await self._runner.run([partial(begin, seed) for seed in seeds])
-        begun = {seed: state for seed, state in zip(seeds, states, strict=True) if not isinstance(state, Exception)}
-        if len(begun) < len(seeds):
-            for seed, state in zip(seeds, states, strict=True):
-                if seed in made and not isinstance(state, EnvironmentHungError):
+        states = await self._runner.run([partial(begin, seed) for seed in seeds])
+        found = [self._start_of(seed, state) for seed, state in zip(seeds, states, strict=True)]
+        starts = [start for start in found if isinstance(start, EpisodeStart)]
+        if len(starts) < len(seeds):
+            for seed, start in zip(seeds, found, strict=True):
+                if seed in made and not isinstance(start, EnvironmentHungError):
                     _release(made[seed])
-            error = next(state for state in states if isinstance(state, Exception))
+            error = next(start for start in found if isinstance(start, Exception))
             raise ProblemError(503, f"{self.info.id!r} cannot be begun: {error!r}", {"Retry-After": "5"})
-        return [self._add(seed, made[seed], state) for seed, state in begun.items()]
+        for start in starts:
+            self.active[start.episode] = Episode(start.episode, made[start.seed], time.monotonic())
+            self._count("begun")
+        return starts
 
-    def _add(self, seed: int, environment: Environment, state: State) -> EpisodeStart:
-        episode = Episode(secrets.token_hex(8), environment, time.monotonic())
-        self.active[episode.id] = episode
-        self._count("begun")
-        return EpisodeStart(episode=episode.id, seed=seed, state=state, seat=0 if self.info.seats > 1 else None)
+    def _start_of(self, seed: int, state: State | Exception) -> EpisodeStart | Exception:
+        """Return the start of an episode, or the error of its reset; a value that is no state is one, too."""
+        if isinstance(state, Exception):
+            return state
+        seat = 0 if self.info.seats > 1 else None
+        try:
+            return EpisodeStart(episode=secrets.token_hex(8), seed=seed, state=state, seat=seat)
+        except ValidationError:
+            return EnvironmentBrokenError(f"the environment gave {state!r:.60} as its first state")
 
     async def step(self, items: Sequence[StepItem]) -> list[StepResult]:
         """Return one result an item, in order; a failure of one episode does not affect the others."""

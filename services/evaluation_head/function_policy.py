@@ -6,10 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
 from services.core.functions import load_function
 from services.core.tasks import in_background
 from services.evaluation_head.policy import Decision, Policy, PolicyFailedError
 from services.protocol.evaluation import Action, EnvironmentInfo, State
+
+_ACTIONS = TypeAdapter(list[Action])
 
 
 class FunctionPolicy(Policy):
@@ -37,15 +42,20 @@ class FunctionPolicy(Policy):
         """See Policy."""
         async with self._one_at_a_time:
             try:
-                actions = await in_background(lambda: self._function(list(states)))
-                decisions = [Decision(action, None) for action in actions]
-            # Anybody's function may raise anything, or return something else.
+                given = await in_background(lambda: self._function(list(states)))
+            # Anybody's function may raise anything.
             except Exception as error:
                 raise PolicyFailedError(f"{self._target} raised {type(error).__name__}: {error}") from error
-        if len(decisions) != len(states):
-            raise PolicyFailedError(f"{self._target} gave {len(decisions)} actions for {len(states)} states")
+        try:
+            actions = _ACTIONS.validate_python(to_jsonable_python(given))
+        except ValueError as error:  # also of what JSON does not have, such as numbers of numpy
+            raise PolicyFailedError(
+                f"{self._target} gave {given!r:.100}; needed is a list with an int, float, str or list for each state"
+            ) from error
+        if len(actions) != len(states):
+            raise PolicyFailedError(f"{self._target} gave {len(actions)} actions for {len(states)} states")
         self._states += len(states)
-        return decisions
+        return [Decision(action, None) for action in actions]
 
     async def refresh(self) -> None:
         """Do nothing, because a function has one version."""

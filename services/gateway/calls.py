@@ -86,17 +86,20 @@ class Calls:
             except ProblemError as error:
                 REFUSED.labels(error.members["error"]["code"]).inc()
                 raise
-            task = asyncio.create_task(self._call(session, request, limit, api))
+
+            async def call() -> dict[str, Any]:
+                try:
+                    return await self._call(session, request, limit, api)
+                finally:
+                    # Not in a callback of the task: in the turn before that, a recorded call would count twice.
+                    del session.in_flight[request.digest]
+                    session.reserved_tokens -= limit * request.n
+
+            task = asyncio.create_task(call())
             session.in_flight[request.digest] = task
             session.reserved_tokens += limit * request.n
-
-            def done(task: asyncio.Task[dict[str, Any]]) -> None:
-                del session.in_flight[request.digest]
-                session.reserved_tokens -= limit * request.n
-                if not task.cancelled():
-                    task.exception()  # A call whose client left has nobody else to ask for it.
-
-            task.add_done_callback(done)
+            # A call whose client left has nobody else to ask for its error.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
     async def count(self, session: Session, request: ChatRequest) -> int:

@@ -38,7 +38,11 @@ _SET_REWARD = "UPDATE sessions SET reward = ?, reason = ? WHERE id = ?"
 _FINISH = "UPDATE sessions SET finished = 1 WHERE id = ?"
 _RECORDS = "SELECT record FROM calls WHERE session = ? ORDER BY number"
 _LOST = "SELECT reason, tokens FROM lost WHERE session = ?"
-_LATE = "SELECT id FROM sessions WHERE created + json_extract(request, '$.deadline_seconds') < ?"
+# A session whose request is damaged stays until its owner deletes it.
+_LATE = (
+    "SELECT id FROM sessions "
+    "WHERE CASE WHEN json_valid(request) THEN created + json_extract(request, '$.deadline_seconds') < ? END"
+)
 _DELETE = (
     "DELETE FROM sessions WHERE id = ?",
     "DELETE FROM calls WHERE session = ?",

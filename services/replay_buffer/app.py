@@ -206,11 +206,11 @@ def _add_queue_routes(app: FastAPI, buffer: Buffer) -> None:
     async def post_queue(request: AddGroupsRequest, collector: Collector = "") -> Response:
         """Queue fresh groups; groups whose id is known already are left as they are.
 
-        They are no longer in flight at the ``collector`` that sends them.
+        Those that were not known are no longer in flight at the ``collector`` that sends them.
         """
         reply = await buffer.run(lambda: buffer.queue.enqueue(request.groups, request.priorities))
         buffer.wake()
-        buffer.admission.finish(collector, len(request.groups))
+        buffer.admission.finish(collector, reply.added)
         await buffer.admit()
         return model_response(reply)
 

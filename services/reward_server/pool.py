@@ -82,6 +82,11 @@ class _Worker:
             self.end()
             raise refusal(settings.reward_fn, reason)
 
+    @property
+    def is_dead(self) -> bool:
+        """True once the process of a free worker has ended: nothing but the end of the connection comes from it."""
+        return self._connection.poll(0)
+
     def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
         """Return the worker's reply to ``message``, the function and its item as JSON.
 
@@ -171,7 +176,7 @@ class WorkerPool:
         self._count_pending(1)
         try:
             async with asyncio.timeout(seconds):
-                free = await self._free.get()
+                free = await self._take()
         except TimeoutError:
             reason = f"no worker was free for {seconds:g} s (REWARD_QUEUE_SECONDS)"
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
@@ -181,22 +186,31 @@ class WorkerPool:
         # The worker finishes its answer even if nobody waits for it any longer.
         return await asyncio.shield(self._run(self._evaluate(free, message)))
 
+    async def _take(self) -> _Worker:
+        """Return a worker once one is free; one that died while it was free, as of lack of memory, is replaced."""
+        while (free := await self._free.get()).is_dead:
+            self._run(self._remove(free))
+        return free
+
     async def _evaluate(self, free: _Worker, message: bytes) -> Evaluation:
-        loop = asyncio.get_running_loop()
         seconds = self._settings.reward_timeout_seconds
         try:
-            reply = await loop.run_in_executor(self._threads, free.ask, message, seconds)
+            reply = await asyncio.get_running_loop().run_in_executor(self._threads, free.ask, message, seconds)
         except (TimeoutError, EOFError, OSError) as error:
-            self._alive.discard(free)
-            ALIVE.set(len(self._alive))
-            exit_code = await loop.run_in_executor(self._threads, free.end)
-            if not self._stopping:
-                self._run(self._replace())
-            return self._explain_end(error, exit_code)
+            return self._explain_end(error, await self._remove(free))
         self._free.put_nowait(free)
         if "value" in reply:
             return Evaluation(reply["value"])
         return Evaluation(None, RewardStatus(reply["status"]), reply["reason"])
+
+    async def _remove(self, ended: _Worker) -> int | None:
+        """End a worker, let another take its place, and return its exit code."""
+        self._alive.discard(ended)
+        ALIVE.set(len(self._alive))
+        exit_code = await asyncio.get_running_loop().run_in_executor(self._threads, ended.end)
+        if not self._stopping:
+            self._run(self._replace())
+        return exit_code
 
     def _explain_end(self, error: Exception, exit_code: int | None) -> Evaluation:
         """Return the outcome of an answer whose worker ended."""

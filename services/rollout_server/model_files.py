@@ -43,7 +43,8 @@ def weight_bytes(model: str, config: Config, dtype: ComputeType) -> int | None:
 def _stored_bytes(model: str) -> int | None:
     index = _read_json(model, INDEX)
     if index is not None:
-        return int(index["metadata"]["total_size"])
+        size = index.get("metadata", {}).get("total_size")  # Some published indices lack it.
+        return None if size is None else int(size)
     path = Path(model) / ONE_FILE
     if path.is_file():
         return path.stat().st_size

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from evaluation.samples import Kind, Sample
@@ -114,3 +115,16 @@ except urllib.error.HTTPError as error:
     sample = await play(Model(), code)
     assert sample.result is not None
     assert sample.result.reward == 404
+
+
+async def test_the_query_of_a_request_reaches_the_server() -> None:
+    model = Model()
+
+    @model.app.post("/v1/query")
+    async def query(request: Request) -> str:
+        return request.url.query
+
+    code = 'print(json.dumps({"reward": 1.0, "reason": json.load(post("/query?beta=true&of=a%26b"))}))'
+    sample = await play(model, code)
+    assert sample.result is not None
+    assert sample.result.reason == "beta=true&of=a%26b"

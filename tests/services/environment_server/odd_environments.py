@@ -108,7 +108,10 @@ class HalfAGame(Conversation):
 
 
 class Holding(Conversation):
-    """A conversation that holds something until it is closed. Seed 1 breaks it; "wait" hangs, and "nan" is a figure."""
+    """A conversation that holds something until it is closed.
+
+    Seed 1 breaks it, and seed 3 gives no state; "wait" hangs, and "nan" is a figure.
+    """
 
     held = 0
 
@@ -118,7 +121,7 @@ class Holding(Conversation):
     async def reset(self, seed):
         if seed == 1:
             raise RuntimeError("no world today")
-        return [{"role": "user", "content": "go"}]
+        return None if seed == 3 else [{"role": "user", "content": "go"}]
 
     async def step(self, action):
         if action == "wait":

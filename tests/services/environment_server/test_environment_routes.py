@@ -182,8 +182,11 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
         return odd_environments.Holding.held == held
 
     async with serving(app(environment=HOLDING, environment_step_seconds=2)) as client:
-        assert (await client.post("/reset", json={"seed": 0, "episodes": 3})).status_code == 503
-        await eventually(are_closed, "environments are closed", idle_seconds=20)
+        for seed, said in ((0, "no world today"), (2, "gave None")):
+            failed = await client.post("/reset", json={"seed": seed, "episodes": 2, "request_id": str(seed)})
+            assert (failed.status_code, said in failed.json()["detail"]) == (503, True), failed.text
+            assert (await client.get("/stats")).json()["active"] == 0
+            await eventually(are_closed, "environments are closed", idle_seconds=20)
         episode = (await begin(client, seed=2))[0]["episode"]
         assert not are_closed()
         [lost] = await take(client, (episode, 0, "wait"))

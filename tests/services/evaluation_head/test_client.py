@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from fastapi import FastAPI, Response
 
@@ -127,7 +128,15 @@ async def test_a_function_and_a_policy_of_another_head_are_policies(head: Any, s
             assert (refused.status_code, "no policy 'none'" in refused.json()["detail"]) == (422, True)
 
 
-@pytest.mark.parametrize(("function", "says"), [("say_two_twice", "gave 4 actions"), ("fail", "ZeroDivisionError")])
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("say_two_twice", "gave 4 actions"),
+        ("fail", "ZeroDivisionError"),
+        ("say_numpy", "gave array([0, 1])"),
+        ("say_nothing", "gave [None, None]"),
+    ],
+)
 async def test_a_function_that_fails_is_a_policy_that_failed(head: Any, serving: Any, function: str, says: str) -> None:
     async with serving(head(head_policies=f"p=tests.services.evaluation_head.test_client:{function}")) as client:
         reply = await client.post("/evaluate", json={"states": [[1], [2]]})
@@ -140,3 +149,11 @@ def say_two_twice(states: list[Any]) -> list[int]:
 
 def fail(states: list[Any]) -> list[int]:
     return [1 // 0 for _ in states]
+
+
+def say_numpy(states: list[Any]) -> Any:
+    return np.arange(len(states))
+
+
+def say_nothing(states: list[Any]) -> list[None]:
+    return [None for _ in states]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ async def test_sessions_whose_owner_died_are_removed_after_their_deadline(
         assert (stats.engine_tokens, stats.trace_tokens, stats.open_tokens) == (3 * turn, turn, turn)
         assert stats.lost_tokens == {"expired": turn}
     assert expired() == before + 2
+
+
+async def test_a_damaged_session_keeps_no_other_from_being_removed(
+    gateway: StartGateway, gateways: list[Gateway], tmp_path: Path
+) -> None:
+    async with gateway(answers=["Hi."]) as running:
+        for name in ("damaged", "late"):
+            await running.open(name, deadline_seconds=50.0)
+    with closing(sqlite3.connect(tmp_path / "gateway/gateway.sqlite")) as database, database:
+        database.execute("UPDATE sessions SET request = substr(request, 1, 20) WHERE id = 'damaged'")
+    async with gateway(answers=["Hi."]) as running:
+        await gateways[-1].expire(time.time() + 60 + GRACE_SECONDS)
+        seen = [(await running.client.get(f"/sessions/{name}")).status_code for name in ("damaged", "late")]
+    assert seen == [500, 404], "what is left of the damaged one is its owner's to delete"
 
 
 async def test_the_same_episode_begun_anew_takes_the_place_of_the_one_whose_owner_died(gateway: StartGateway) -> None:

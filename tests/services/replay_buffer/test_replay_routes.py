@@ -53,6 +53,15 @@ async def test_a_lease_gets_groups_whose_former_lease_runs_out_meanwhile(serving
         assert [g["group_id"] for g in reply.json()["groups"]] == ["a"]
 
 
+async def test_a_repeated_request_ends_its_prompts_once(serving: Any, app: Any, group: Any) -> None:
+    asked = {"collector": "c", "in_flight": 3, "most": 0, "batch_size": 4, "max_staleness": 1, "wait_seconds": 0}
+    async with serving(app) as client:
+        await client.post("/queue/admission", json=asked)
+        for _ in range(2):
+            await client.post("/queue?collector=c", json=body(group, "a", "b"))
+        assert (await client.get("/stats")).json()["in_flight"] == {"c": 1}
+
+
 @pytest.mark.parametrize(
     ("path", "change"),
     [

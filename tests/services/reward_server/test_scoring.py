@@ -218,3 +218,13 @@ async def test_the_server_that_starts_workers_may_be_killed(scoring: Any, plugin
         psutil.Process(int(worker)).parent().kill()
         results = await scorer.score([item("crash"), item("ok")])
     assert [result.status for result in results] == [RewardStatus.ERROR, RewardStatus.SCORED]
+
+
+async def test_a_worker_that_died_while_it_was_free_costs_no_answer(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:moody") as scorer:
+        free = psutil.Process(int((await scorer.score([item("pid")]))[0].reward))
+        free.kill()
+        await eventually(lambda: not free.is_running() or free.status() == psutil.STATUS_ZOMBIE)
+        [result] = await scorer.score([item("pid")])
+    assert result.status is RewardStatus.SCORED, result.reason
+    assert int(result.reward) != free.pid

@@ -178,6 +178,12 @@ def test_weights_count_in_the_type_that_the_engine_computes_in(
     assert weight_bytes(str(tmp_path), {"torch_dtype": stored, "quantization_config": {}}, ComputeType(dtype)) == 4000
 
 
+@pytest.mark.parametrize("index", [{"metadata": {}}, {"weight_map": {}}])
+def test_the_size_of_weights_is_not_known_where_their_index_lacks_it(tmp_path: Path, index: dict[str, Any]) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert weight_bytes(str(tmp_path), {}, ComputeType.AUTO) is None
+
+
 def test_engines_of_a_node_listen_on_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYPILOT_JOBGROUP_NAME", "group")
     monkeypatch.setenv("SKYPILOT_NODE_RANK", "1")
