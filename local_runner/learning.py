@@ -37,8 +37,12 @@ def failed(steps: Sequence[Step]) -> str | None:
     reasons = _failures(steps)
     if not reasons:
         return None
-    counted = [reason if len(reasons) == 1 else f"{reason} {count}" for reason, count in reasons.most_common()]
-    return f"{reasons.total()}/{_rewards(steps).total() + reasons.total()} ({', '.join(counted)})"
+    return f"{reasons.total()}/{_rewards(steps).total() + reasons.total()} ({counted(reasons)})"
+
+
+def counted(reasons: Counter[str]) -> str:
+    """Return the reasons with their counts, the most frequent first; a single reason alone."""
+    return ", ".join(reason if len(reasons) == 1 else f"{reason} {count}" for reason, count in reasons.most_common())
 
 
 def _nothing_learned(steps: Sequence[Step]) -> str | None:
