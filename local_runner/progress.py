@@ -47,6 +47,8 @@ class Step:
     """0 for a step whose rewards gave nothing to learn from."""
     reward_counts: Sequence[tuple[float, int]] = ()
     """The number of completions by reward."""
+    failures: Sequence[tuple[str, int, str]] = ()
+    """Completions without a reward: reason, count, and what one of them says."""
 
     @classmethod
     def read(cls, line: bytes) -> Step:
@@ -58,6 +60,7 @@ class Step:
             loss=record.get("loss"),
             trained_tokens=record.get("trained_tokens"),
             reward_counts=[(reward, count) for reward, count in record.get("reward_counts", ())],
+            failures=[(reason, count, said) for reason, count, said in record.get("failures", ())],
             seconds={
                 name.removeprefix("seconds_"): float(value)
                 for name, value in record.items()

@@ -18,7 +18,7 @@ from local_runner import health
 from local_runner.commands import module
 from local_runner.directory import OUTCOME, read_nodes
 from local_runner.health import TrainerStatus
-from local_runner.learning import nothing_learned
+from local_runner.learning import advice, failed
 from local_runner.nodes import health_address, trainer_address
 from local_runner.progress import GrowingFile, mean_rewards, new_steps
 from local_runner.run_state import RUNNING, state_of
@@ -93,12 +93,14 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
         last, total = steps[-1].step, trainer.total_steps if trainer else 0
         rows.append(("steps", f"{last} of {total}" if total else str(last)))
         rows.append(reward_change(first_and_last(mean_rewards(steps))))
+        if (share := failed(steps)) is not None:
+            rows.append(("failed completions", share))
         if is_running:
             mean = statistics.fmean(step.seconds.get("step", 0.0) for step in steps[-RECENT_STEPS:])
             left = f", {duration(mean * (total - last))} left" if total else ""
             rows.append(("a step", f"{duration(mean)}{left}"))
     if not is_running:
         rows += outcome_rows(read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json"))
-    if advice := nothing_learned(steps):
-        rows.append(("learning", advice))
+    if said := advice(steps):
+        rows.append(("advice", said))
     return rows

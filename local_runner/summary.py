@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.text import Text
 from local_runner.commands import Launch, next_commands, shown_path
 from local_runner.directory import all_runs, usage
 from local_runner.environment import Run
-from local_runner.learning import nothing_learned
+from local_runner.learning import advice, counted, failed
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.view import duration
 from services.run_page.directory import read_object
@@ -41,13 +42,16 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
         for name in ("model", "dataset", "device", "steps"):
             table.add_row(name, str(summary.get(name)))
         table.add_row(*reward_change(summary))
+    steps = new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))
+    if (share := failed(steps)) is not None:
+        table.add_row("failed completions", share)
     for name, value in outcome_rows(outcome, summary):
         table.add_row(name, value)
     table.add_row("directory", shown_path(run.run_dir))
     table.add_row("disk space", decimal(usage(run.run_dir)[0]))
     console.print(table)
-    if advice := nothing_learned(new_steps(GrowingFile(run.run_dir / "metrics.jsonl"))):
-        console.print(Text(advice, "yellow"), soft_wrap=not console.is_terminal)
+    if said := advice(steps):
+        console.print(Text(said, "yellow"), soft_wrap=not console.is_terminal)
     if launch is None:
         return
     runs = all_runs(run.run_dir.parent)
@@ -72,6 +76,8 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
 def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
     rows = []
+    if left_out := Counter(summary.get("rows_left_out")):
+        rows.append(("rows left out", f"{left_out.total()} of {summary['rows']} ({counted(left_out)})"))
     if summary.get("accuracy_after") is not None:
         rows += [_accuracy(summary, when) for when in ("before", "after")]
     if outcome:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from local_runner.commands import shown_path
 from local_runner.environment import Run
-from local_runner.learning import EARLY_STEPS, nothing_learned
+from local_runner.learning import EARLY_STEPS, advice, failed
 from local_runner.nodes import trainer_address
 from local_runner.progress import Step
 from local_runner.spec import TaskSpec
@@ -90,7 +90,7 @@ class View:
             self._say(f"{task}-{rank} up", "green")
 
     def step(self, step: Step) -> None:
-        """Show a step that ended, and after EARLY_STEPS that none of them changed the model, if so."""
+        """Show a step that ended, and after EARLY_STEPS the advice on them, if there is any."""
         self._progress.update(self._steps, completed=step.step, description=_reward(step))
         left = self._progress.tasks[self._steps].time_remaining
         line = Text(describe(step, self._total_steps, left))
@@ -100,9 +100,9 @@ class View:
             self._console.print(line, soft_wrap=True)
         if len(self._first_steps) < EARLY_STEPS:
             self._first_steps.append(step)
-            advice = nothing_learned(self._first_steps)
-            if advice is not None and len(self._first_steps) == EARLY_STEPS:
-                self._say(advice, "yellow")
+            said = advice(self._first_steps)
+            if said is not None and len(self._first_steps) == EARLY_STEPS:
+                self._say(said, "yellow")
 
     def trainer(self, status: TrainerStatus) -> None:
         """Show the trainer's status."""
@@ -152,7 +152,7 @@ def last_error(log: Path) -> str | None:
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
-    """Return a step's line: number, reward, loss, seconds by phase, time left.
+    """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left.
 
     Args:
         step: the step.
@@ -160,6 +160,8 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
         seconds_left: seconds until the last step; None while unknown, 0 after it.
     """
     parts = [f"step {step.step}/{total_steps}" if total_steps else f"step {step.step}", _reward(step)]
+    if (share := failed([step])) is not None:
+        parts.append(f"failed {share}")
     if step.loss is not None:
         parts.append(f"loss {step.loss:+.4f}")
     elif step.trained_tokens == 0 and step.reward is not None:

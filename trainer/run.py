@@ -140,7 +140,7 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             return
         status.step, status.state, status.total_steps = state.step, state, total_steps
         with team.leading():
-            _drive(settings, services, team, status, data.source)
+            _drive(settings, services, team, status, data)
 
 
 def _open_page(settings: TrainerSettings, ranks: Ranks, thread: ServiceThread | None, status: RunStatus) -> None:
@@ -169,7 +169,7 @@ def _connect(
     return services, data
 
 
-def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, dataset: str) -> None:
+def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: RunStatus, data: DataStats) -> None:
     """Drive the run from its state to its end, and write the summary; on rank 0."""
     policy, state = team.learner.policy, status.state
     assert state is not None
@@ -186,9 +186,9 @@ def _drive(settings: TrainerSettings, services: MainRank, team: Team, status: Ru
             status.phase = "save"
             team.save_model()
         except Exception as error:
-            _write_summary(files, _summary(settings, team, state, dataset, _status_of(error)))
+            _write_summary(files, _summary(settings, team, state, data, _status_of(error)))
             raise
-        _write_summary(files, _summary(settings, team, state, dataset, "succeeded"))
+        _write_summary(files, _summary(settings, team, state, data, "succeeded"))
     status.phase = "finished"
     log.info("finished", steps=state.step, model=str(settings.run_dir / "model"))
 
@@ -215,7 +215,7 @@ def _status_of(error: Exception) -> str:
     return "interrupted" if isinstance(error, InterruptedCallError) else "failed"
 
 
-def _summary(settings: TrainerSettings, team: Team, state: RunState, dataset: str, status: str) -> dict[str, Any]:
+def _summary(settings: TrainerSettings, team: Team, state: RunState, data: DataStats, status: str) -> dict[str, Any]:
     compute = team.learner.policy.compute
     assert compute is not None
     return {
@@ -229,7 +229,9 @@ def _summary(settings: TrainerSettings, team: Team, state: RunState, dataset: st
         },
         "accuracy_after_step": state.evaluated_step if state.step else None,
         "model": settings.model_name,
-        "dataset": dataset,
+        "dataset": data.source,
+        "rows": data.rows,
+        "rows_left_out": {reason: count for reason, count in data.refused.items() if count} or None,
         "device": team.ranks.device.type,
         "compute_type": compute.compute_type,
         "ranks": team.ranks.world_size,

@@ -107,6 +107,7 @@ class Batches:
             source=self.dataset.name,
             train_prompts=len(self.orders[Split.TRAIN]),
             test_prompts=len(self.orders[Split.TEST]),
+            rows=self.dataset.rows,
             refused={**self.dataset.refused, "too long": self.dataset.too_long},
             cursors=self.state.cursors(),
             curriculum=curriculum.value,

@@ -27,6 +27,8 @@ class Dataset:
 
     name: str
     catalogues: dict[Split, Catalogue]
+    rows: int
+    """Number of the source's rows, those that were left out included."""
     refused: dict[str, int]
     """Rows of the source that were left out, by reason."""
     fingerprint: dict[str, str]
@@ -68,7 +70,7 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
                 f"MAX_PROMPT_TOKENS is {settings.max_prompt_tokens}, but every prompt of DATASET "
                 f"{settings.dataset!r} is longer; allow more"
             )
-    dataset = Dataset(source.name, catalogues, source.refused, _fingerprint(settings, splits, maker))
+    dataset = Dataset(source.name, catalogues, source.rows, source.refused, _fingerprint(settings, splits, maker))
     log.info(
         "loaded",
         dataset=settings.dataset,

@@ -107,6 +107,11 @@ class Source:
     test: Rows
     refused: dict[str, int]
 
+    @property
+    def rows(self) -> int:
+        """The number of rows of both splits, the refused ones included."""
+        return len(self.train) + len(self.test) + sum(self.refused.values())
+
 
 def load(settings: DataSettings) -> Source:
     """Load the dataset that DATASET names.

@@ -13,6 +13,8 @@ from services.gateway.tree import Tree
 from services.http.problems import ProblemError
 from services.protocol.sessions import CreateSessionRequest, SessionReply, SessionStatus, Trace
 
+END_BEFORE = "end the agent's loop before, or catch this error and return a reward"
+
 
 @dataclass
 class Session:
@@ -68,15 +70,15 @@ class Session:
         if self.seconds_left <= 0:
             self.refuse_late()
         if len(self.tree.calls) + len(self.in_flight) >= limits.max_turns:
-            self._refuse(f"has had its {limits.max_turns} turns", "max_turns")
+            self._refuse(f"has had its {limits.max_turns} turns (AGENT_MAX_TURNS); {END_BEFORE}", "max_turns")
         if left < 1:
-            self._refuse(f"has sampled its {limits.max_tokens} tokens", "max_tokens")
+            self._refuse(f"has sampled its {limits.max_tokens} tokens (AGENT_MAX_TOKENS); {END_BEFORE}", "max_tokens")
         return min(limits.max_turn_tokens, left, call.max_tokens or left)
 
     def refuse_late(self, why: str = "") -> NoReturn:
         """Raise ProblemError, 429, because the deadline has passed."""
         seconds = f"{self.request.deadline_seconds:g}"
-        self._refuse(f"has had its {seconds} s{why and f'; {why}'}", "deadline_seconds")
+        self._refuse(f"has had its {seconds} s (AGENT_SECONDS); {why or END_BEFORE}", "deadline_seconds")
 
     def _refuse(self, why: str, limit: str) -> NoReturn:
         self.refused = limit

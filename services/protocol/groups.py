@@ -221,6 +221,7 @@ class Group(WireModel):
 
     A group of episodes has their figures by number, where a trace was received, and ``episodes_failed``: by reason, how
     many of them have no reward, and also those of prompts that got no group since the maker's last group.
+    ``failure_examples`` has for each reason what one of those episodes says.
     """
 
     group_id: str = Field(min_length=1, max_length=200)
@@ -233,6 +234,7 @@ class Group(WireModel):
     position: Count = 0
     episode_figures: dict[Count, EpisodeFigures] | None = None
     episodes_failed: dict[str, Count] | None = None
+    failure_examples: dict[str, str] | None = None
 
     @model_validator(mode="after")
     def _one_reward_per_episode(self) -> Self:

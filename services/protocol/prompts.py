@@ -101,7 +101,7 @@ class PromptBatch(WireModel):
 
 
 class DataStats(BaseModel):
-    """Reply of the data-server's GET /stats: prompts by split, refused rows by reason, and the consumers' cursors.
+    """Reply of the data-server's GET /stats: prompts by split, refused ``rows`` by reason, and the consumers' cursors.
 
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
     data: equal entries mean equal prompts in the same order.
@@ -112,6 +112,7 @@ class DataStats(BaseModel):
     source: str
     train_prompts: int
     test_prompts: int
+    rows: int = 0
     refused: dict[str, int]
     cursors: dict[str, dict[str, int]] = Field(default_factory=dict)
     curriculum: str = "off"

@@ -125,12 +125,19 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         value = function(**{key: given for key, given in item.items() if takes_all or key in parameters})
         if is_batched:
             [value] = value
-        number = float(value)
-        if not math.isfinite(number):
-            raise ValueError(f"{name} returned {value!r}; a finite number is needed")
-        return {"value": number}
+        return {"value": _finite(name, value)}
 
     return call
+
+
+def _finite(name: str, value: Any) -> float:
+    """Return the value of the user's function ``name`` as a number; ValueError if it is not a finite one."""
+    number = math.nan
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} returned {value!r}; a finite number is needed")
+    return number
 
 
 def _check_parameters(name: str, parameters: Mapping[str, inspect.Parameter], given: list[str]) -> None:

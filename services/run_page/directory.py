@@ -102,7 +102,8 @@ class RunDirectory:
         read = read_lines(self.path / "metrics.jsonl", start, RECORDS_A_REPLY)
         records = [record for line in read.lines if (record := parse(line)) is not None]
         names = dict.fromkeys(name for record in records for name in record)
-        names.pop("reward_counts", None)
+        for no_column in ("reward_counts", "failures"):
+            names.pop(no_column, None)
         return Metrics(
             file=read.end.file,
             offset=read.end.offset,

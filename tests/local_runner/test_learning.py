@@ -1,8 +1,9 @@
-"""A run whose rewards give nothing to learn from says so: in its lines, at its end and in its status."""
+"""A run whose completions fail, or give nothing to learn from, says so: in its lines, at its end and in its status."""
 
 import asyncio
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,17 @@ NO_SCORE = "no completion could be scored. Look at the completions"
 EQUAL = "within each prompt's group, all rewards are equal (96 completions). Look at the completions"
 
 
-def lines(counts: list[list[tuple[float, int]]], trained: float = 0.0) -> list[bytes]:
-    """Return a run's lines of metrics.jsonl, with the counts of each step's rewards."""
+TURNS = "session a-1 has had its 3 turns (AGENT_MAX_TURNS); end the agent's loop before"
+BROKEN = "RuntimeError: shop database is down"
+
+
+def lines(
+    counts: list[list[tuple[float, int]]], trained: float = 0.0, failures: Sequence[tuple[str, int, str]] = ()
+) -> list[bytes]:
+    """Return a run's lines of metrics.jsonl, with the counts of each step's rewards, and each step's failures."""
     records = []
     for number, of_step in enumerate(counts, 1):
-        record = {"step": number, "trained_tokens": trained, "reward_counts": of_step}
+        record = {"step": number, "trained_tokens": trained, "reward_counts": of_step, "failures": failures}
         total = sum(count for _, count in of_step)
         if total:
             record["reward_mean"] = sum(reward * count for reward, count in of_step) / total
@@ -37,6 +44,10 @@ RUNS = [
     (lines([[]] * 3), NO_SCORE),
     (lines([[(0.0, 16), (1.0, 16)]] * 3), EQUAL),
     (lines([[(1.0, 32)]] * 3), EQUAL),
+    (
+        lines([[(0.0, 32)]] * 3, failures=[("exception", 6, BROKEN), ("limit", 2, TURNS)]),
+        "none of 96 completions got a reward; all have 0. Failed completions have no reward: ",
+    ),
 ]
 
 
@@ -94,3 +105,40 @@ def test_a_steps_line_says_when_it_taught_nothing():
     assert describe(unscored, 0, None) == "step 1  no reward"
     assert describe(zero, 0, None) == "step 2  reward 0.000  equal rewards"
     assert describe(trained, 0, None) == "step 1  reward 0.000"
+
+
+@pytest.mark.parametrize(
+    ("trained", "failures", "share", "reason"),
+    [
+        (90.0, [("limit", 4, TURNS)], "4/8 (limit)", f"{TURNS}. Raise the limit, or end the episode before it"),
+        (
+            0.0,
+            [("exception", 3, BROKEN), ("limit", 1, TURNS)],
+            "4/8 (exception 3, limit 1)",
+            f"{BROKEN}. Correct the agent",
+        ),
+        (
+            0.0,
+            [("reward_error", 4, "my:f returned nan")],
+            "4/8 (reward_error)",
+            "my:f returned nan. Correct the reward",
+        ),
+        (
+            0.0,
+            [("turn_rewards", 4, "give one a call")],
+            "4/8 (turn_rewards)",
+            "give one a call. Look at the completions",
+        ),
+    ],
+)
+def test_failed_completions_are_counted_and_the_most_frequent_reason_told(tmp_path, trained, failures, share, reason):
+    told = lines([[(1.0, 4)]] * 2, trained, failures)
+    run = run_in(tmp_path, told)
+    assert f"reward 1.000  failed {share}" in describe(Step.read(told[0]), 0, None)
+    whole = share.replace("4/8", "8/16").replace("exception 3, limit 1", "exception 6, limit 2")
+    for shown in (shown_end(run), shown_status(run)):
+        said = " ".join(shown.replace("│", " ").split())
+        assert f"failed completions {whole}" in said
+        assert f"Failed completions have no reward: {whole}. The most frequent failure: {reason}" in said
+        assert ("The model has learned nothing in 2 steps" in said) == (trained == 0)
+        assert "too easy" not in said, "the failures come first"

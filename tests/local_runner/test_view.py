@@ -81,6 +81,14 @@ def test_accuracies_have_their_interval_and_their_prompts():
     ]
 
 
+def test_the_end_of_a_run_says_which_rows_were_left_out():
+    row = summary.outcome_rows({}, {"rows": 20, "rows_left_out": {"no ground truth": 1}})
+    assert row == [("rows left out", "1 of 20 (no ground truth)")]
+    [(_, several)] = summary.outcome_rows({}, {"rows": 20, "rows_left_out": {"no question": 1, "too long": 2}})
+    assert several == "3 of 20 (too long 2, no question 1)"
+    assert summary.outcome_rows({}, {"rows": 20, "rows_left_out": None}) == []
+
+
 LAUNCH = Launch(
     Path("jobgroup.yaml"),
     env=["INSTRUCTION=Think, then answer."],

@@ -125,6 +125,7 @@ DERIVED = {
     "time": "When the step ended, in seconds since 1970.",
     "reward_counts": "How many completions have each reward: [reward, count] pairs; rewards of more than 20 values are "
     "counted in 20 intervals, each under its middle.",
+    "failures": "Completions without a reward: [reason, count, what one of them says], the most frequent reason first.",
     "episodes_failed": "Episodes of an agent without a reward, over all reasons.",
     "trained_tokens_per_second": "trained_tokens over seconds_train; in Prometheus, from the counters.",
 }

@@ -22,7 +22,7 @@ from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
 from trainer.reporting.samples import Decode, SampleRecords
-from trainer.reporting.step_metrics import reward_counts
+from trainer.reporting.step_metrics import failures, reward_counts
 
 log = get_logger(__name__)
 
@@ -67,7 +67,8 @@ class RunFiles:
         self, step: int, metrics: dict[str, float], groups: Sequence[Group], trained: Sequence[TrainingGroup] = ()
     ) -> None:
         """Append a step's metrics, and samples of its ``groups`` with the advantages that ``trained`` has."""
-        line = {"step": step, "time": time.time(), **metrics, "reward_counts": reward_counts(groups)}
+        told = {"reward_counts": reward_counts(groups), "failures": failures(groups)}
+        line = {"step": step, "time": time.time(), **metrics, **told}
         _append(self.directory / "metrics.jsonl", [line])
         _append(self.directory / "samples.jsonl", self._samples.of_step(step, groups, trained))
         exported_metrics.count_step(step)

@@ -18,6 +18,7 @@ from trainer.rollouts.batch import Batch
 
 HISTOGRAM_BARS = 20
 REWARD_DIGITS = 6
+EXAMPLE_CHARACTERS = 500
 
 HEADLINE = {
     "reward_mean": "reward",
@@ -167,6 +168,27 @@ def reward_counts(groups: Sequence[Group]) -> list[tuple[float, int]]:
         places = (min(int((reward - low) / width), HISTOGRAM_BARS - 1) for reward in rewards)
         rewards = [_rounded(low + (place + 0.5) * width) for place in places]
     return sorted(Count(rewards).items())
+
+
+def failures(groups: Sequence[Group]) -> list[tuple[str, int, str]]:
+    """Return (reason, count, what one of them says) of completions without a reward, the most frequent reason first.
+
+    An agent's episode has the reason that ``Group.episodes_failed`` counts; another completion has ``reward_`` with the
+    status of its scoring.
+    """
+    counts: Count[str] = Count()
+    examples: dict[str, str] = {}
+    for group in groups:
+        if group.episodes_failed is not None:
+            counts.update(group.episodes_failed)
+            examples = (group.failure_examples or {}) | examples
+            continue
+        for result in (e.result for e in group.experiences if e.reward is None):
+            reason = f"reward_{result.status.value}"
+            counts[reason] += 1
+            examples.setdefault(reason, result.reason or "")
+    said = {reason: " ".join(text.split())[:EXAMPLE_CHARACTERS] for reason, text in examples.items()}
+    return [(reason, count, said.get(reason, "")) for reason, count in counts.most_common()]
 
 
 def _rewards(groups: Sequence[Group]) -> list[float]:

@@ -80,6 +80,8 @@ class EpisodeMaker(GroupMaker):
         self.agent = None if isinstance(answers, EnvironmentPlayer) else answers
         self._failed: Tally[str] = Tally()
         """Failed episodes, by reason, of prompts that were left out since the last group."""
+        self._examples: dict[str, str] = {}
+        """By reason, what one of those episodes says."""
         self._gateway_error: DependencyLostError | RequestRefusedError | None = None
         at_once = programs_at_once() if settings.rollout is Rollout.PROGRAM else EPISODES_AT_ONCE
         self._places = asyncio.Semaphore(settings.agent_concurrency or at_once)
@@ -103,19 +105,28 @@ class EpisodeMaker(GroupMaker):
         played = [episode for game in games for episode in game]
         self.last_generated = time.perf_counter()
         episodes = [episode for episode in played if episode is not None]
-        self._failed.update(filter(None, map(why_failed, played)))
+        self._count_failed(played)
         prompt_ids, experiences = experiences_of(episodes)
         if not experiences or all(episode.failure for episode in episodes):
             self.leave_out(prompt, self._why_failed(episodes))
             return None
         self.failed_in_a_row = 0
-        failed, self._failed = self._failed, Tally()
+        told = {"episodes_failed": dict(self._failed), "failure_examples": self._examples}
+        self._failed, self._examples = Tally(), {}
         names = set(EpisodeFigures.model_fields) - {"figures"}
         figures = {
             e.trace.index: EpisodeFigures(**e.trace.model_dump(include=names), figures=e.figures) for e in episodes
         }
         group = self.group(prompt, prompt_ids, experiences)
-        return group.model_copy(update={"episode_figures": figures, "episodes_failed": dict(failed)})
+        return group.model_copy(update={"episode_figures": figures, **told})
+
+    def _count_failed(self, played: Sequence[Episode | None]) -> None:
+        """Count the failed episodes by reason, and keep what one of each reason says."""
+        for episode in played:
+            if (reason := why_failed(episode)) is not None:
+                self._failed[reason] += 1
+                said = self._gateway_error if episode is None else episode.result.reason
+                self._examples.setdefault(reason, str(said))
 
     def _request(self, prompt: Prompt, params: SamplingParams, seed: int, index: int) -> CreateSessionRequest:
         settings = self.settings

@@ -15,7 +15,7 @@ import httpx
 from services.agents import AgentFailedError, Example
 from services.clients.environment_episode import Episode, EpisodeLostError
 from services.core.errors import DependencyLostError
-from services.http.client import RequestRefusedError
+from services.http.client import RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
 
 Ask = Callable[[list[dict[str, Any]]], Awaitable[str]]
@@ -105,7 +105,9 @@ class Game:
             body = {"model": example.model, "messages": messages}
             headers = {"Authorization": f"Bearer {api_key}"}
             reply = await http_client.post(f"{base_url}/chat/completions", json=body, headers=headers)
-            return reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+            if reply.is_error:
+                raise httpx.HTTPStatusError(problem_detail(reply), request=reply.request, response=reply)
+            return reply.json()["choices"][0]["message"]["content"] or ""
 
         try:
             await self._play(seat, ask)

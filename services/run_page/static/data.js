@@ -185,6 +185,12 @@ export class RunData {
     return [mean(rewards.slice(0, steps)), rewards.length > 1 ? mean(rewards.slice(-steps)) : null];
   }
 
+  /** Returns the number of completions without a reward; an agent's include those of prompts that were left out. */
+  get failed() {
+    const failed = this.column("episodes_failed") ?? this.column("unscorable") ?? [];
+    return failed.reduce((a, b) => a + (b ?? 0), 0);
+  }
+
   /** Returns the accuracy before training and the newest, which the summary of a run that has ended knows. */
   get accuracies() {
     return [this.before?.accuracy ?? null, this.summary.accuracy_after ?? (this.file ? this.last("accuracy") : null)];

@@ -7,7 +7,7 @@ import { count, duration, number } from "./format.js";
 export function summarise(run, now) {
   const averaged = run.rewardSteps > 1 ? `${run.rewardSteps} steps` : "step";
   const tiles = [
-    ["Reward", change(run.rewards), `first to newest ${averaged}`],
+    ["Reward", change(run.rewards), `first to newest ${averaged}${run.failed ? `, without ${count(run.failed)} failed completions` : ""}`],
     ["Accuracy", change(run.accuracies), [interval(run.accuracyInterval), "held-out, greedy"].filter(Boolean).join(", ")],
     ["Step", duration(run.recent("seconds_step", 5)), "mean of the newest 5"],
     ["Generated", `${number(rate(run, "completion_tokens", "seconds_step"))}/s`, "tokens, over whole steps"],

@@ -59,7 +59,7 @@ def test_rows_without_question_or_ground_truth_are_left_out_and_counted(load: An
         {"question": "h", "answer": "#### 7"},
     ]
     source = load(rows, suffix)
-    assert source.refused == {"no question": 2, "no ground truth": 3}
+    assert (source.rows, source.refused) == (len(rows), {"no question": 2, "no ground truth": 3})
     assert sorted(truths(source.train) + truths(source.test)) == ["1", "4", "5", "6", "7"]
 
 

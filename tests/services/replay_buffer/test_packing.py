@@ -55,6 +55,7 @@ def group_of(**fields: Any) -> Group:
             fields |= {
                 "episode_figures": {place: {"turns": 2, "figures": {"legal_moves": 0.5}}},
                 "episodes_failed": {"timeout": 1},
+                "failure_examples": {"timeout": "the agent took more than 9 s"},
             }
     return Group.model_validate(fields)
 

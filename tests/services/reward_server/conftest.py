@@ -41,6 +41,8 @@ def moody(prompt, response):
             return float("nan")
         case "none":
             return None
+        case "text":
+            return "good"
         case "burn":
             while True:
                 pass

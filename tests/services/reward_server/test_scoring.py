@@ -51,7 +51,8 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
     [
         ("raise", RewardStatus.ERROR, "ValueError: not today"),
         ("nan", RewardStatus.ERROR, "a finite number is needed"),
-        ("none", RewardStatus.ERROR, "TypeError"),
+        ("none", RewardStatus.ERROR, "moody returned None; a finite number is needed"),
+        ("text", RewardStatus.ERROR, "moody returned 'good'; a finite number is needed"),
         ("burn", RewardStatus.TIMEOUT, "processor time"),
         ("swallow", RewardStatus.TIMEOUT, "processor time"),
         ("sleep", RewardStatus.TIMEOUT, "more than 3 s"),

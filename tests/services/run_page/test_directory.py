@@ -84,10 +84,10 @@ def test_what_a_step_lacks_or_is_not_finite_is_none(tmp_path):
 
 def test_the_counts_of_a_steps_rewards_come_beside_its_metrics(tmp_path):
     run = RunDirectory("run", write_run(tmp_path / "run", 1))
-    append(run.path / "metrics.jsonl", [{"step": 2}])
+    append(run.path / "metrics.jsonl", [{"step": 2, "failures": [["limit", 1, "had its 2 turns"]]}])
     read = run.metrics(Position())
     assert read.reward_counts == [[[0.0, 20], [1.0, 12]], None]
-    assert "reward_counts" not in read.columns
+    assert not {"reward_counts", "failures"} & read.columns.keys()
 
 
 def test_broken_lines_are_counted_and_left_out(tmp_path):

@@ -88,6 +88,17 @@ def test_plots_say_quantity_unit_and_rounded_numbers(open_page, tmp_path):
     assert shown == [["0.3", "1,000", "12,345", "1.23M", "1.2e-5"], ["0.998", "1.000", "1.002"]]
 
 
+def test_the_reward_says_how_many_completions_failed_and_are_not_in_it(open_page, tmp_path):
+    run = write_run(tmp_path / "run", 40)
+    page = open_page(view(run))
+    reward = page.locator(".tiles .card").filter(has_text="Reward")
+    expect(reward).to_contain_text("first to newest 3 steps")
+    expect(reward).not_to_contain_text("failed")
+    append(run / "metrics.jsonl", [metrics(step) | {"unscorable": 1, "episodes_failed": 4} for step in (41, 42)])
+    page.reload()
+    expect(reward).to_contain_text("first to newest 3 steps, without 8 failed completions")
+
+
 def test_rewards_have_their_spread_their_parts_and_a_histogram_of_a_chosen_step(open_page, tmp_path):
     run = write_run(tmp_path / "run", 40)
     append(run / "metrics.jsonl", [metrics(41) | {"reward_counts": [[0.25, 7]]}])

@@ -154,6 +154,7 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
     assert "it broke" in str(lost.result.reason)
     assert kept.reward == 1.0
     assert group.episodes_failed == {"lost": 1}
+    assert group.failure_examples == {"lost": lost.result.reason}
 
 
 @pytest.mark.parametrize("stage", ["CartPole-v1"], indirect=True)

@@ -342,7 +342,7 @@ def test_a_group_also_tells_of_the_failed_episodes_of_prompts_without_a_group(st
     maker.agent = one_turn
     group, after = (stage.thread.call(maker.make_group(PROMPT)) for _ in range(2))
     assert group is not None
-    assert group.episodes_failed == {"exception": 2}
+    assert (group.episodes_failed, group.failure_examples) == ({"exception": 2}, {"exception": str(maker.last_failure)})
     assert after is not None
     assert after.episodes_failed == {}, "each is told once"
 

@@ -16,7 +16,7 @@ from trainer.algorithm.advantages import Outcomes
 from trainer.algorithm.importance import importance_weights
 from trainer.algorithm.training_groups import has_signal, training_group, with_advantages
 from trainer.config import TrainerSettings
-from trainer.reporting.step_metrics import group_metrics, reward_counts
+from trainer.reporting.step_metrics import failures, group_metrics, reward_counts
 from trainer.rollouts.batch import Batch
 from trainer.rollouts.replay import within_kl
 
@@ -290,6 +290,19 @@ def test_a_batch_tells_the_means_of_the_parts_of_its_rewards() -> None:
     assert metrics["reward_part_own:brief"] == 1.0
     alone = RewardResult(reward=1.0, components={"math": 1.0})
     assert not any(name.startswith("reward_part_") for name in group_metrics([group(experience(1.0, result=alone))], 1))
+
+
+def test_a_batch_counts_its_failures_and_quotes_one_of_each_reason() -> None:
+    timeout, error = (
+        RewardResult(reward=None, status=status, reason=said)
+        for status, said in (("timeout", "slow"), ("error", "no\n1"))
+    )
+    groups = [group(experience(None, result=timeout), *[experience(None, result=error)] * 2, experience(1.0))]
+    assert failures(groups) == [("reward_error", 2, "no 1"), ("reward_timeout", 1, "slow")]
+    played = group(experience(None, episode=0)).model_copy(
+        update={"episodes_failed": {"limit": 3}, "failure_examples": {"limit": "had its 2 turns"}}
+    )
+    assert failures([played, played]) == [("limit", 6, "had its 2 turns")]
 
 
 def test_a_batch_counts_its_rewards() -> None:

@@ -181,6 +181,8 @@ def test_the_failure_of_a_seat_leaves_both_without_a_reward(stage: Stage) -> Non
     group = stage.thread.call(maker.make_group(prompt))
     assert group is not None
     assert group.episodes_failed == {"opponent": 1, "limit": 1}
+    assert group.failure_examples is not None
+    assert group.failure_examples["limit"] == "HTTPStatusError: as the test says", "the gateway's reason"
 
 
 def test_a_reward_for_the_other_seats_action_belongs_to_the_answer_before_it() -> None:
