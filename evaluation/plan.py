@@ -155,8 +155,8 @@ class Plan:
             "eval_workflow": settings.workflow.value,
             **({"api": self.origin.openai_api.value} if self.origin.is_foreign else {}),
             **({"eval_stop": settings.eval_stop} if settings.eval_stop else {}),
-            **({"eval_agent": settings.eval_agent} if settings.eval_agent else {}),
-            **({"eval_agent_command": settings.eval_agent_command} if settings.eval_agent_command else {}),
+            **({"agent": settings.agent} if settings.agent else {}),
+            **({"agent_command": settings.agent_command} if settings.agent_command else {}),
             **({"eval_session_questions": questions} if (questions := settings.eval_session_questions) > 1 else {}),
             **examples.recipe,
             # A reward-server elsewhere has its own reward functions.
@@ -165,9 +165,9 @@ class Plan:
 
 
 def _agent_of(settings: EvaluationSettings) -> Agent:
-    if settings.eval_agent_command:
-        return Program(settings.eval_agent_command)
-    return load_agent("--agent", settings.eval_agent)
+    if settings.agent_command:
+        return Program(settings.agent_command)
+    return load_agent("AGENT", settings.agent)
 
 
 def _on_cluster(models: Sequence[str], run_dir: Path | None) -> list[Checkpoint]:

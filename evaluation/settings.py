@@ -72,11 +72,11 @@ class EvaluationSettings(Settings):
     """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
     eval_split: str = Field("test", pattern=r"^(test|train|all)$")
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
-    eval_agent: str = ""
+    agent: str = ""
     """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
     built in. Unset: one completion answers a prompt."""
-    eval_agent_command: str = ""
-    """An agent as a shell command in any language, as the trainer's AGENT_COMMAND."""
+    agent_command: str = ""
+    """An agent as a shell command in any language."""
     eval_session_questions: int = Field(1, ge=1)
     """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
     far as `example.history`."""
@@ -95,18 +95,18 @@ class EvaluationSettings(Settings):
 
     @model_validator(mode="after")
     def _fits_agent(self) -> Self:
-        if self.eval_agent and self.eval_agent_command:
-            raise ValueError("EVAL_AGENT and EVAL_AGENT_COMMAND are both set; unset one of them")
+        if self.agent and self.agent_command:
+            raise ValueError("AGENT and AGENT_COMMAND are both set; unset one of them")
         if self.eval_stop and self.workflow is WorkflowName.AGENT:
             raise ValueError("EVAL_STOP is set, but an agent gives its own stop texts; unset EVAL_STOP")
         if self.eval_session_questions > 1 and self.workflow is not WorkflowName.AGENT:
-            raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set EVAL_AGENT or EVAL_AGENT_COMMAND, or unset it")
+            raise ValueError("EVAL_SESSION_QUESTIONS is for agents; set AGENT or AGENT_COMMAND, or unset it")
         return self
 
     @property
     def workflow(self) -> WorkflowName:
         """The way in which prompts are answered."""
-        return WorkflowName.AGENT if self.eval_agent or self.eval_agent_command else WorkflowName.SINGLE_TURN
+        return WorkflowName.AGENT if self.agent or self.agent_command else WorkflowName.SINGLE_TURN
 
     @property
     def ks(self) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +50,9 @@ Ks = Annotated[str | None, Option(help="Each k, with commas; default powers of t
 Temperature = Annotated[float | None, Option(help="Of the samples; default 1.")]
 MaxNewTokens = Annotated[int | None, Option(help="Longest completion; default 512.")]
 Workflow = Annotated[WorkflowName | None, Option(help="How an answer comes about.")]
-AgentName = Annotated[str | None, Option(help="The agent, as module:function; default a math agent.")]
+AgentName = Annotated[
+    str | None, Option(help="The agent, as module:function; default AGENT of the settings, else a math agent.")
+]
 AgentCommand = Annotated[
     str | None, Option(help="The agent as a shell command: task as JSON on its input, endpoint in OPENAI_BASE_URL.")
 ]
@@ -125,12 +127,15 @@ def main(
     def work() -> int:
         dataset_variable = {} if dataset is None else {"DATASET": dataset}
         variables = spec.env_files(env_file or []) | spec.assignments(env or [], "--env") | dataset_variable
+        os.environ.update(variables)
         overrides: dict[str, Any] = {"eval_split": split, "eval_prompts": limit, "eval_samples": samples, "eval_k": k}
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
         overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
         overrides |= {"eval_session_questions": session_questions}
+        settings = EvaluationSettings.load(**overrides)
+        logs.configure("evaluate", "warning")
         plan = Plan(
-            _settings(variables, overrides),
+            settings,
             models=model or [],
             run_dir=run_directory(run, is_named=bool(model or url or endpoint or discover)),
             origin=Origin(
@@ -159,14 +164,6 @@ def main(
     raise typer.Exit(_exit_code(work))
 
 
-def _settings(variables: Mapping[str, str], overrides: Mapping[str, Any]) -> EvaluationSettings:
-    """Load the settings from the environment, to which ``variables`` are added, and from the options."""
-    os.environ.update(variables)
-    settings = EvaluationSettings.load(**overrides)
-    logs.configure("evaluate", "warning")
-    return settings
-
-
 def run_directory(run: str | None, *, is_named: bool) -> Path | None:
     """Return the directory of the run; None where options or MODEL_NAME name a model or a server instead."""
     if run is not None:
@@ -183,7 +180,7 @@ def _allocation(num_servers: int | None, text: str | None) -> Allocation:
 
 
 def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None) -> dict[str, str | None]:
-    """Return the values that the options give EVAL_AGENT and EVAL_AGENT_COMMAND; None leaves one to the environment.
+    """Return the values that the options give AGENT and AGENT_COMMAND; None leaves one to the environment.
 
     Raises:
         ConfigurationError: the options contradict each other.
@@ -196,9 +193,9 @@ def _agent(workflow: WorkflowName | None, agent: str | None, command: str | None
         command = command or ""
     elif command is not None:
         agent = ""
-    elif workflow is WorkflowName.AGENT and not os.environ.get("EVAL_AGENT_COMMAND"):
-        agent = os.environ.get("EVAL_AGENT") or MATH_AGENT
-    return {"eval_agent": agent, "eval_agent_command": command}
+    elif workflow is WorkflowName.AGENT and not (os.environ.get("AGENT") or os.environ.get("AGENT_COMMAND")):
+        agent = MATH_AGENT
+    return {"agent": agent, "agent_command": command}
 
 
 def _exit_code(work: Callable[[], int]) -> int:

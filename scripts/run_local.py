@@ -88,7 +88,8 @@ def main(
                 _show(console, planned)
                 raise typer.Exit
             secrets = list(overrides.secrets)
-            by_hand = Launch(path, env or (), env_file or (), secrets, num_nodes or (), small, shared_dir)
+            in_files = spec.env_files(env_file or [])
+            by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:

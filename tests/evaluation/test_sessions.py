@@ -22,7 +22,7 @@ from services.protocol.prompts import Prompt
 from tests.evaluation.chat_model import Model, call, score
 
 PROMPTS = [Prompt(id=str(n), prompt=f"What is {n} + 1?", ground_truth=str(n + 1)) for n in range(5)]
-SETTINGS = EvaluationSettings(eval_agent="my_agent:solve", eval_session_questions=2)
+SETTINGS = EvaluationSettings(agent="my_agent:solve", eval_session_questions=2)
 
 
 class Pool:

@@ -157,7 +157,7 @@ def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeyp
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ConfigurationError, match=r"pip install .* '\.\[evaluation\]'"):
-        load_agent("EVAL_AGENT", "agent_of_a_test:solve")
+        load_agent("AGENT", "agent_of_a_test:solve")
 
 
 async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):

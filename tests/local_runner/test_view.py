@@ -132,26 +132,33 @@ def test_the_command_that_resumes_is_the_given_one_without_secret_values(tmp_pat
     run = run_of(TaskSpec("ppo-trainer", ""))
     run = Run(run.group, run.run_id, tmp_path, run.addresses)
     (run.run_dir / "checkpoints" / "step-000002").mkdir(parents=True)
-    commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}))
+    commands = dict(next_commands(run, LAUNCH, {"status": "interrupted"}, exit_code=130))
     assert commands["resume"].partition(" -m ")[2] == (
         "scripts.run_local jobgroup.yaml --env-file demo.env --env 'INSTRUCTION=Think, then answer.' "
         "--secret JOBGROUP_TOKEN --num-nodes ppo-trainer=1 --run-id run-1"
     )
 
 
-def trained_on(directory: Path, launch: Launch, *, steps: int, **variables: str) -> str:
-    """Return the options of the command that trains on after a run of ``steps`` steps."""
-    run = run_of(TaskSpec("ppo-trainer", "", environment=variables))
-    run = Run(run.group, run.run_id, directory, run.addresses)
+def after(launch: Launch, exit_code: int, *tasks: TaskSpec, directory: Path) -> dict[str, str]:
+    """Return the commands, by purpose, at the end of a run that has a model if it succeeded."""
+    group = run_of(*tasks)
+    run = Run(group.group, group.run_id, directory, group.addresses)
+    if exit_code:
+        return dict(next_commands(run, launch, {"status": "failed"}, exit_code))
     (run.run_dir / "model").mkdir(parents=True)
-    commands = dict(next_commands(run, launch, {"status": "succeeded", "steps": steps}))
+    return dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}, exit_code))
+
+
+def trained_on(directory: Path, launch: Launch, **variables: str) -> str:
+    """Return the options of the command that trains on after a run of 4 steps."""
+    commands = after(launch, 0, TaskSpec("ppo-trainer", "", environment=variables), directory=directory)
     return commands["train on"].partition(" jobgroup.yaml ")[2]
 
 
 def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launch = Launch(Path("jobgroup.yaml"), env=["MAX_STEPS=3", "SEED=1", "MAX_STEPS=4"])
-    assert trained_on(tmp_path, launch, steps=4, MAX_STEPS="4") == (
+    assert trained_on(tmp_path, launch, MAX_STEPS="4") == (
         "--env SEED=1 --env MAX_STEPS=8 --env NUM_EPOCHS=6 --run-id run-1"
     )
 
@@ -159,7 +166,47 @@ def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypat
 def test_the_command_that_trains_on_has_more_epochs_where_a_run_ended_with_its_prompts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     launch = Launch(Path("jobgroup.yaml"), env=["NUM_EPOCHS=1"])
-    assert trained_on(tmp_path, launch, steps=4, NUM_EPOCHS="1") == "--env NUM_EPOCHS=2 --run-id run-1"
+    assert trained_on(tmp_path, launch, NUM_EPOCHS="1") == "--env NUM_EPOCHS=2 --run-id run-1"
+
+
+def agents_run(dataset: str, **of_trainer: str) -> tuple[TaskSpec, ...]:
+    """Return tasks as a job group's file has them, with the variables of the command line in all of them."""
+    given = {"MAX_STEPS": "4", "EVAL_PROMPTS": "0", "HF_HUB_OFFLINE": "1", "MAX_NEW_TOKENS": "6"}
+    data = {"DATASET": dataset, "MODEL_NAME": "m", "SHARED_DIR": "/shared"}
+    return (
+        TaskSpec("ppo-trainer", "", environment={**data, **of_trainer, **given}),
+        TaskSpec("data-server", "", environment={**data, **given}),
+        TaskSpec("reward-server", "", environment={"REWARD_FN": "math", **given}),
+    )
+
+
+def test_the_command_that_evaluates_gives_each_setting_that_evaluations_read_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    env = ["MAX_STEPS=6", "EVAL_PROMPTS=0", "MAX_NEW_TOKENS=6", "HF_HUB_OFFLINE=1", "MAX_STEPS=4"]
+    launch = Launch(Path("g.yaml"), env=env, env_files=[Path("shop.env")], in_files={"AGENT": "shop_agent:solve"})
+    always = ["HF_HUB_OFFLINE=1", "MAX_NEW_TOKENS=6"]
+    for agent, dataset, of_job_group in (
+        ("shop_agent:solve", "gsm8k", []),
+        ("other:solve", "rows.jsonl", ["AGENT=other:solve", "DATASET=rows.jsonl"]),
+    ):
+        tasks = agents_run(dataset, ROLLOUT="agent", AGENT=agent)
+        command = after(launch, 0, *tasks, directory=tmp_path / dataset)["evaluate"]
+        env_file, *options = command.partition("/model ")[2].split(" --env ")
+        assert env_file == "--env-file shop.env"
+        assert sorted(options) == sorted([*always, *of_job_group])
+
+
+def test_no_command_evaluates_a_run_on_an_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commands = after(Launch(Path("g.yaml")), 0, *agents_run("seeds", ROLLOUT="environment"), directory=tmp_path)
+    assert "train on" in commands
+    assert "evaluate" not in commands
+
+
+def test_after_a_wrong_setting_the_command_is_for_after_its_correction(tmp_path):
+    task = TaskSpec("ppo-trainer", "")
+    assert "start again" in after(LAUNCH, 1, task, directory=tmp_path)
+    assert "start again, after the correction" in after(LAUNCH, 78, task, directory=tmp_path)
 
 
 def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
