@@ -76,7 +76,8 @@ def reward_change(rewards: dict[str, Any]) -> tuple[str, str]:
 def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of an ended run, with their labels, from its runner.json and summary.json, which may be empty."""
     rows = []
-    if left_out := Counter(summary.get("rows_left_out")):
+    left_out: Counter[str] = Counter(summary.get("rows_left_out"))
+    if left_out:
         rows.append(("rows left out", f"{left_out.total()} of {summary['rows']} ({counted(left_out)})"))
     if summary.get("accuracy_after") is not None:
         rows += [_accuracy(summary, when) for when in ("before", "after")]
