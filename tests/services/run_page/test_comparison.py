@@ -85,13 +85,14 @@ def test_runs_are_filtered_by_words_and_settings_with_their_curves(open_page, ru
 def test_curves_have_the_colours_of_the_table(open_page, runs):
     page = open_page(view(*runs))
     settled(page, 10)
+    page.locator("#plot-reward canvas.top").press("Home")
+    tips = page.locator("#plot-reward .tip div:has(b)")
+    expect(tips).to_have_count(3)
+    # Now all three runs are loaded, and have their colours.
     in_table = {
         name: page.get_by_label(f"show {name}").locator("..").locator(".swatch").evaluate(COLOUR)
         for name in ("short", "good", "under-way")
     }
-    page.locator("#plot-reward canvas.top").press("Home")
-    tips = page.locator("#plot-reward .tip div:has(b)")
-    expect(tips).to_have_count(3)
     in_plot = {tip.locator("span").inner_text(): tip.locator(".swatch").evaluate(COLOUR) for tip in tips.all()}
     assert in_plot == in_table
     assert len(set(in_table.values())) == 3
