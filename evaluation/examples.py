@@ -19,6 +19,8 @@ class Examples:
     """The prompts of a split, in the order of the source."""
 
     prompts: list[Prompt]
+    available: int
+    """Rows of the split, of which ``prompts`` are the first that are wanted."""
     too_long: int
     """Further prompts, which have more than MAX_PROMPT_TOKENS tokens."""
     recipe: dict[str, Any]
@@ -48,4 +50,5 @@ def load(split: str, model: str | None, limit: int) -> Examples:
         else:
             prompts.append(Prompt.model_validate(record))
     recipe = settings.model_dump(mode="json", exclude=_NOT_IN_RECIPE, exclude_none=True)
-    return Examples(prompts, too_long, {**recipe, "split": split})
+    available = sum(len(catalogues[one]) for one in chosen)
+    return Examples(prompts, available, too_long, {**recipe, "split": split})

@@ -124,6 +124,7 @@ class Plan:
         self.key = origin.key()
         self.variables = variables
         self.dataset = DataSettings.load().dataset
+        _check_plays_no_environment(settings, variables)
         _check_ks(settings)
         is_on_cluster = self.scheduler is SchedulerName.SKYPILOT
         if origin.endpoints:
@@ -162,6 +163,21 @@ class Plan:
             # A reward-server elsewhere has its own reward functions.
             **({"reward_fn": RewardSettings.load().reward_fn} if self.origin.reward_url is None else {}),
         }
+
+
+def _check_plays_no_environment(settings: EvaluationSettings, variables: Mapping[str, str]) -> None:
+    """Check that the variables are not those of a run on an environment, unless they name questions or an agent."""
+    environment = variables.get("ENVIRONMENT", "")
+    is_run = environment or variables.get("ROLLOUT") == "environment"
+    if not is_run or variables.get("DATASET", "seeds") != "seeds" or settings.workflow is WorkflowName.AGENT:
+        return
+    raise ConfigurationError(
+        f"{f'ENVIRONMENT is {environment!r}' if environment else 'ROLLOUT is environment'}, and this command asks "
+        "questions, and plays no episodes of environments. The run's own evaluations do, with EVAL_PROMPTS held-out "
+        "seeds: see accuracy and eval_reward in its metrics.jsonl. To play a model afterwards, serve it by "
+        "services.rollout_server and play it by scripts.generate_trajectories (docs/guides/environment.md). For "
+        "questions give --dataset"
+    )
 
 
 def _agent_of(settings: EvaluationSettings) -> Agent:

@@ -36,6 +36,8 @@ class Results(BaseModel):
     split: str
     workflow: str
     prompts: int
+    available: int = 0
+    """Prompts of the split; EVAL_PROMPTS may take fewer, the first ones, and some may be too long."""
     samples_per_prompt: int
     metrics: Metrics
     categories: dict[str, Metrics] = {}
@@ -59,6 +61,12 @@ class Results(BaseModel):
     """Facts that the servers do not give."""
     policy_versions: list[int] = []
     settings: dict[str, Any] = {}
+
+    @property
+    def title(self) -> str:
+        """The heading of tables and curves: the split, and how many of its prompts were evaluated."""
+        of_all = f" of {self.available}" if self.prompts < self.available else ""
+        return f"{self.dataset} {self.split}, {self.prompts}{of_all} prompts"
 
     @property
     def headline(self) -> list[str]:
@@ -176,7 +184,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     """Print a table of all models, and tables by category and by question for each model that has them."""
     first = everything[0]
     names = [results.name for results in everything]
-    table = Table("", *names, title=f"{first.dataset} {first.split}, {first.prompts} prompts", title_justify="left")
+    table = Table("", *names, title=first.title, title_justify="left")
     for label in dict.fromkeys(label for results in everything for label in results.rows):
         table.add_row(label, *(results.rows.get(label, "-") for results in everything))
     console.print(table, soft_wrap=False)
@@ -223,7 +231,7 @@ def write_curve(directory: Path, everything: Sequence[Results]) -> None:
         axes.plot(x, [estimate.value for _, estimate in drawn], marker="o", markersize=3, label=name)
         axes.fill_between(x, [e.low for _, e in drawn], [e.high for _, e in drawn], alpha=0.15)
     axes.set(xlabel="step", ylabel="share of right answers", ylim=(-0.02, 1.02))
-    axes.set_title(f"{everything[0].dataset} {everything[0].split}, {everything[0].prompts} prompts")
+    axes.set_title(everything[0].title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(directory / CURVE_IMAGE, dpi=120)

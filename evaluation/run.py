@@ -160,6 +160,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
                 settings,
                 left_out={**progress.left_out, **({"prompt too long": found.too_long} if found.too_long else {})},
                 dataset=plan.dataset,
+                available=found.available,
                 throughput=progress.throughput,
                 servers={"urls": list(pool.servers), "deaths": pool.deaths, "work_moved": pool.moved},
                 not_given=sorted({name for server in pool.servers.values() for name in server.shortcomings}),

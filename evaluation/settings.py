@@ -83,7 +83,8 @@ class EvaluationSettings(Settings):
     eval_output: Path = Path("runs/evaluations")
     """Evaluations are in directories below, by model and dataset."""
     eval_prompts: int = Field(0, ge=0)
-    """Evaluate only this many prompts, the first ones; 0: all."""
+    """Evaluate only this many prompts, the first ones; 0: all, where the trainer's EVAL_PROMPTS of 0
+    is no evaluation."""
     eval_samples: int = Field(0, ge=0, le=1024)
     """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
     eval_k: str = Field("", pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$")

@@ -62,7 +62,9 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
         # All samples are there already, so servers have nothing to do.
         evaluation = Evaluation(PROMPTS, 0, SingleTurn(settings, at_once=8), cast(Any, None), score, store)
         await evaluation.run()
-        results = report.results_of(model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d")
+        results = report.results_of(
+            model, PROMPTS, store.samples, settings, left_out={}, identity={}, dataset="d", available=12
+        )
     assert asked == ["error"], "only what the service failed at is scored again"
     assert (evaluation.progress.correct, evaluation.progress.greedy) == (1, 4)
     accuracy = results.metrics[GREEDY]
@@ -72,5 +74,6 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     assert report.Results.model_validate(results.model_dump()) == results
     printed = io.StringIO()
     report.show(Console(file=printed, width=160), [results])
+    assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
     assert "counted as wrong, over the verifier's time or memory limit: 2" in printed.getvalue()
