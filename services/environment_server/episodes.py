@@ -15,6 +15,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import start_in_background
 from services.environment_server.catalogue import Environment, MakeEnvironment
@@ -24,6 +25,7 @@ from services.environment_server.environments import (
     EnvironmentBrokenError,
     EnvironmentHungError,
     Transition,
+    why_failed,
 )
 from services.environment_server.runner import Runner
 from services.http.problems import ProblemError
@@ -138,7 +140,12 @@ class EpisodeTable:
                 if seed in made and not isinstance(state, EnvironmentHungError):
                     _release(made[seed])
             error = next(state for state in states if isinstance(state, Exception))
-            raise ProblemError(503, f"{self.info.id!r} cannot be begun: {error!r}", {"Retry-After": "5"})
+            is_away = isinstance(error, DependencyLostError)
+            raise ProblemError(
+                503 if is_away else 422,
+                f"{self.info.id!r} cannot be begun: {why_failed(error)}",
+                {"Retry-After": "5"} if is_away else None,
+            )
         return [self._add(seed, made[seed], state) for seed, state in begun.items()]
 
     def _add(self, seed: int, environment: Environment, state: State) -> EpisodeStart:
@@ -219,8 +226,9 @@ class EpisodeTable:
         if isinstance(found, ActionRefusedError):
             return episode.result(StepStatus.REFUSED, detail=str(found))
         if isinstance(found, Exception):
-            log.warning("episode lost", steps=episode.steps, error=repr(found))
-            result = episode.result(StepStatus.LOST, detail=str(found) or repr(found))
+            told, has_failed = why_failed(found), not isinstance(found, DependencyLostError)
+            log.warning("episode lost", steps=episode.steps, error=told)
+            result = episode.result(StepStatus.LOST, detail=told, environment_failed=has_failed)
             # A hung environment is still in use by its thread.
             self._end(episode, result, release=not isinstance(found, EnvironmentHungError))
             return result

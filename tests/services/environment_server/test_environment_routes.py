@@ -182,7 +182,7 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
         return odd_environments.Holding.held == held
 
     async with serving(app(environment=HOLDING, environment_step_seconds=2)) as client:
-        assert (await client.post("/reset", json={"seed": 0, "episodes": 3})).status_code == 503
+        assert (await client.post("/reset", json={"seed": 0, "episodes": 3})).status_code == 422
         await eventually(are_closed, "environments are closed", idle_seconds=20)
         episode = (await begin(client, seed=2))[0]["episode"]
         assert not are_closed()
@@ -243,8 +243,8 @@ async def test_a_server_whose_environment_is_unavailable_does_not_start(
 async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
     async with serving(app(environment=f"{ODD}Unborn-v0")) as client:
         response = await client.post("/reset", json={})
-        assert response.status_code == 503
-        assert "no world today" in response.json()["detail"]
+        assert response.status_code == 422
+        assert "RuntimeError: no world today (" in response.json()["detail"]
         assert (await client.get("/stats")).json()["active"] == 0
 
 
