@@ -16,7 +16,10 @@ REMEDIES = {
     "timeout": "Raise AGENT_SECONDS, or make the agent faster.",
     "exception": "Correct the agent.",
     "reward_error": "Correct the reward function.",
-    "lost": "Correct the environment.",
+    "no_call": "",  # its message says it
+    "environment": "Correct the environment.",
+    "refused": "Correct the environment.",
+    "lost": "See the logs of the environment-servers.",
     "server": "See the log of the component that it names.",
     "gateway": "See the logs of gateway and rollout-server.",
     "opponent": "See why the other seat failed in the log of ppo-trainer.",
@@ -70,7 +73,7 @@ def _most_frequent_failure(steps: Sequence[Step]) -> str | None:
     [(most, _)] = reasons.most_common(1)
     said = next(said for step in steps for reason, _, said in step.failures if reason == most)
     remedy = REMEDIES.get(most, f"{LOOK}.")
-    return f"Failed completions have no reward: {failed(steps)}. The most frequent failure: {said}. {remedy}"
+    return f"Failed completions have no reward: {failed(steps)}. The most frequent failure: {said}. {remedy}".rstrip()
 
 
 def _rewards(steps: Sequence[Step]) -> Counter[float]:

@@ -116,7 +116,12 @@ def load_agent(variable: str, name: str) -> Agent:
     try:
         agent: Agent = load_function(variable, name)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{error}; if its library is missing, run: {install_command('evaluation')}") from error
+        missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
+        # A module of the agent's name is the user's, and no package has it.
+        if missing is None or name.startswith((f"{missing}:", f"{missing}.")):
+            raise
+        install = install_command("evaluation")
+        raise ConfigurationError(f"{error}; if {missing} is a library that agents use, run: {install}") from error
     if not inspect.iscoroutinefunction(agent):
         raise ConfigurationError(f"{variable} {name!r} is no `async def`; it must be, since many episodes run at once")
     return agent

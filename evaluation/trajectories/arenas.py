@@ -5,16 +5,15 @@ from __future__ import annotations
 import inspect
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from services.clients.environment import EnvironmentServer
 from services.core.endpoints import Endpoint
-from services.core.errors import ConfigurationError
-from services.core.tasks import in_background
-from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_environment
-from services.environment_server.environments import ActionRefusedError, Transition
+from services.core.errors import ConfigurationError, DependencyLostError
+from services.environment_server.catalogue import Environment, MakeEnvironment, describe, open_with_trial
+from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition, why_failed
 from services.environment_server.settings import EnvironmentSettings
 from services.http.client import RequestRefusedError
 from services.protocol.evaluation import (
@@ -25,6 +24,9 @@ from services.protocol.evaluation import (
     StepItem,
     StepStatus,
 )
+
+CONTACT_SECONDS = 10.0
+"""Longest wait for the first answer of an environment server."""
 
 
 class Step(NamedTuple):
@@ -75,7 +77,7 @@ class LocalArena:
                 raise
         # Environments are other people's code and may raise anything; it is the end of their episode.
         except Exception as error:  # noqa: BLE001
-            return error
+            return EnvironmentBrokenError(why_failed(error))
 
     async def step(self, steps: Sequence[Step]) -> list[Transition | Exception]:
         """See Arena."""
@@ -84,8 +86,10 @@ class LocalArena:
             try:
                 outcome = environment.step(action)
                 taken.append(outcome if isinstance(outcome, Transition) else await outcome)
-            except Exception as error:  # noqa: BLE001 - as above
+            except ActionRefusedError as error:
                 taken.append(error)
+            except Exception as error:  # noqa: BLE001 - as above
+                taken.append(EnvironmentBrokenError(why_failed(error)))
         return taken
 
     async def end(self, handles: Sequence[Environment]) -> None:
@@ -102,7 +106,7 @@ class ServerArena:
         self._server = server
 
     async def begin(self, seeds: Sequence[int]) -> list[tuple[Any, State] | Exception]:
-        """See Arena. An environment that cannot begin is the server's failure, which it answers by 503."""
+        """See Arena. The server refuses an environment that cannot begin, which ends the run."""
         begun: list[tuple[Any, State] | Exception] = []
         while len(begun) < len(seeds):
             first = seeds[len(begun)]
@@ -122,7 +126,7 @@ class ServerArena:
             if result.status is StepStatus.REFUSED:
                 taken.append(ActionRefusedError(result.detail))
             elif result.status is StepStatus.LOST or result.state is None:
-                taken.append(RuntimeError(result.detail))
+                taken.append(EnvironmentBrokenError(result.detail))
             else:
                 terminated, truncated = (result.status is s for s in (StepStatus.TERMINATED, StepStatus.TRUNCATED))
                 seat, rewards = result.seat or 0, tuple(result.rewards or ())
@@ -146,12 +150,8 @@ def open_arena(environment: str | None, url: str | None, token: str | None) -> A
 @asynccontextmanager
 async def _local(environment: str | None) -> AsyncIterator[LocalArena]:
     settings = EnvironmentSettings.load(environment=environment)
-    async with open_environment(settings.environment, settings.environment_text_turns) as make:
-        try:
-            trial = await in_background(make)
-        # As in an environment server: other people's code may raise anything.
-        except Exception as error:
-            raise ConfigurationError(f"--environment is {settings.environment!r}: {error!r}") from error
+    async with AsyncExitStack() as stack:
+        make, trial = await open_with_trial(settings, stack, "--environment")
         trial.close()
         info = describe(settings.environment, make, trial, settings.environment_max_steps)
         yield LocalArena(info, make)
@@ -163,6 +163,12 @@ async def _at_server(environment: str | None, url: str, token: str | None) -> As
     if parts.scheme != "http" or not parts.hostname or not parts.port:
         raise ConfigurationError(f"--server is {url!r}; needed is a URL such as http://127.0.0.1:8081")
     async with EnvironmentServer(Endpoint(parts.hostname, parts.port), token) as server:
+        try:
+            await server.wait_healthy(CONTACT_SECONDS)
+        except DependencyLostError as error:
+            raise DependencyLostError(
+                f"no environment server at {url}: {error}; start one there, or correct --server"
+            ) from error
         try:
             reply = await server.reset(ResetRequest())
             await server.end([start.episode for start in reply.episodes])

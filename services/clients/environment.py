@@ -152,7 +152,7 @@ class EnvironmentClient:
 
         Raises:
             DependencyLostError: no server began one within the client's deadline.
-            RequestRefusedError: the environment has no such split.
+            RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
         server, reply = await self.reset(seed, split)
         return Episode(self, server, reply, split)
@@ -163,7 +163,7 @@ class EnvironmentClient:
         Raises:
             DependencyLostError: no server began one within the client's deadline; the message has both versions of an
                 environment that is another one.
-            RequestRefusedError: the environment has no such split.
+            RequestRefusedError: the environment has no such split, or cannot begin the episode.
         """
         request = ResetRequest(seed=seed, split=split, request_id=uuid.uuid4().hex)
         end = time.monotonic() + self.deadline

@@ -39,6 +39,10 @@ class EpisodeLostError(Exception):
     """An episode that cannot go on; the message says why. It has no return, which is not a return of 0."""
 
 
+class EnvironmentFailedError(EpisodeLostError):
+    """An episode whose environment failed by itself, and may do so again."""
+
+
 class Episode(OngoingEpisode):
     """An episode on a server. ``environment`` is its environment and the form of its states and actions.
 
@@ -76,21 +80,26 @@ class Episode(OngoingEpisode):
         """Take an action and move on to the state after it. A refused action changes nothing.
 
         Raises:
-            EpisodeLostError: the environment or the server was lost, and the episode cannot go on elsewhere.
+            EnvironmentFailedError: the environment failed, and did so again if it is deterministic.
+            EpisodeLostError: the server was lost, and the episode cannot go on elsewhere.
+            RequestRefusedError: the environment cannot begin the episode again.
         """
-        reason = ""
+        reason, kind = "", EpisodeLostError
         for _ in range(MOST_LOSSES):
             try:
                 result = await self._client.step(self._server, self.step_with(action))
             except DependencyLostError as error:
-                reason = str(error)
+                reason, kind = str(error), EpisodeLostError
             else:
                 if result.status is not StepStatus.LOST:
                     self._take(action, result)
                     return result
                 reason = f"{self._server.url}: {result.detail}"
+                kind = EnvironmentFailedError if result.environment_failed else EpisodeLostError
+                if result.environment_failed and not self.environment.deterministic:
+                    raise kind(reason)
             await self._begin_again(reason)
-        raise EpisodeLostError(f"{reason}; the episode was lost {MOST_LOSSES} times at this action")
+        raise kind(f"{reason}; the episode was lost {MOST_LOSSES} times at this action")
 
     async def end(self) -> None:
         """End the episode on its server, if the environment has not ended it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sysconfig
+import traceback
 from collections.abc import Callable
 
 EXIT_FAILED = 1
@@ -23,6 +25,10 @@ EXIT_CONFIGURATION = 78
 would fail again. sysexits.h calls this code EX_CONFIG."""
 
 
+_INSTALLED = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/", "<frozen ")
+_COMPONENTS = ("services.", "trainer.", "evaluation.")
+
+
 class ConfigurationError(Exception):
     """A wrong setting, or a dataset or model that cannot be loaded. The message says what, where and what to do."""
 
@@ -39,6 +45,17 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, cut at 300 characters; its type's name where it has no message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
+
+
+def own_error(error: BaseException) -> str:
+    """Return in one line the type and text of an error, and where code of the user's own last was, if it was there."""
+    text = " ".join(str(error).split())
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        if not module.startswith(_COMPONENTS) and not any(part in code.co_filename for part in _INSTALLED):
+            return f"{told} ({code.co_filename}, line {line}, in {code.co_qualname})"
+    return told
 
 
 def exit_code_of(main: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
@@ -45,3 +46,18 @@ def check_file(variable: str, path: Path) -> None:
         raise ConfigurationError(
             f"{variable} {str(path)!r} is not a file with rows, seen from {Path.cwd()}; give the path of one"
         )
+
+
+def syntax_error(path: Path) -> str | None:
+    """Return the first line of a file of JSON lines that is no JSON, and why; None where there is none such."""
+    if path.suffix != ".jsonl":
+        return None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                json.loads(line if line.strip() else "{}")
+            except json.JSONDecodeError as error:
+                return f"line {number}, column {error.colno}: {error.msg}"
+            except UnicodeDecodeError as error:
+                return f"line {number}: {error}"
+    return None

@@ -7,6 +7,7 @@ numbers of the rows that qualify are held in memory.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from services.core.boxed import last_boxed
 from services.core.errors import ConfigurationError, first_line
 from services.core.reasoning_entries import PREFIX
 from services.data_server import arithmetic, columns, reasoning, seeds
-from services.data_server.files import FILE_TYPES, check_file, named_files
+from services.data_server.files import FILE_TYPES, check_file, named_files, syntax_error
 from services.data_server.settings import DataSettings, GroundTruthFormat
 
 GSM8K = "openai/gsm8k"
@@ -174,8 +175,8 @@ def _datasets() -> Any:
     """Import and return datasets, which takes a second and which generated questions do not need."""
     import datasets
 
-    # Each retry would be a warning, printed twice. The last error is in our own message.
-    datasets.utils.logging.set_verbosity_error()
+    # Each retry would be a warning, printed twice. The last error is in our own message, with the line of the file.
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)
     datasets.disable_progress_bars()
     return datasets
 
@@ -189,10 +190,8 @@ def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
         )
     # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ConfigurationError(
-            f"{where} cannot be read as {path.suffix}: {type(cause).__name__}: {first_line(cause)}; correct the file"
-        ) from error
+        reason = syntax_error(path) or first_line(error.__cause__ or error)
+        raise ConfigurationError(f"{where} cannot be read as {path.suffix}: {reason}; correct the file") from error
     return _open(loaded, where, settings)
 
 

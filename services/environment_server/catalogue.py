@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from types import ModuleType
+
+import gymnasium
 
 from services.core.errors import ConfigurationError
 from services.core.tasks import in_background
-from services.environment_server.environments import Conversation, Tasks
+from services.environment_server.environments import Conversation, Tasks, why_failed
 from services.environment_server.guessing import GuessingGame
 from services.environment_server.gymnasium_environment import GymnasiumEnvironment
 from services.environment_server.nim import Nim
@@ -32,7 +36,8 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
 
     Raises:
         ImportError: there is no such module.
-        ConfigurationError: the environment's data cannot be loaded, or its server does not answer.
+        ConfigurationError: the environment's data cannot be loaded, its server does not answer, or the module has no
+            such class.
     """
     if name == "guessing":
         yield partial(GuessingGame, turns)
@@ -48,15 +53,42 @@ async def open_environment(name: str, turns: int) -> AsyncIterator[MakeEnvironme
             yield gsm8k.QuestionTasks(questions, turns)
     else:
         module, _, attribute = name.partition(":")
-        found = getattr(importlib.import_module(module), attribute, None) if attribute else None
-        if isinstance(found, type) and issubclass(found, Conversation):
-            yield found
-        else:
-            yield partial(GymnasiumEnvironment, name)
+        found = _conversation_of(importlib.import_module(module), attribute) if attribute else None
+        yield found or partial(GymnasiumEnvironment, name)
 
 
-async def open_with_trial(settings: EnvironmentSettings, stack: AsyncExitStack) -> tuple[MakeEnvironment, Environment]:
-    """Load ENVIRONMENT until ``stack`` closes, and return a function that makes it, and one that it made.
+def _conversation_of(module: ModuleType, attribute: str) -> type[Conversation] | None:
+    """Return the Conversation of a module; None for an environment that the module has registered with gymnasium.
+
+    Raises:
+        ConfigurationError: it has neither.
+    """
+    found = getattr(module, attribute, None)
+    if inspect.isclass(found) and issubclass(found, Conversation):
+        return found
+    registered = {spec.id: spec.entry_point for spec in gymnasium.registry.values()}
+    if attribute in registered or attribute in (spec_id.rpartition("-v")[0] for spec_id in registered):
+        return None
+    if found is not None:
+        raise ConfigurationError(
+            f"{module.__name__}:{attribute} is no subclass of Conversation, and no id registered with gymnasium"
+        )
+    classes = inspect.getmembers(module, lambda member: inspect.isclass(member) and issubclass(member, Conversation))
+    names = [name for name, member in classes if member.__module__ == module.__name__]
+    names += [
+        spec_id
+        for spec_id, entry in registered.items()
+        if module.__name__ == (entry.partition(":")[0] if isinstance(entry, str) else entry.__module__)
+    ]
+    raise ConfigurationError(f"module {module.__name__} has no class {attribute}; it has {', '.join(names) or 'none'}")
+
+
+async def open_with_trial(
+    settings: EnvironmentSettings, stack: AsyncExitStack, variable: str = "ENVIRONMENT"
+) -> tuple[MakeEnvironment, Environment]:
+    """Load an environment until ``stack`` closes, and return a function that makes it, and one that it made.
+
+    ``variable`` is the setting or option that names it, for messages.
 
     Raises:
         ConfigurationError: it cannot be loaded or made.
@@ -68,8 +100,8 @@ async def open_with_trial(settings: EnvironmentSettings, stack: AsyncExitStack) 
     # Environments are other people's code and may raise anything when they are made.
     except Exception as error:
         raise ConfigurationError(
-            f"ENVIRONMENT is {settings.environment!r}, which cannot be made: {error!r}; give another, or module:Class "
-            "with the module on PYTHONPATH or in the working directory"
+            f"{variable} is {settings.environment!r}, which cannot be made: {why_failed(error)}; give another, or "
+            "module:Class with the module on PYTHONPATH or in the working directory"
         ) from error
 
 

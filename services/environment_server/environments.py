@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.http.problems import ProblemError
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
@@ -23,6 +24,12 @@ class EnvironmentBrokenError(Exception):
 
 class EnvironmentHungError(EnvironmentBrokenError):
     """A reset or step that takes too long and is still running in its thread."""
+
+
+def why_failed(error: Exception) -> str:
+    """Return why an environment failed; an error that code of the user's own raised has its type and its place."""
+    is_ours = isinstance(error, ActionRefusedError | EnvironmentBrokenError | ConfigurationError | DependencyLostError)
+    return str(error) if is_ours else own_error(error)
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class Conversation(ABC):
 
         Raises:
             ActionRefusedError: the action does not fit.
-            Exception: any other error ends the episode as lost.
+            DependencyLostError: what the environment needs is away for now, and the episode is lost.
+            Exception: any other error ends the episode as lost, too; one that ends all episodes ends the run.
         """
 
     def close(self) -> None:  # noqa: B027  # most conversations hold nothing

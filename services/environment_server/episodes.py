@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from pydantic import ValidationError
 
+from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.tasks import start_in_background
 from services.environment_server.catalogue import Environment, MakeEnvironment
@@ -25,6 +26,7 @@ from services.environment_server.environments import (
     EnvironmentBrokenError,
     EnvironmentHungError,
     Transition,
+    why_failed,
 )
 from services.environment_server.runner import Runner
 from services.http.problems import ProblemError
@@ -140,7 +142,12 @@ class EpisodeTable:
                 if seed in made and not isinstance(start, EnvironmentHungError):
                     _release(made[seed])
             error = next(start for start in found if isinstance(start, Exception))
-            raise ProblemError(503, f"{self.info.id!r} cannot be begun: {error!r}", {"Retry-After": "5"})
+            is_away = isinstance(error, DependencyLostError)
+            raise ProblemError(
+                503 if is_away else 422,
+                f"{self.info.id!r} cannot be begun: {why_failed(error)}",
+                {"Retry-After": "5"} if is_away else None,
+            )
         for start in starts:
             self.active[start.episode] = Episode(start.episode, made[start.seed], time.monotonic())
             self._count("begun")
@@ -228,8 +235,9 @@ class EpisodeTable:
         if isinstance(found, ActionRefusedError):
             return episode.result(StepStatus.REFUSED, detail=str(found))
         if isinstance(found, Exception):
-            log.warning("episode lost", steps=episode.steps, error=repr(found))
-            result = episode.result(StepStatus.LOST, detail=str(found) or repr(found))
+            told, has_failed = why_failed(found), not isinstance(found, DependencyLostError)
+            log.warning("episode lost", steps=episode.steps, error=told)
+            result = episode.result(StepStatus.LOST, detail=told, environment_failed=has_failed)
             # A hung environment is still in use by its thread.
             self._end(episode, result, release=not isinstance(found, EnvironmentHungError))
             return result

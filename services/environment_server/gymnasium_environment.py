@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import FlattenObservation
 
+from services.core.errors import ConfigurationError
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.protocol.evaluation import Action, ActionKind, ActionSpec, State, StateKind, StateSpec
 
@@ -25,18 +26,22 @@ class GymnasiumEnvironment:
         """Make the environment.
 
         Raises:
-            gymnasium.error.Error: there is no such environment, or it lacks a package.
+            ConfigurationError: there is no such environment, its states are not a fixed number of numbers, or its
+                actions are neither an index nor numbers.
             ImportError: the module before the colon cannot be imported.
-            ValueError: the states are not a fixed number of numbers, or the actions neither an index nor numbers.
+            Exception: whatever the environment raises.
         """
-        self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
+        try:
+            self._environment: gymnasium.Env[Any, Any] = gymnasium.make(environment_id, disable_env_checker=True)
+        except gymnasium.error.Error as error:
+            raise ConfigurationError(str(error).rstrip(".")) from error
         if not isinstance(self._environment.observation_space, Box):
             self._environment = FlattenObservation(self._environment)
         # Kept, because a wrapped environment asks every wrapper for its space.
         observations, actions = self._environment.observation_space, self._environment.action_space
         self._actions = actions
         if not isinstance(observations, Box):
-            raise ValueError(f"its observations, {observations}, have no fixed number of numbers")
+            raise ConfigurationError(f"its observations, {observations}, have no fixed number of numbers")
         self.deterministic = bool(getattr(self._environment.unwrapped, "deterministic", False))
         self.version = str(getattr(self._environment.unwrapped, "version", ""))
         self.state_spec = StateSpec(kind=StateKind.NUMBERS, shape=list(observations.shape))
@@ -46,7 +51,7 @@ class GymnasiumEnvironment:
         elif isinstance(actions, Box):
             self.action_spec = ActionSpec(kind=ActionKind.NUMBERS, shape=list(actions.shape))
         else:
-            raise ValueError(f"its actions, {actions}, are neither an index nor numbers")
+            raise ConfigurationError(f"its actions, {actions}, are neither an index nor numbers")
 
     def reset(self, seed: int) -> State:
         """Begin the episode and return its first state. The same seed begins the same episode."""

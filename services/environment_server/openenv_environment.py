@@ -12,7 +12,7 @@ import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from services.core.errors import ConfigurationError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.environment_server.environments import ActionRefusedError, EnvironmentBrokenError, Transition
 from services.environment_server.openenv_schema import Forms, NotAnActionError, messages_of
 from services.protocol.evaluation import Action, State
@@ -42,7 +42,8 @@ class OpenEnvEnvironment:
         """Connect, begin the episode, and return its first state.
 
         Raises:
-            EnvironmentBrokenError: the server cannot be reached, or begins no episode.
+            DependencyLostError: the server cannot be reached, or begins no episode.
+            EnvironmentBrokenError: it speaks another protocol.
         """
         self._loop = asyncio.get_running_loop()
         address = f"ws{self._url.removeprefix('http')}/ws"
@@ -51,10 +52,10 @@ class OpenEnvEnvironment:
                 address, open_timeout=CONNECT_SECONDS, max_size=MAX_FRAME_BYTES, proxy=None, compression=None
             )
         except (OSError, WebSocketException) as error:
-            raise EnvironmentBrokenError(f"{address}: {error!r}") from error
+            raise DependencyLostError(f"{address} does not answer: {error}") from error
         frame = await self._ask("reset", {"seed": seed})
         if frame["type"] == "error":
-            raise EnvironmentBrokenError(f"{self._url} begins no episode: {_error_of(frame)}")
+            raise DependencyLostError(f"{self._url} begins no episode: {_error_of(frame)}")
         observation = _observation_of(frame["data"])
         if self._forms.state_field is not None:
             return self._numbers(observation)
@@ -68,8 +69,8 @@ class OpenEnvEnvironment:
 
         Raises:
             ActionRefusedError: a number that the server does not take.
-            EnvironmentBrokenError: the socket broke, the server's environment failed, or the episode ended without any
-                reward.
+            DependencyLostError: the socket broke.
+            EnvironmentBrokenError: the server's environment failed, or the episode ended without any reward.
         """
         is_text = self._forms.state_field is None
         try:
@@ -137,7 +138,7 @@ class OpenEnvEnvironment:
             await self._socket.send(orjson.dumps({"type": kind, "data": data}).decode())
             frame = orjson.loads(await self._socket.recv())
         except WebSocketException as error:
-            raise EnvironmentBrokenError(f"the socket to {self._url} broke: {error}") from error
+            raise DependencyLostError(f"the socket to {self._url} broke: {error}") from error
         except orjson.JSONDecodeError as error:
             raise EnvironmentBrokenError(f"{self._url} sent what is no JSON: {error}") from error
         if not isinstance(frame, dict) or not isinstance(frame.get("data"), dict) or "type" not in frame:

@@ -9,6 +9,8 @@ from pydantic import AnyHttpUrl, Field
 
 from services.core.settings import Settings
 
+BUILT_IN = ("gsm8k", "guessing", "nim")
+
 
 class EnvironmentSettings(Settings):
     """Settings that the environment server reads from its environment."""
@@ -62,8 +64,8 @@ class EnvironmentSettings(Settings):
 
     @property
     def own_functions(self) -> dict[str, str]:
-        """ENVIRONMENT if it is in a module of the user's own."""
-        is_own = ":" in self.environment and "://" not in self.environment
+        """ENVIRONMENT, unless it is built in or on another server."""
+        is_own = self.environment not in BUILT_IN and "://" not in self.environment
         return {"ENVIRONMENT": self.environment} if is_own else {}
 
 

@@ -120,10 +120,18 @@ def find(target: Path) -> Source:
     """
     try:
         newest = PolicyStore(target).newest()
+        if newest is None and target.is_dir():
+            raise CheckpointError(_not_a_store(target))
         file = newest.path / FILE_NAME if newest else target
         return Source(newest.version if newest else None, file, file.stat().st_mtime_ns)
     except OSError as error:
         raise CheckpointError(f"no policy at {target}: {error}") from error
+
+
+def _not_a_store(directory: Path) -> str:
+    if (directory / "config.json").exists():
+        return f"{directory} is a language model; serve it, and give the server's URL, such as http://127.0.0.1:30000"
+    return f"{directory} has no version; needed is a directory with v000001/{FILE_NAME}, or a .pt2 file of save_policy"
 
 
 def load(source: Source, device: torch.device) -> Loaded:

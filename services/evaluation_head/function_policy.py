@@ -32,7 +32,7 @@ class FunctionPolicy(Policy):
         self._states = 0
 
     async def __aenter__(self) -> FunctionPolicy:
-        self._function: Callable[[list[State]], Sequence[Action]] = load_function("HEAD_POLICIES", self._target)
+        self._function: Callable[[list[State]], Sequence[Action]] = load_function(f"policy {self.name!r}", self._target)
         return self
 
     async def __aexit__(self, *_: object) -> None:

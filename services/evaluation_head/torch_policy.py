@@ -53,7 +53,7 @@ class TorchPolicy(Policy):
         try:
             self.loaded = await in_background(lambda: self._load(checkpoint.find(self._target)))
         except checkpoint.CheckpointError as error:
-            raise ConfigurationError(f"HEAD_POLICIES: policy {self.name!r}: {error}") from error
+            raise ConfigurationError(f"policy {self.name!r}: {error}") from error
         await self._batcher.__aenter__()
         log.info("policy loaded", policy=self.name, file=str(self.loaded.source.file), device=str(self._device))
         return self

@@ -26,6 +26,8 @@ class Session:
     is_finished: bool = False
     reward: float | None = None
     reason: str | None = None
+    called: bool = False
+    """Whether the agent has made a call since the gateway started."""
     refused: str | None = None
     """The limit over which the newest call was refused."""
     tree: Tree = field(default_factory=Tree)
@@ -64,7 +66,7 @@ class Session:
         Raises:
             ProblemError: 429, a limit of the session is reached.
         """
-        self.refused = None
+        self.called, self.refused = True, None
         limits = self.request
         left = (limits.max_tokens - self.sampled_tokens - self.reserved_tokens) // call.n
         if self.seconds_left <= 0:
@@ -89,6 +91,7 @@ class Session:
         return SessionReply(
             id=self.id,
             status=SessionStatus.FINISHED if self.is_finished else SessionStatus.OPEN,
+            called=self.called or bool(self.tree.calls),
             turns=len(self.tree.calls),
             sampled_tokens=self.sampled_tokens,
             reward=self.reward,

@@ -22,6 +22,12 @@ from prometheus_client import Counter
 from pydantic import BaseModel, ValidationError
 
 from services.core.errors import DependencyLostError
+from services.core.logs import get_logger
+
+log = get_logger(__name__)
+
+# Instead of stamina's line at each attempt, the client logs the first in its own words.
+stamina.instrumentation.set_on_retry_hooks([stamina.instrumentation.PrometheusOnRetryHook])
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -169,6 +175,10 @@ class HttpClient:
                         attempts = attempt.num
                         if attempts > 1:
                             self._retries.inc()
+                        if attempts == 2:
+                            log.warning(
+                                "a request is tried again", request=f"{method} {self.url}{path}", why=last_error
+                            )
                         try:
                             return (await self._http.send(request)).raise_for_status()
                         except httpx.HTTPError as error:

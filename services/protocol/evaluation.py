@@ -294,6 +294,8 @@ class StepStatus(StrEnum):
 class StepResult(WireModel):
     """The result of an action; after ``refused`` and ``lost``, ``state`` is None and ``detail`` says why.
 
+    ``environment_failed`` tells an environment that failed by itself, and may do so again, from a lost server.
+
     ``figures`` has named numbers about the action, such as whether it was a legal move, to be averaged over actions.
 
     With several seats, ``seat`` acts next and sees ``state``; at the end of an episode it is the seat that acted.
@@ -308,6 +310,7 @@ class StepResult(WireModel):
     steps: int = 0
     episode_return: float = 0.0
     detail: str | None = None
+    environment_failed: bool = Field(default=False, exclude_if=lambda failed: not failed)
     figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)
     seat: Count | None = Field(default=None, exclude_if=_is_none)
     rewards: list[Finite] | None = Field(default=None, exclude_if=_is_none)

@@ -43,12 +43,14 @@ class SessionStatus(StrEnum):
 class SessionReply(WireModel):
     """Reply of POST /sessions and GET /sessions/{id}.
 
-    ``refused`` names the limit over which the newest call was refused: ``max_turns``, ``max_tokens`` or
-    ``deadline_seconds``. A gateway that restarts forgets it.
+    ``called`` says whether the agent has made a call, answered or not. ``refused`` names the limit over which the
+    newest call was refused: ``max_turns``, ``max_tokens`` or ``deadline_seconds``. A gateway that restarts forgets
+    refused and unanswered calls.
     """
 
     id: str
     status: SessionStatus
+    called: bool = False
     turns: int = 0
     sampled_tokens: int = 0
     reward: Finite | None = None

@@ -21,10 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 from fastapi import FastAPI
 
+from evaluation.trajectories import arenas
 from evaluation.trajectories.plan import lineups_of
 from evaluation.trajectories.ratings import METHOD, bradley_terry
 from evaluation.trajectories.run import Options, generate
-from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError
+from services.core.errors import EXIT_CONFIGURATION, EXIT_RECOVERABLE, ConfigurationError, DependencyLostError
 from services.environment_server.app import create_app
 from services.environment_server.settings import EnvironmentSettings
 from services.evaluation_head.app import create_app as create_head
@@ -329,9 +330,39 @@ def test_an_episode_that_cannot_begin_is_tried_again_and_then_left_out_with_its_
     module = "tests.evaluation.test_trajectories"
     results = run(tmp_path, f"a={module}:repeat", f"{module}:SlowToStart")
     assert [row["episode"] for row in rows_of(tmp_path)] == [0, 2, 3, 4]
-    assert (results["episodes"], results["left_out"]) == (4, {"1": "no board for 8"})
+    assert (results["episodes"], list(results["left_out"])) == (4, ["1"])
+    said = r"RuntimeError: no board for 8 \(.*test_trajectories.py, line \d+, in SlowToStart.reset\)"
+    assert re.fullmatch(said, results["left_out"]["1"])
     # The environment that was made first to describe it, four failures and four episodes, and the three of seed 8.
     assert SlowToStart.closed == 1 + 4 + 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("policies", "options", "says"),
+    [
+        (
+            "doors={here}/model",
+            {},
+            r"^policy 'doors': .*/model is a language model; serve it, and give the server's URL",
+        ),
+        ("doors={here}", {}, r"^policy 'doors': .* has no version; needed is a directory with v000001/policy.pt2"),
+        ("doors=nowhere:left", {}, r"^policy 'doors' is 'nowhere:left', which cannot be imported"),
+        (f"a={MINE}:left", {"environment": "nothing"}, "--environment is 'nothing', which cannot be made: Environment"),
+        (
+            f"a={MINE}:left",
+            {"server": "http://127.0.0.1:9"},
+            r"^no environment server at http://127.0.0.1:9: .*; start one there, or correct --server$",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_terms_of_the_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policies: str, options: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setattr(arenas, "CONTACT_SECONDS", 0.5)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises((ConfigurationError, DependencyLostError), match=says):
+        run(tmp_path / "out", policies.format(here=tmp_path), **options)
 
 
 def test_an_action_that_never_fits_is_left_out_and_said(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ MODULES = {
 from services.environment_server.environments import Conversation
 class Empty(Conversation):
     pass
+class Doors(Conversation):
+    async def reset(self, seed): ...
+    async def step(self, action): ...
 """,
     "broken.py": "def close(response: return 0.0\n",
     "unhappy.py": "raise RuntimeError('no such table\\nsecond line')\n",
@@ -105,7 +108,12 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
 @pytest.mark.parametrize(
     ("job_group", "env", "said"),
     [
-        ("agent", ["ROLLOUT=agent", "AGENT=nowhere:solve"], "ppo-trainer: AGENT is 'nowhere:solve', which cannot be"),
+        (
+            "agent",
+            ["ROLLOUT=agent", "AGENT=nowhere:solve"],
+            "ppo-trainer: AGENT is 'nowhere:solve', which cannot be imported: ModuleNotFoundError: No module named "
+            "'nowhere'; give module:function, with the module on PYTHONPATH or in the working directory\n",
+        ),
         ("agent", ["ROLLOUT=agent", "AGENT=my_methods:plain"], "AGENT 'my_methods:plain' is no `async def`"),
         ("agent", ["ROLLOUT=agent", "AGENT=my_methods:solve"], None),
         (
@@ -117,6 +125,13 @@ def test_what_is_not_there_is_refused_with_its_setting(here, env, said):
             "environment",
             ["ENVIRONMENT=my_game:Empty"],
             "ENVIRONMENT is 'my_game:Empty', which cannot be made: TypeError",
+        ),
+        ("environment", ["ENVIRONMENT=my_game:Door"], "module my_game has no class Door; it has Doors, Empty; give"),
+        ("environment", ["ENVIRONMENT=my_game"], "Environment `my_game` doesn't exist; give another, or module:Class"),
+        (
+            "environment",
+            ["ENVIRONMENT=nothing"],
+            "ENVIRONMENT is 'nothing', which cannot be made: Environment `nothing`",
         ),
         ("environment", ["ENVIRONMENT=recipes.wordle:Wordle"], None),
     ],

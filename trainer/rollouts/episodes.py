@@ -19,7 +19,7 @@ from services.agents import EPISODES_AT_ONCE, Agent, AgentFailedError, Example, 
 from services.clients.gateway import GatewayClient
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
-from services.core.errors import ConfigurationError, DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError, own_error
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
@@ -236,19 +236,28 @@ class EpisodeMaker(GroupMaker):
         # An agent may raise anything, and one failed episode must not end the others.
         except Exception as error:  # noqa: BLE001
             failure = as_failure(error)
-            if failure.reason == "exception" and await self._was_refused(session_id):
-                failure.reason = "limit"
+            if failure.reason in ("exception", "timeout"):
+                failure = await self._told_by_gateway(failure, session_id)
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
         return example.result_of(reward), None
 
-    async def _was_refused(self, session_id: str) -> bool:
-        """Return whether the gateway refused the newest call over a limit, which an agent's own error may not tell."""
+    async def _told_by_gateway(self, failure: AgentFailedError, session_id: str) -> AgentFailedError:
+        """Return the failure as the gateway knows it, which an agent's own error may not tell."""
         try:
-            return (await self.gateway.session(session_id)).refused is not None
+            session = await self.gateway.session(session_id)
         except (DependencyLostError, RequestRefusedError):
-            return False
+            return failure
+        if failure.reason == "exception" and session.refused is not None:
+            failure.reason = "limit"
+        if failure.reason == "timeout" and not session.called:
+            return AgentFailedError(
+                f"the agent made no call within AGENT_SECONDS={self.settings.agent_seconds:g}; raise it, or see where "
+                "the agent waits",
+                "no_call",
+            )
+        return failure
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got an episode."""
@@ -302,4 +311,4 @@ def as_failure(error: Exception) -> AgentFailedError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     is_server = isinstance(status, int) and status >= 500
     is_server |= isinstance(error.__cause__ or error, httpx.TransportError)
-    return AgentFailedError(f"{type(error).__name__}: {error}", "server" if is_server else "exception")
+    return AgentFailedError(own_error(error), "server" if is_server else "exception")

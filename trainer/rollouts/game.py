@@ -13,7 +13,7 @@ from typing import Any, Self
 import httpx
 
 from services.agents import AgentFailedError, Example
-from services.clients.environment_episode import Episode, EpisodeLostError
+from services.clients.environment_episode import EnvironmentFailedError, Episode, EpisodeLostError
 from services.core.errors import DependencyLostError
 from services.http.client import RequestRefusedError, problem_detail
 from services.protocol.evaluation import ActionKind, State, StateKind, StepStatus
@@ -112,8 +112,12 @@ class Game:
         try:
             await self._play(seat, ask)
         except EpisodeLostError as error:
-            raise AgentFailedError(str(error), "lost") from error
-        except (DependencyLostError, RequestRefusedError) as error:
+            raise AgentFailedError(
+                str(error), "environment" if isinstance(error, EnvironmentFailedError) else "lost"
+            ) from error
+        except RequestRefusedError as error:
+            raise AgentFailedError(str(error), "refused") from error
+        except DependencyLostError as error:
             raise AgentFailedError(str(error), "server") from error
         played = self._seats[seat]
         example.turn_rewards = played.turn_rewards

@@ -92,7 +92,7 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
     [
         ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
         ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
-        ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl"),
+        ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl: line 3, column 19: Unterminated string"),
         ("empty.jsonl", {}, "is not a file with rows"),
         ("nothing.jsonl", {}, r"no training row with a question and a ground truth \(2 with no question\); check"),
         ("one.jsonl", {}, "has a single row with a question and a ground truth, .*; give more rows, or a file"),
@@ -112,7 +112,7 @@ def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
     load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, options: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("broken.jsonl").write_text('{"question": "a", "ans')
+    Path("broken.jsonl").write_text('{"question": "a", "answer": "1"}\n\n{"question": "a", "ans')
     Path("empty.jsonl").write_text("")
     write_rows(Path("nothing.jsonl"), [{"question": " ", "answer": "1"}] * 2)
     write_rows(Path("one.jsonl"), [{"question": "a", "answer": "1"}])

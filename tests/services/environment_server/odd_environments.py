@@ -159,6 +159,22 @@ class Fragile(Choosy):
         return await super().step("yes")
 
 
+class Unstable(Choosy):
+    """A deterministic question that breaks at every answer."""
+
+    deterministic = True
+
+    async def step(self, action):
+        return 1 / 0
+
+
+class Worldless(Choosy):
+    """A question that cannot begin."""
+
+    async def reset(self, seed):
+        raise RuntimeError("no world today")
+
+
 class Dice(Choosy):
     """A question that declares that it is deterministic, although its first state is another one in each process."""
 

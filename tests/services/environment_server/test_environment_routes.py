@@ -184,7 +184,7 @@ async def test_environments_that_fail_to_begin_or_to_answer_in_time_are_closed(s
     async with serving(app(environment=HOLDING, environment_step_seconds=2)) as client:
         for seed, said in ((0, "no world today"), (2, "gave None")):
             failed = await client.post("/reset", json={"seed": seed, "episodes": 2, "request_id": str(seed)})
-            assert (failed.status_code, said in failed.json()["detail"]) == (503, True), failed.text
+            assert (failed.status_code, said in failed.json()["detail"]) == (422, True), failed.text
             assert (await client.get("/stats")).json()["active"] == 0
             await eventually(are_closed, "environments are closed", idle_seconds=20)
         episode = (await begin(client, seed=2))[0]["episode"]
@@ -246,8 +246,8 @@ async def test_a_server_whose_environment_is_unavailable_does_not_start(
 async def test_an_environment_that_cannot_be_reset_begins_no_episode(serving: Any, app: Any) -> None:
     async with serving(app(environment=f"{ODD}Unborn-v0")) as client:
         response = await client.post("/reset", json={})
-        assert response.status_code == 503
-        assert "no world today" in response.json()["detail"]
+        assert response.status_code == 422
+        assert "RuntimeError: no world today (" in response.json()["detail"]
         assert (await client.get("/stats")).json()["active"] == 0
 
 

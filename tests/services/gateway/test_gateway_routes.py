@@ -185,10 +185,12 @@ async def test_an_engine_that_refuses_or_never_answers_ends_the_call(gateway: St
         running.engine.troubles = [422]
         assert error_of(await running.client.post(path, json={"messages": HELLO}))[0] == 400
         path = await running.open("late", deadline_seconds=2)
+        assert (await running.client.get("/sessions/late")).json()["called"] is False
         running.engine.troubles = [503] * 100
         refused = await running.client.post(path, json={"messages": HELLO})
         assert error_of(refused) == (429, "deadline_seconds")
         assert "503" in refused.json()["error"]["message"]
+        assert (await running.client.get("/sessions/late")).json()["called"] is True
 
 
 async def test_tokens_that_arrive_after_the_end_are_lost(gateway: StartGateway) -> None:

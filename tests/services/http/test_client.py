@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from prometheus_client import REGISTRY
 from pydantic import BaseModel
+from structlog.testing import capture_logs
 
 from services.core.errors import DependencyLostError
 from services.http.client import HttpClient, RequestRefusedError
@@ -87,8 +88,10 @@ async def test_what_may_pass_is_tried_again_and_counted(
 ) -> None:
     # Where an answer comes, it may take its time.
     seconds = 0.5 if isinstance(trouble, float) else IDLE_SECONDS
-    async with listening(Script([trouble, trouble, GOOD])) as script, client(script, timeout=seconds) as http:
-        assert (await http.call("POST", "/ask", Answer, {"a": 1})).answer == 42
+    with capture_logs() as logs:
+        async with listening(Script([trouble, trouble, GOOD])) as script, client(script, timeout=seconds) as http:
+            assert (await http.call("POST", "/ask", Answer, {"a": 1})).answer == 42
+    assert [line["request"] for line in logs] == [f"POST http://127.0.0.1:{script.port}/ask"], "one line"
     assert len(script.requests) == 3
     assert retries() == 2
 

@@ -32,6 +32,7 @@ class Session:
     reward: dict[str, Any] | None = None
     turns: int = 0
     refused: str | None = None
+    called: bool = False
 
 
 class FakeGateway(dict[str, Route]):
@@ -65,7 +66,7 @@ class FakeGateway(dict[str, Route]):
         return lambda request: route(session, request)
 
     def state(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
-        return {"id": session.request["id"], "status": "open", "refused": session.refused}
+        return {"id": session.request["id"], "status": "open", "called": session.called, "refused": session.refused}
 
     def delete(self, session: Session, _: dict[str, Any]) -> dict[str, Any]:
         self.deleted.append(session.request["id"])
@@ -81,6 +82,7 @@ class FakeGateway(dict[str, Route]):
 
     def complete(self, session: Session, request: dict[str, Any]) -> dict[str, Any] | int:
         messages = request["messages"]
+        session.called = True
         said = 429 if session.turns == session.request["max_turns"] else self.says(messages)
         session.refused = "max_turns" if said == 429 else None
         if isinstance(said, int):

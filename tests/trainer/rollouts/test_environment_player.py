@@ -37,6 +37,7 @@ from trainer.model.policy import load_policy
 from trainer.model.ranks import join_ranks
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import EpisodeMaker, group_maker
+from trainer.rollouts.groups import LEAST_FAILURES
 from trainer.service_thread import ServiceThread
 
 ODD = "tests.services.environment_server.odd_environments:"
@@ -153,8 +154,24 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
     assert (lost.reward, lost.result.status) == (None, RewardStatus.ERROR)
     assert "it broke" in str(lost.result.reason)
     assert kept.reward == 1.0
-    assert group.episodes_failed == {"lost": 1}
-    assert group.failure_examples == {"lost": lost.result.reason}
+    assert group.episodes_failed == {"environment": 1}
+    assert group.failure_examples == {"environment": lost.result.reason}
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        (f"{ODD}Fragile", "RuntimeError: it broke (.*odd_environments.py, line [0-9]+, in Fragile.step)"),
+        (f"{ODD}Unstable", "ZeroDivisionError: .*, in Unstable.step.*; the episode was lost 3 times at this action"),
+        (f"{ODD}Worldless", "RuntimeError: no world today (.*odd_environments.py, line [0-9]+, in Worldless.reset)"),
+    ],
+    indirect=["stage"],
+)
+def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: Stage, said: str) -> None:
+    stage.gateway.says = lambda _: "break"
+    maker = stage.maker(batch_size=LEAST_FAILURES)
+    with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 
 
 @pytest.mark.parametrize("stage", ["CartPole-v1"], indirect=True)

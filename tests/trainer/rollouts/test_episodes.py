@@ -90,6 +90,11 @@ async def sleepy(example: Any, **endpoint: Any) -> float | None:
     return 1.0
 
 
+async def waiting(example: Any, **endpoint: Any) -> float | None:
+    await asyncio.Event().wait()
+    return 1.0
+
+
 async def wordy(example: Any, **endpoint: Any) -> Any:
     await one_turn(example, **endpoint)
     return "1.0"
@@ -369,13 +374,17 @@ def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: St
         assert [message.content for message in second.messages] == ["6*7= note", "42"]
 
 
-@pytest.mark.parametrize("agent", [broken, silent], ids=lambda agent: agent.__name__)
+@pytest.mark.parametrize("agent", [broken, silent, waiting], ids=lambda agent: agent.__name__)
 def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent: Any) -> None:
-    maker = stage.maker(agent, batch_size=4)
+    maker = stage.maker(agent, batch_size=4, agent_seconds=0.5 if agent is waiting else 60)
     for _ in range(LEAST_FAILURES - 1):
         assert stage.thread.call(maker.make_group(PROMPT)) is None
     maker.check()
-    said = {"broken": "KeyError: 'a bug'", "silent": "never called the model"}[agent.__name__]
+    said = {
+        "broken": r"KeyError: 'a bug' \(.*test_episodes\.py, line \d+, in broken\)",
+        "silent": "never called the model",
+        "waiting": "the agent made no call within AGENT_SECONDS=0.5; raise it, or see where the agent waits",
+    }[agent.__name__]
     with pytest.raises(
         ConfigurationError, match=f"every episode of {LEAST_FAILURES} prompts in a row failed: .*{said}"
     ):
