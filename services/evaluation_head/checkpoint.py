@@ -131,7 +131,7 @@ def find(target: Path) -> Source:
 def _not_a_store(directory: Path) -> str:
     if (directory / "config.json").exists():
         return f"{directory} is a language model; serve it, and give the server's URL, such as http://127.0.0.1:30000"
-    return f"{directory} has no version; needed is a directory with v000001/{FILE_NAME}, or a .pt2 file of save_policy"
+    return f"{directory} has no version; needed is a directory of versions with v000001/{FILE_NAME}, or a .pt2 file"
 
 
 def load(source: Source, device: torch.device) -> Loaded:
