@@ -24,7 +24,7 @@ REMEDIES = {
     "gateway": "See the logs of gateway and rollout-server.",
     "opponent": "See why the other seat failed in the log of ppo-trainer.",
 }
-"""What to do about failures, by reason; the messages of other reasons say it."""
+"""The remedy by reason of failure."""
 
 
 def advice(steps: Sequence[Step]) -> str | None:

@@ -107,7 +107,7 @@ async def check_head(head: HeadAt, policy: str | None, arena: Arena, token: str 
             raise ConfigurationError(f"{arena.info.id} has {arena.info.seats} seats; the head plays those of one")
         [begun] = await arena.begin([0])
         if isinstance(begun, Exception):
-            raise ConfigurationError(f"{arena.info.id} cannot be reset: {begun!r}") from begun
+            raise ConfigurationError(f"{arena.info.id} cannot be reset: {begun}") from begun
         handle, state = begun
         try:
             reply = await client.act([state])

@@ -27,7 +27,7 @@ from evaluation.policy.head_actor import HeadActor
 from evaluation.policy.records import Costs, Episode, Work
 from evaluation.trajectories.arenas import Arena, Step, open_arena
 from services.core.errors import exit_code_of
-from services.environment_server.environments import Transition
+from services.environment_server.environments import Transition, why_failed
 from services.environment_server.settings import EnvironmentSettings
 from services.protocol.evaluation import Action, EpisodePosition, FinishedEpisode, State
 
@@ -147,7 +147,7 @@ def _finish(one: _Open, actor: Actor) -> Episode:
 
 
 def _failed(episode: Episode, error: Exception) -> Episode:
-    return Episode(episode.seed, failed=f"{type(error).__name__}: {error}")
+    return Episode(episode.seed, failed=why_failed(error))
 
 
 async def serve(work: Work, make_actor: Callable[[Work], Actor], wire: TextIO) -> None:

@@ -27,7 +27,7 @@ class Session:
     reward: float | None = None
     reason: str | None = None
     called: bool = False
-    """Whether the agent has made a call since the gateway started."""
+    """True once the agent has made a call; a gateway that restarts forgets it."""
     refused: str | None = None
     """The limit over which the newest call was refused."""
     tree: Tree = field(default_factory=Tree)

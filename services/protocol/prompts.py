@@ -101,8 +101,9 @@ class PromptBatch(WireModel):
 
 
 class DataStats(BaseModel):
-    """Reply of the data-server's GET /stats: prompts by split, refused ``rows`` by reason, and the consumers' cursors.
+    """Reply of the data-server's GET /stats: prompts by split, and the consumers' cursors.
 
+    ``rows`` is the number of the source's rows, of which ``refused`` counts those that are no prompts, by reason.
     ``curriculum`` is "off" if success rates do not change the order. ``fingerprint`` has an entry for each part of the
     data: equal entries mean equal prompts in the same order.
     """
