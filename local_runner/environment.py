@@ -60,6 +60,10 @@ def node_environment(run: Run, task: TaskSpec, rank: int) -> dict[str, str]:
         # As Ray does on SkyPilot's nodes.
         THREADS_VARIABLE: RAY_THREADS,
     }
+    if sys.platform == "linux":
+        # A thread that waits for others sleeps at once. By default libgomp lets it spin, which on a busy machine takes
+        # the core from the thread that it waits for: docs/benchmarks/record.md has the figures. macOS was not measured.
+        defaults["OMP_WAIT_POLICY"] = "passive"
     share = {VISIBLE: ",".join(gpus)} if run.gpus else {}
     own = _with_local_mounts(task.environment, task.mounts, run.shared_dir)
     threads = (inherited | own).get(THREADS_VARIABLE)

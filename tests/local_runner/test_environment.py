@@ -46,6 +46,15 @@ def test_commands_run_with_this_interpreter():
     assert variables(TaskSpec("t", ""))["PATH"].split(os.pathsep)[0] == str(Path(sys.executable).parent)
 
 
+@pytest.mark.parametrize(("platform", "policy"), [("linux", "passive"), ("darwin", None)])
+def test_on_linux_threads_that_wait_sleep_unless_the_user_says_otherwise(platform, policy, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert variables(TaskSpec("t", "")).get("OMP_WAIT_POLICY") == policy
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert variables(TaskSpec("t", ""))["OMP_WAIT_POLICY"] == "active"
+
+
 def test_nodes_of_a_task_share_the_cores_and_ray_gives_each_one_thread(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(environment, "cores", lambda: 8)
