@@ -231,7 +231,8 @@ class WorkerPool:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
             return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
         end = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
-        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end})")
+        advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
+        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end}); {advice}")
 
     async def _replace(self) -> None:
         """Add a new worker as soon as one starts, unless the pool stops before that."""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
+import websockets
+from fastapi import FastAPI, Request, WebSocket
 
 from services.core.settings import Settings
 from services.http import connections
@@ -37,6 +38,11 @@ async def connect() -> AsyncIterator[Connect]:
     async def late() -> str:
         await asyncio.sleep(1.5 * connections.REQUEST_SECONDS)
         return "late"
+
+    @app.websocket("/echo")
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text(await socket.receive_text())
 
     @app.post("/count")
     async def count(request: Request) -> int:
@@ -112,17 +118,22 @@ async def test_connections_without_a_whole_request_are_closed(
     assert (await answer(await connect(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
 
 
-async def test_a_late_answer_and_a_slow_body_keep_their_connections(
+async def test_a_late_answer_a_slow_body_and_a_socket_keep_their_connections(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 3.0)
     waiting = asyncio.create_task(answer(await connect(), b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n"))
+    _, writer = await connect()
+    socket = websockets.connect("ws://{}:{}/echo".format(*writer.get_extra_info("peername")))
     slow = await connect()
     slow[1].write(b"POST /count HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n")
-    for _ in range(15):
-        slow[1].write(b"x")
-        await asyncio.sleep(0.3)
-    assert (await answer(slow, b"x")).startswith(b"HTTP/1.1 200")
+    async with socket as opened:
+        for _ in range(15):
+            slow[1].write(b"x")
+            await asyncio.sleep(0.3)
+        assert (await answer(slow, b"x")).startswith(b"HTTP/1.1 200")
+        await opened.send("hello")
+        assert await opened.recv() == "hello"
     assert (await waiting).startswith(b"HTTP/1.1 200")
 
 

@@ -62,7 +62,7 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
         ("sleep", RewardStatus.TIMEOUT, "more than 3 s"),
         ("hog", RewardStatus.MEMORY, "more than 64 MB"),
         ("grab", RewardStatus.MEMORY, "more than 64 MB"),
-        ("exit", RewardStatus.ERROR, "exit code 3"),
+        ("exit", RewardStatus.ERROR, "(exit code 3); if a library lacked memory, raise REWARD_MEMORY_MB"),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
         ("killed", RewardStatus.ERROR, "SIGKILL"),
     ],
