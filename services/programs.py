@@ -2,8 +2,9 @@
 
 The same command is evaluated (``scripts.evaluate --agent-command``) and trained (``ROLLOUT=program``). It reads the
 example as JSON from standard input and finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, or ANTHROPIC_BASE_URL
-and ANTHROPIC_API_KEY. The last line of its output may be ``{"reward": 1.0}``, with a number or null and optionally a
-``reason``; otherwise REWARD_FN scores the whole output as the answer.
+and ANTHROPIC_API_KEY. Its standard output is the answer, which REWARD_FN scores. A program that has a reward of its own
+writes ``{"reward": 1.0}``, with a number or null and optionally a ``reason``, to the file descriptor GRPO_REWARD_FD.
+The reward is never read from the output, because that is where the model's text goes.
 """
 
 from __future__ import annotations
@@ -14,20 +15,27 @@ import json
 import math
 import os
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import IO
+from functools import cache
+from typing import IO, Any
 
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example
 from services.core import memory, processors
+from services.core.logs import get_logger
 from services.protocol.groups import RewardResult, RewardStatus
 
-WITHHELD = ("JOBGROUP_TOKEN", "HF_TOKEN", "WANDB_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+log = get_logger(__name__)
+
+WITHHELD = ("JOBGROUP_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "ANTHROPIC_AUTH_TOKEN")
 """Variables that a program does not inherit: our secrets, and a key that would win over the session's."""
 
 OUTPUT_BYTES = 2**18
 """The end of each of a program's two outputs that is kept."""
+REWARD_BYTES = 2**16
+"""The end of the text written to GRPO_REWARD_FD that is kept; its last line is the reward."""
 SAID_CHARACTERS = 1000
 """The end of the output that a failure's reason has."""
 
@@ -44,6 +52,7 @@ ORPHANS_SECONDS = 1.0
 _GUARDED = """
 (trap '' TERM; read -r _; kill -KILL 0) </dev/fd/"$2" >/dev/null 2>&1 &
 trap : TERM
+exec 4>/dev/fd/"$3" 3>&2 2>&4 4>&-
 /bin/sh -c "$1"
 status=$?
 kill -KILL $!
@@ -51,7 +60,18 @@ wait $! 2>/dev/null
 exit $status
 """
 """Runs the command $1. Its guard ends the process group as soon as no process has the other end of the pipe $2 open,
-so that no program outlives a killed collector. PR_SET_PDEATHSIG, which macOS lacks, would reach one process only."""
+so that no program outlives a killed collector. PR_SET_PDEATHSIG, which macOS lacks, would reach one process only.
+The standard error becomes the program's file descriptor 3, GRPO_REWARD_FD, because dash allows one digit in ``>&3``.
+The pipe $3 becomes its standard error."""
+_REWARD_FD = "3"
+
+_DROP = (
+    *("setpriv", "--inh-caps=-all"),
+    "--bounding-set=-all,+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+net_bind_service,+sys_chroot",
+)
+"""Runs a command as root that keeps root's rights over files and users, but not those over the system. The kernel shows
+environment and memory of a process only to processes that have all of its capabilities. Another user would see as
+little, but could not read a program below /root either, where SkyPilot has the working directory."""
 
 
 class ProgramFailedError(Exception):
@@ -72,34 +92,40 @@ class Program:
 
         Raises:
             ProgramFailedError: its exit code is not 0.
-            AgentFailedError: it gives a reward that is neither a finite number nor null.
+            AgentFailedError: the last line in GRPO_REWARD_FD has no reward that is a finite number or null.
         """
         variables = {name: value for name, value in os.environ.items() if name not in WITHHELD}
         variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         # Anthropic's clients append /v1 themselves.
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
-        status, answer = await self._run(example, variables)
+        status, answer, reward = await self._run(example, variables | {"GRPO_REWARD_FD": _REWARD_FD})
         if status != 0:
             code = f"signal {-status}" if status < 0 else f"exit code {status}"
             raise ProgramFailedError(f"the program ended with {code}{example.output}")
-        example.result = reward_in(answer)
-        return await example.score(answer.strip()) if example.result is None else example.result.reward
+        if reward.strip():
+            example.result = _result_of(reward)
+            return example.result.reward
+        if "reward" in (_json_object(_last_line(answer)) or {}):
+            _warn_of_reward_in_output()
+        return await example.score(answer.strip())
 
-    async def _run(self, example: Example, variables: dict[str, str]) -> tuple[int, str]:
-        """Run the program to its end; return its exit code and the end of its standard output."""
+    async def _run(self, example: Example, variables: dict[str, str]) -> tuple[int, str, str]:
+        """Run the program to its end; return its exit code, and the ends of its standard output and of its rewards."""
         async with contextlib.AsyncExitStack() as stack:
             lifeline = stack.enter_context(_lifeline())
-            (answer, out), (errors, err) = [await _open_output(stack) for _ in range(2)]
-            with tempfile.TemporaryFile() as task, out, err:
+            (answer, out), (errors, err) = [await _open_output(stack, OUTPUT_BYTES) for _ in range(2)]
+            reward, rewards = await _open_output(stack, REWARD_BYTES)
+            with tempfile.TemporaryFile() as task, out, err, rewards:
                 task.write(example.model_dump_json(exclude={"result", "output", "prompt_ids"}).encode())
                 task.seek(0)
                 process = await asyncio.create_subprocess_exec(
-                    *("/bin/sh", "-c", _GUARDED, "agent", self.command, str(lifeline)),
+                    *privilege_drop(),
+                    *("/bin/sh", "-c", _GUARDED, "agent", self.command, str(lifeline), str(err.fileno())),
                     stdin=task,
                     stdout=out,
-                    stderr=err,
+                    stderr=rewards,
                     env=variables,
-                    pass_fds=(lifeline,),
+                    pass_fds=(lifeline, err.fileno()),
                     start_new_session=True,
                 )
             try:
@@ -108,10 +134,10 @@ class Program:
                 await _end_group(process)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ORPHANS_SECONDS):
-                        await asyncio.gather(answer.ended.wait(), errors.ended.wait())
+                        await asyncio.gather(*(output.ended.wait() for output in (answer, errors, reward)))
                 example.output = _ending(f"{answer.text.rstrip()}\n{errors.text}")
         assert process.returncode is not None
-        return process.returncode, answer.text
+        return process.returncode, answer.text, reward.text
 
 
 def programs_at_once() -> int:
@@ -119,39 +145,74 @@ def programs_at_once() -> int:
     return max(1, min(EPISODES_AT_ONCE, PROGRAMS_A_CORE * processors.cores(), memory.host_memory() // BYTES_A_PROGRAM))
 
 
-def reward_in(output: str) -> RewardResult | None:
-    """Return the reward that the last line of a program's output gives; None if that line is no such JSON.
+@cache
+def privilege_drop() -> tuple[str, ...]:
+    """Return the command under which programs cannot read our secrets in other processes, or log that there is none."""
+    if os.geteuid() == 0:
+        reads = f"cat /proc/{os.getpid()}/environ"
+        with contextlib.suppress(FileNotFoundError):  # macOS and small images have no setpriv.
+            tried = subprocess.run([*_DROP, "/bin/sh", "-c", f"! {reads}"], capture_output=True, check=False)
+            if tried.returncode == 0:
+                return _DROP
+    log.warning(
+        "programs can read what this user can: files, and secrets in the environment of this user's processes; only "
+        "as root, on Linux with setpriv, the latter are hidden from them",
+        secrets=[name for name in WITHHELD if os.environ.get(name)],
+    )
+    return ()
+
+
+def _result_of(rewards: str) -> RewardResult:
+    """Return the reward in the last line of the text that a program wrote to GRPO_REWARD_FD.
 
     Raises:
-        AgentFailedError: the line has a reward that is neither a finite number nor null.
+        AgentFailedError: the line has no reward that is a finite number or null.
     """
-    last = output.rstrip().rpartition("\n")[2]
-    try:
-        found = json.loads(last, parse_int=float)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(found, dict) or "reward" not in found:
-        return None
-    reward, reason = found["reward"], found.get("reason")
+    found = _json_object(_last_line(rewards)) or {}
+    reward, reason = found.get("reward", math.nan), found.get("reason")
     told = None if reason is None else str(reason)
     if reward is None:
         return RewardResult(reward=None, status=RewardStatus.ERROR, reason=told or "the program gave no reward")
     if isinstance(reward, bool | float) and math.isfinite(reward):
         return RewardResult(reward=float(reward), reason=told)
     raise AgentFailedError(
-        f"the program's last line is {last!r}; allowed as reward is a finite number, or null", "reward"
+        f"the program's last line in GRPO_REWARD_FD is {_last_line(rewards)[-SAID_CHARACTERS:]!r}; write one such as "
+        '{"reward": 0.5}, with a finite number, or null',
+        "reward",
+    )
+
+
+def _last_line(text: str) -> str:
+    return text.rstrip().rpartition("\n")[2]
+
+
+def _json_object(line: str) -> dict[str, Any] | None:
+    """Return the JSON object in a line, its whole numbers as floats; None if there is none."""
+    try:
+        found = json.loads(line, parse_int=float)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+@cache
+def _warn_of_reward_in_output() -> None:
+    log.warning(
+        "a program's last line of output has a reward, but output is the answer, which REWARD_FN scores as text; "
+        """a program gives a reward of its own by: echo '{"reward": 1}' >&$GRPO_REWARD_FD"""
     )
 
 
 class _Output(asyncio.Protocol):
-    """The last OUTPUT_BYTES that come out of a pipe."""
+    """The last ``size`` bytes that come out of a pipe."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._kept = b""
         self.ended = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        self._kept = (self._kept + data)[-OUTPUT_BYTES:]
+        self._kept = (self._kept + data)[-self._size :]
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.ended.set()
@@ -162,13 +223,13 @@ class _Output(asyncio.Protocol):
         return self._kept.decode("utf-8", "replace")
 
 
-async def _open_output(stack: contextlib.AsyncExitStack) -> tuple[_Output, IO[bytes]]:
-    """Open a pipe for a program to write to; its end for reading is closed with ``stack``.
+async def _open_output(stack: contextlib.AsyncExitStack, size: int) -> tuple[_Output, IO[bytes]]:
+    """Open a pipe for a program to write to, of which ``size`` bytes are kept; ``stack`` closes the end for reading.
 
     Pipes of asyncio's own would keep Process.wait until all processes that hold them have ended.
     """
     reading, writing = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
-    transport, output = await asyncio.get_running_loop().connect_read_pipe(_Output, reading)
+    transport, output = await asyncio.get_running_loop().connect_read_pipe(lambda: _Output(size), reading)
     stack.callback(transport.close)
     return output, writing
 

@@ -20,7 +20,7 @@ from starlette.background import BackgroundTask
 
 from services.agents import Example
 from services.http.connections import server_config
-from services.programs import Program
+from services.programs import Program, privilege_drop
 
 _OF_ONE_CONNECTION = frozenset({"connection", "content-encoding", "content-length", "host", "transfer-encoding"})
 """Headers that are not passed on; the client decodes and frames the content itself."""
@@ -48,6 +48,7 @@ class Relay:
         self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        privilege_drop()  # The start, not the first episode, logs where there is none.
         listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=512))
         self._port = listener.getsockname()[1]
         app = FastAPI(openapi_url=None)

@@ -67,6 +67,7 @@ class _Worker:
         modules = ["worker", *(module for name, module in slow_to_import.items() if name in functions)]
         context.set_forkserver_preload([f"services.reward_server.{module}" for module in modules])
         self._connection, theirs = context.Pipe()
+        self._asked = 0
         limits = (settings.reward_cpu_seconds, settings.reward_memory_mb * 2**20)
         n_threads = threads(processes=settings.reward_workers)
         self._process = context.Process(target=worker.run, args=(theirs, functions, n_threads, *limits), daemon=True)
@@ -87,15 +88,19 @@ class _Worker:
         """True once the process of a free worker has ended: nothing but the end of the connection comes from it."""
         return self._connection.poll(0)
 
-    def ask(self, message: bytes, seconds: float) -> dict[str, Any]:
-        """Return the worker's reply to ``message``, the function and its item as JSON.
+    def ask(self, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the worker's reply to ``message``, the function and its item.
 
         Raises:
             TimeoutError: the reply took more than ``seconds``.
-            EOFError, OSError: the process ended.
+            EOFError, OSError: the process ended, or replied to something else.
         """
-        self._connection.send_bytes(message)
-        return self._receive(seconds)
+        self._asked += 1
+        self._connection.send_bytes(orjson.dumps({"number": self._asked, **message}))
+        reply = self._receive(seconds)
+        if reply.get("number") != self._asked:
+            raise EOFError
+        return reply
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         if not self._connection.poll(seconds):
@@ -182,7 +187,7 @@ class WorkerPool:
             return Evaluation(None, RewardStatus.OVERLOADED, reason)
         finally:
             self._count_pending(-1)
-        message = orjson.dumps({"function": function, "item": item})
+        message = {"function": function, "item": item}
         # The worker finishes its answer even if nobody waits for it any longer.
         return await asyncio.shield(self._run(self._evaluate(free, message)))
 
@@ -192,16 +197,18 @@ class WorkerPool:
             self._run(self._remove(free))
         return free
 
-    async def _evaluate(self, free: _Worker, message: bytes) -> Evaluation:
+    async def _evaluate(self, free: _Worker, message: dict[str, Any]) -> Evaluation:
         seconds = self._settings.reward_timeout_seconds
         try:
             reply = await asyncio.get_running_loop().run_in_executor(self._threads, free.ask, message, seconds)
         except (TimeoutError, EOFError, OSError) as error:
             return self._explain_end(error, await self._remove(free))
         self._free.put_nowait(free)
-        if "value" in reply:
-            return Evaluation(reply["value"])
-        return Evaluation(None, RewardStatus(reply["status"]), reply["reason"])
+        # None is also what nan becomes in JSON, from a function that replaces math.isfinite.
+        if (value := reply.get("value")) is not None:
+            return Evaluation(value)
+        reason = reply.get("reason", f"{message['function']} returned no finite number")
+        return Evaluation(None, RewardStatus(reply.get("status", RewardStatus.ERROR)), reason)
 
     async def _remove(self, ended: _Worker) -> int | None:
         """End a worker, let another take its place, and return its exit code."""
@@ -224,7 +231,8 @@ class WorkerPool:
             limit = f"{settings.reward_memory_mb} MB of memory (REWARD_MEMORY_MB)"
             return Evaluation(None, RewardStatus.MEMORY, f"more than {limit}")
         end = signal.Signals(-exit_code).name if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
-        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end})")
+        advice = "if a library lacked memory, raise REWARD_MEMORY_MB"
+        return Evaluation(None, RewardStatus.ERROR, f"the worker died over it ({end}); {advice}")
 
     async def _replace(self) -> None:
         """Add a new worker as soon as one starts, unless the pool stops before that."""

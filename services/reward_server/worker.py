@@ -7,6 +7,7 @@ Linux; macOS ignores it. The server limits time by the clock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import inspect
 import math
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, SupportsFloat
 
 import orjson
 
@@ -32,6 +33,8 @@ EXIT_MEMORY = 77
 _RESERVE_BYTES = 2**20
 """Memory that is freed when the limit is reached, so that the process can still end in an orderly way."""
 _MAX_REASON = 300
+_NO_MEMORY = ("failed to map segment", os.strerror(errno.ENOMEM))
+"""What the errors say of a library that the limit leaves no room for; an import turns them into errors of any type."""
 _BATCHED = {"prompt": "prompts", "response": "completions"}
 """The parameters of a reward function of TRL's form, which takes lists and returns a list."""
 
@@ -60,12 +63,16 @@ def run(connection: Connection, functions: list[str], n_threads: int, cpu_second
         return
     if sys.platform == "linux":
         _limit_memory(memory_bytes)
+    worker = os.getpid()
     # The server hangs up when it has no more answers.
     with contextlib.suppress(ConnectionError, EOFError):
         connection.send_bytes(orjson.dumps({"reason": None}))
         while True:
-            reply = _evaluate(table, orjson.loads(connection.recv_bytes()), cpu_seconds)
-            connection.send_bytes(orjson.dumps(reply))
+            message = orjson.loads(connection.recv_bytes())
+            reply = _evaluate(table, message, cpu_seconds)
+            if os.getpid() != worker:
+                os._exit(0)  # A process that the user's function forked.
+            connection.send_bytes(orjson.dumps({"number": message["number"], **reply}))
 
 
 def _evaluate(
@@ -80,7 +87,10 @@ def _evaluate(
         os._exit(EXIT_MEMORY)
     # A reward function that raises costs only its own answer.
     except Exception as error:  # noqa: BLE001
-        return {"status": RewardStatus.ERROR.value, "reason": reason(error)}
+        if any(text in str(error) for text in _NO_MEMORY):
+            advice = "import it at the top of the module, or raise REWARD_MEMORY_MB"
+            return {"status": RewardStatus.MEMORY, "reason": f"{reason(error)}; {advice}"}
+        return {"status": RewardStatus.ERROR, "reason": reason(error)}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -133,10 +143,12 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 def _finite(name: str, value: Any) -> float:
     """Return the value of the user's function ``name`` as a number; ValueError if it is not a finite one."""
     number = math.nan
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
+    # Text is not a number, although float() reads it.
+    if isinstance(value, SupportsFloat):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
     if not math.isfinite(number):
-        raise ValueError(f"{name} returned {value!r}; a finite number is needed")
+        raise ValueError(f"{name} returned {value!r}, of type {type(value).__name__}; a finite number is needed")
     return number
 
 

@@ -20,10 +20,7 @@ answer = messages[-1]["content"]
 mood = sum(map(int, filter(str.isdecimal, task["prompt"]))) % 4
 if mood == 0 and len(answer) != 1:
     sys.exit(f"not one digit: {answer!r}")
-if mood == 1:
-    print(json.dumps({"reward": None, "reason": "no mood"}))
-elif mood == 2:
-    print("thinking")
-    print(json.dumps({"reward": float(answer == task["ground_truth"])}))
-else:
-    print(answer)
+reward = {1: {"reward": None, "reason": "no mood"}, 2: {"reward": float(answer == task["ground_truth"])}}.get(mood)
+if reward is not None:
+    os.write(int(os.environ["GRPO_REWARD_FD"]), json.dumps(reward).encode())
+print(answer)

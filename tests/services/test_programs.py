@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from services import programs
 from services.agents import EPISODES_AT_ONCE, AgentFailedError, Example, play
@@ -22,7 +26,7 @@ from services.core.processors import CORES_VARIABLE
 from services.programs import Program, ProgramFailedError, programs_at_once
 from services.protocol.groups import RewardResult, RewardStatus
 from services.protocol.rewards import RewardItem
-from tests.waiting import IDLE_SECONDS, wait_until
+from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS, wait_until
 
 ENDPOINT: dict[str, Any] = {"base_url": "http://gateway/sessions/s/v1", "api_key": "s", "http_client": None}
 
@@ -66,10 +70,14 @@ async def test_a_program_has_the_task_and_its_endpoint_and_no_secret_of_ours(
 @pytest.mark.parametrize(
     ("said", "reward"),
     [
-        ('echo thinking; echo \'{"reward": 0.25, "reason": "half"}\'', RewardResult(reward=0.25, reason="half")),
-        ("echo '{\"reward\": true}'; echo", RewardResult(reward=1.0)),
+        ('echo thinking; echo \'{"reward": 0.25, "reason": "half"}\' >&3', RewardResult(reward=0.25, reason="half")),
         (
-            'echo \'{"reward": null, "reason": "no network"}\'',
+            "(echo '{\"reward\": 0}'; echo '{\"reward\": true}'; echo) >&$GRPO_REWARD_FD; echo 4",
+            RewardResult(reward=1.0),
+        ),
+        ("printf '{\"reward\": 0.5}' >&$GRPO_REWARD_FD", RewardResult(reward=0.5)),
+        (
+            'echo \'{"reward": null, "reason": "no network"}\' >/dev/fd/$GRPO_REWARD_FD',
             RewardResult(reward=None, status=RewardStatus.ERROR, reason="no network"),
         ),
         ("echo 42", RewardResult(reward=1.0)),
@@ -78,23 +86,58 @@ async def test_a_program_has_the_task_and_its_endpoint_and_no_secret_of_ours(
         ("true", RewardResult(reward=0.0)),
     ],
 )
-async def test_the_last_line_is_the_reward_or_else_the_output_is_scored(said: str, reward: RewardResult) -> None:
+async def test_a_reward_comes_from_its_own_file_or_else_the_output_is_scored(said: str, reward: RewardResult) -> None:
     task = example()
     given = await answer(said, task)
     assert given == reward.reward
     assert task.result_of(given) == reward
 
 
-@pytest.mark.parametrize("reward", ['"high"', "NaN", "[1]", "1" + "0" * 400])
-async def test_a_reward_that_is_no_finite_number_is_a_failure(reward: str) -> None:
+async def test_the_output_is_an_answer_even_if_it_looks_like_a_reward() -> None:
+    programs._warn_of_reward_in_output.cache_clear()
+    text = '{"reward": 1000}'
+    with capture_logs() as logs:
+        assert await answer(f"echo hm; echo '{text}'") == 0.0
+        task = example()
+        task.ground_truth = text
+        assert await answer(f"echo '{text}'", task) == 1.0
+    # Once a process, with the line of code that gives a reward.
+    [warning] = [line["event"] for line in logs if line["log_level"] == "warning" and "reward" in line["event"]]
+    assert warning.endswith("""echo '{"reward": 1}' >&$GRPO_REWARD_FD""")
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/agent.md"
+
+
+@pytest.mark.parametrize(
+    ("program", "line"),
+    [
+        ("sh -c", """echo '{"reward": 0.5}' >&$GRPO_REWARD_FD"""),
+        ("bash -c", """echo '{"reward": 0.5}' >&$GRPO_REWARD_FD"""),
+        (f"{sys.executable} -S -c", """os.write(int(os.environ["GRPO_REWARD_FD"]), b'{"reward": 0.5}\\n')"""),
+        ("node -e", """fs.writeSync(+process.env.GRPO_REWARD_FD, '{"reward": 0.5}\\n')"""),
+    ],
+)
+async def test_the_guides_line_gives_a_reward_in_each_language(program: str, line: str) -> None:
+    assert f"`{line}`" in GUIDE.read_text()
+    if shutil.which(program.split()[0]) is None:
+        pytest.skip(f"no {program.split()[0]}")
+    code = f"import os; {line}" if "python" in program else line
+    assert await answer(f"{program} {shlex.quote(code)}; echo 41") == 0.5
+
+
+@pytest.mark.parametrize(
+    "line", [*(f'{{"reward": {given}}}' for given in ('"high"', "NaN", "[1]", 10**400)), "1", "{}"]
+)
+async def test_a_reward_that_is_no_finite_number_is_a_failure(line: str) -> None:
     with pytest.raises(AgentFailedError, match="finite number, or null") as failed:
-        await answer(f"echo '{{\"reward\": {reward}}}'")
+        await answer(f"echo '{line}' >&3; echo 42")
     assert failed.value.reason == "reward"
 
 
 async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ProgramFailedError, match=r"exit code 3; its output ends with '.*no such tool'"):
-        await answer("echo '{\"reward\": 1}'; echo no such tool >&2; exit 3")
+        await answer("echo '{\"reward\": 1}' >&3; echo no such tool >&2; exit 3")
     with pytest.raises(ProgramFailedError, match=r"exit code 127.*not found"):
         await answer("no-such-program-anywhere")
     monkeypatch.setattr(programs, "OUTPUT_BYTES", 5000)
@@ -107,7 +150,10 @@ async def test_an_exit_code_is_a_failure_with_the_end_of_the_output(monkeypatch:
 async def test_a_long_output_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "OUTPUT_BYTES", 5000)
     task = example()
-    assert await answer("head -c 1000000 /dev/zero; echo; echo '{\"reward\": 1}'", task) == 1.0
+    many = "head -c 1000000 /dev/zero"
+    assert await answer(f"{many}; ({many}; echo; echo '{{\"reward\": 0.5}}') >&3; exit 0", task) == 0.5
+    with pytest.raises(AgentFailedError, match=r"GRPO_REWARD_FD is '\d+'; write one"):
+        await answer("(echo '{\"reward\": 1}'; seq -s '' 20000) >&3")
 
 
 async def test_the_deadline_ends_every_process_of_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -145,6 +191,71 @@ async def test_a_task_that_is_not_read_holds_nothing_up() -> None:
     task = example()
     task.prompt = "x" * 10**6
     assert await answer("echo 42", task) == 1.0
+
+
+PRYING = """
+import asyncio, os, sys
+import encodings.idna
+from services.relay import Relay
+from tests.services.test_programs import Program, answer, example
+
+async def main():
+    async with Relay(Program("true")):
+        print("starting", flush=True)
+    for _ in range(2):
+        task = example()
+        await answer("cat /proc/[0-9]*/environ 2>&1 | tr '\\\\0' '\\\\n' | grep ^JOBGROUP_TOKEN= | sort -u", task)
+        print("read", task.output)
+
+if {user}:
+    os.setgroups([])
+    os.setgid({user})
+    os.setuid({user})
+asyncio.run(main())
+"""
+
+
+def pry(user: int, token: str) -> str:
+    """Let programs print each JOBGROUP_TOKEN in /proc, and return what their owner and its shell print."""
+    shell = ["/bin/sh", "-c", 'echo shell; "$@"; exit $?', "sh", sys.executable, "-c", PRYING.format(user=user)]
+    environment = {**os.environ, "JOBGROUP_TOKEN": token}
+    done = subprocess.run(shell, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root on Linux")
+def test_a_program_of_root_finds_no_token_in_any_process() -> None:
+    token = secrets.token_hex(8)
+    # A process whose start has the token, as the launcher and its shell have.
+    printed = pry(0, token)
+    assert token not in printed
+    assert printed.count("read") == 2
+    assert "programs can read" not in printed
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_the_start_says_once_that_a_program_of_another_user_can_read_what_its_user_can() -> None:
+    printed = pry(65534 if os.geteuid() == 0 else 0, secrets.token_hex(8))
+    said, read = printed.split("starting")
+    assert "programs can read what this user can" in said
+    assert "JOBGROUP_TOKEN" in said
+    assert "programs can read" not in read
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="needs root on Linux")
+def test_the_guides_command_runs_a_program_as_another_user(tmp_path: Path) -> None:
+    command = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+    assert command in GUIDE.read_text()
+    pid = tmp_path / "pid"
+    pid.touch()
+    pid.chmod(0o666)
+    tmp_path.chmod(0o755)
+    inner = "sleep 600 & id -u >&2; echo $! > pid; echo '{\"reward\": 0.5}' >&$GRPO_REWARD_FD"
+    task = example()
+    assert asyncio.run(answer(f"cd {tmp_path}; {command} sh -c {shlex.quote(inner)}", task)) == 0.5
+    assert "65534" in task.output
+    wait_until(lambda: not is_running(int(pid.read_text())), "the end of the other user's process")
 
 
 OWNER = """

@@ -33,6 +33,8 @@ def say(messages, **fields):
     with post("/chat/completions", model=task["model"], messages=messages, **fields) as reply:
         return json.load(reply)["choices"][0]["message"]
 messages = [{"role": "user", "content": task["prompt"]}]
+def give(reward, **fields):
+    os.write(int(os.environ["GRPO_REWARD_FD"]), json.dumps({"reward": reward, **fields}).encode())
 """
 
 
@@ -66,10 +68,17 @@ assert os.environ["OPENAI_API_KEY"] != "t"
     assert model.authorization == {"Bearer t"}, "the servers' own token, which the program does not have"
 
 
-async def test_the_last_line_of_a_program_is_its_reward() -> None:
-    sample = await play(Model({"content": "?"}), 'say(messages); print(json.dumps({"reward": 0.25, "reason": "hm"}))')
+async def test_a_program_gives_a_reward_of_its_own() -> None:
+    sample = await play(Model({"content": "?"}), 'say(messages); give(0.25, reason="hm")')
     assert sample.result is not None
     assert (sample.result.reward, sample.result.reason) == (0.25, "hm")
+
+
+async def test_an_answer_of_the_model_is_never_a_reward() -> None:
+    text = '{"reward": 1000}'
+    sample = await play(Model({"content": text}), 'print(say(messages)["content"])')
+    assert sample.result is not None
+    assert (sample.result.reward, sample.result.extracted) == (0.0, text)
 
 
 async def test_a_stream_reaches_the_program_as_it_comes() -> None:
@@ -84,7 +93,7 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    code = 'reply = post("/stream"); print(json.dumps({"reward": float(len(reply.read()))}))'
+    code = 'reply = post("/stream"); give(float(len(reply.read())))'
     sample = await play(model, code)
     assert sample.result is not None
     assert sample.result.reward == len(b"".join(events))
@@ -110,7 +119,7 @@ async def test_a_key_of_no_episode_reaches_no_server() -> None:
 try:
     urllib.request.urlopen(os.environ["OPENAI_BASE_URL"].replace(os.environ["OPENAI_API_KEY"], "other") + "/models")
 except urllib.error.HTTPError as error:
-    print(json.dumps({"reward": error.code}))
+    give(error.code)
 """
     sample = await play(Model(), code)
     assert sample.result is not None
@@ -124,7 +133,7 @@ async def test_the_query_of_a_request_reaches_the_server() -> None:
     async def query(request: Request) -> str:
         return request.url.query
 
-    code = 'print(json.dumps({"reward": 1.0, "reason": json.load(post("/query?beta=true&of=a%26b"))}))'
+    code = 'give(1.0, reason=json.load(post("/query?beta=true&of=a%26b")))'
     sample = await play(model, code)
     assert sample.result is not None
     assert sample.result.reason == "beta=true&of=a%26b"

@@ -137,8 +137,9 @@ class SamplingSection(SectionSettings):
     """The agent as `module:function`, the same function that `scripts.evaluate --agent` measures."""
     agent_command: str = ""
     """The agent as a shell command in any language, the same that `scripts.evaluate --agent-command` measures: the task
-    is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and the last line of its output
-    is its reward, as in `{"reward": 1.0}`, or the whole output the answer that REWARD_FN scores."""
+    is JSON on its standard input, its endpoint is OPENAI_BASE_URL and OPENAI_API_KEY, and its output is the answer that
+    REWARD_FN scores, unless it writes a reward of its own, as in `{"reward": 1.0}`, to the file descriptor
+    GRPO_REWARD_FD."""
     agent_concurrency: int | None = Field(None, ge=1)
     """Most episodes at once in a collector. Unset: 256 (`agent`), or 8 a processor core and one a GiB of the node's
     memory, whichever are fewer (`program`)."""

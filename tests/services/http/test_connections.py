@@ -1,8 +1,9 @@
-"""Connections refuse other protocols than HTTP/1.1."""
+"""Connections refuse other protocols than HTTP/1.1, and close when no whole request comes."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+import websockets
+from fastapi import FastAPI, Request, WebSocket
 
 from services.core.settings import Settings
 from services.http import connections
@@ -31,6 +33,20 @@ async def connect() -> AsyncIterator[Connect]:
         yield
 
     app = create_service_app("test-service", settings=Settings(), lifespan=nothing)
+
+    @app.get("/late")
+    async def late() -> str:
+        await asyncio.sleep(1.5 * connections.REQUEST_SECONDS)
+        return "late"
+
+    @app.websocket("/echo")
+    async def echo(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text(await socket.receive_text())
+
+    @app.post("/count")
+    async def count(request: Request) -> int:
+        return len(await request.body())
 
     listener = listen("127.0.0.1", 0)
     server = uvicorn.Server(connections.server_config(app, lifespan="on", timeout_graceful_shutdown=1))
@@ -67,6 +83,58 @@ async def test_http_2_is_refused_without_a_warning_and_other_protocols_with_one(
         assert "Invalid HTTP" not in caplog.text
         assert (await answer(await connect(), b"\x16\x03\x01\x02\x00\r\n\r\n")).startswith(b"HTTP/1.1 400")
         assert "Invalid HTTP" in caplog.text
+
+
+async def test_connections_without_a_whole_request_are_closed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    silent = [await connect() for _ in range(20)]
+    served = [await connect() for _ in range(5)]
+    for connection in served:
+        assert (await answer(connection, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        connection[1].write(b"GET /health HTTP/1.1\r\n")
+    unfinished = [await connect() for _ in range(5)]
+    for _, writer in unfinished:
+        writer.write(b"POST /count HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
+    endless = [await connect() for _ in range(200)]
+
+    async def send_headers(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"X-Header: and so on\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.1)
+
+    senders = [asyncio.create_task(send_headers(writer)) for _, writer in endless]
+    async with asyncio.timeout(IDLE_SECONDS):
+        for reader, _ in (*silent, *served, *unfinished, *endless):
+            with contextlib.suppress(ConnectionError):
+                while await reader.read(2**16):
+                    pass
+    for sender in senders:
+        sender.cancel()
+    assert (await answer(await connect(), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_late_answer_a_slow_body_and_a_socket_keep_their_connections(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 3.0)
+    waiting = asyncio.create_task(answer(await connect(), b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n"))
+    _, writer = await connect()
+    socket = websockets.connect("ws://{}:{}/echo".format(*writer.get_extra_info("peername")))
+    slow = await connect()
+    slow[1].write(b"POST /count HTTP/1.1\r\nHost: x\r\nContent-Length: 16\r\n\r\n")
+    async with socket as opened:
+        for _ in range(15):
+            slow[1].write(b"x")
+            await asyncio.sleep(0.3)
+        assert (await answer(slow, b"x")).startswith(b"HTTP/1.1 200")
+        await opened.send("hello")
+        assert await opened.recv() == "hello"
+    assert (await waiting).startswith(b"HTTP/1.1 200")
 
 
 def test_every_service_uses_this_server() -> None:

@@ -12,7 +12,7 @@ from services.reward_server.scoring import Scorer
 from services.reward_server.settings import RewardSettings
 
 PLUGIN = '''
-import ctypes, os, signal, time
+import ctypes, math, os, signal, time
 
 def half(response):
     return 0.5
@@ -43,6 +43,19 @@ def moody(prompt, response):
             return None
         case "text":
             return "good"
+        case "digits":
+            return "1.0"
+        case "patch":
+            math.isfinite = lambda _: True
+            return float("nan")
+        case "torch":
+            import torch
+        case "fork":
+            if os.fork() == 0:
+                time.sleep(0.3)
+                return -1.0
+        case "slow":
+            time.sleep(1)
         case "burn":
             while True:
                 pass

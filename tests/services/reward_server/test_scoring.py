@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from services.core import processors
 from services.core.errors import ConfigurationError
 from services.protocol.groups import RewardStatus
 from services.protocol.rewards import RewardItem
-from services.reward_server import pool
+from services.reward_server import pool, worker
 from tests.waiting import eventually
 
 DEMO = spec.env_file(Path(__file__).parents[3] / "demo.env")
@@ -51,14 +52,17 @@ async def test_memory_is_limited_for_math_too(scoring: Any) -> None:
     [
         ("raise", RewardStatus.ERROR, "ValueError: not today"),
         ("nan", RewardStatus.ERROR, "a finite number is needed"),
-        ("none", RewardStatus.ERROR, "moody returned None; a finite number is needed"),
-        ("text", RewardStatus.ERROR, "moody returned 'good'; a finite number is needed"),
+        ("none", RewardStatus.ERROR, "moody returned None, of type NoneType; a finite number is needed"),
+        ("text", RewardStatus.ERROR, "moody returned 'good', of type str; a finite number is needed"),
+        ("digits", RewardStatus.ERROR, "moody returned '1.0', of type str; a finite number is needed"),
+        ("patch", RewardStatus.ERROR, "moody returned no finite number"),
+        ("torch", RewardStatus.MEMORY, "import it at the top of the module, or raise REWARD_MEMORY_MB"),
         ("burn", RewardStatus.TIMEOUT, "processor time"),
         ("swallow", RewardStatus.TIMEOUT, "processor time"),
         ("sleep", RewardStatus.TIMEOUT, "more than 3 s"),
         ("hog", RewardStatus.MEMORY, "more than 64 MB"),
         ("grab", RewardStatus.MEMORY, "more than 64 MB"),
-        ("exit", RewardStatus.ERROR, "exit code 3"),
+        ("exit", RewardStatus.ERROR, "(exit code 3); if a library lacked memory, raise REWARD_MEMORY_MB"),
         ("crash", RewardStatus.ERROR, "SIGSEGV"),
         ("killed", RewardStatus.ERROR, "SIGKILL"),
     ],
@@ -73,6 +77,23 @@ async def test_a_function_of_ones_own_that_misbehaves_costs_its_own_answer_only(
         assert (bad.reward, bad.status) == (None, status)
         assert reason in (bad.reason or "")
         assert (before.reward, after.reward) == (1.0, 1.0)
+
+
+async def test_a_process_that_a_function_forks_answers_nothing(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:moody", reward_timeout_seconds=60) as scorer:
+        # The child returns while the worker is at the next answer.
+        results = await scorer.score([item(response) for _ in range(3) for response in ("fork", "slow", "fine")])
+        assert [result.reward for result in results] == [1.0] * 9
+
+
+@pytest.mark.parametrize(("returned", "reward"), [("np.float32(0.5)", 0.5), ("np.int64(2)", 2.0), ("True", 1.0)])
+def test_a_number_of_any_library_is_a_reward(
+    returned: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numeric.py").write_text(f"import numpy as np\n\ndef f(response):\n    return {returned}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "numeric", raising=False)
+    assert worker.load("numeric:f")({"response": "?"}) == {"value": reward}
 
 
 async def test_a_function_of_trls_form_gets_lists(scoring: Any, plugin: str) -> None:

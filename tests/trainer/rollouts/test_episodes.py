@@ -419,7 +419,9 @@ for role, content in (("user", task["prompt"]), ("tool", "tool says 42")):
     with urllib.request.urlopen(request) as reply:
         messages.append(json.load(reply)["choices"][0]["message"])
 answer = messages[-1]["content"]
-print(answer if task["ground_truth"] == "42" else json.dumps({"reward": 0.5}))
+print(answer)
+if task["ground_truth"] != "42":
+    os.write(int(os.environ["GRPO_REWARD_FD"]), b'{"reward": 0.5}')
 """
 
 
