@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -32,16 +33,22 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def replace_directory(new: Path, old: Path) -> None:
-    """Rename the directory ``new`` to ``old``, in place of a directory that is there."""
-    if old.exists():
-        # A rename cannot replace a directory that is not empty: move the old one out of the way first.
-        replaced = old.with_name(f".{old.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
+    """Rename the directory ``new`` to ``old``, in place of a directory, or of a link, that is there."""
+    # A rename cannot replace a directory that is not empty: move the old one out of the way first.
+    replaced = old.with_name(f".{old.name}.replaced")
+    remove_directory(replaced)
+    if os.path.lexists(old):
         old.rename(replaced)
-        new.rename(old)
-        shutil.rmtree(replaced, ignore_errors=True)
+    new.rename(old)
+    remove_directory(replaced)
+
+
+def remove_directory(path: Path) -> None:
+    """Remove as much of a directory as can be removed, or a link in its place; do nothing where there is neither."""
+    if path.is_symlink():
+        path.unlink()
     else:
-        new.rename(old)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_model_directory(model: str) -> None:

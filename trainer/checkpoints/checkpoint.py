@@ -12,6 +12,7 @@ import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol, cast
 
 import orjson
@@ -25,10 +26,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from services.core.errors import ConfigurationError
+from services.core.files import remove_directory, replace_directory
 from services.core.logs import get_logger
 from services.protocol.prompts import Cursor
 from trainer.checkpoints.fingerprint import Fingerprint
 from trainer.checkpoints.manifest import damaged_file, write_manifest
+from trainer.checkpoints.reader import CheckpointReader
 from trainer.checkpoints.volume import DiskFullError, writing
 from trainer.model.policy import Policy
 from trainer.model.ranks import Ranks
@@ -69,6 +72,8 @@ class RunState(BaseModel):
     last_accuracy_high: float | None = None
     last_accuracy_prompts: int | None = None
     evaluated_step: int | None = None
+    evaluation_error: str | None = None
+    """Why the newest evaluation has no accuracy."""
     seconds: float = 0.0
     random_state: list[int] = []
     """State of torch's CPU generator, as bytes."""
@@ -114,7 +119,7 @@ class CheckpointStore:
             directory.mkdir(parents=True, exist_ok=True)
             # What a trainer that was killed had not finished: each takes as much room as a checkpoint.
             for unfinished in directory.glob(".step-*"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+                remove_directory(unfinished)
 
     def save(
         self,
@@ -181,7 +186,7 @@ class CheckpointStore:
                 shutil.rmtree(pending.hidden, ignore_errors=True)
                 raise DiskFullError(complaints[0])
             with writing(pending.final):
-                _replace(pending.final, pending.hidden)
+                replace_directory(pending.hidden, pending.final)
                 self._remove_old(pending.state)
 
         try:
@@ -204,7 +209,7 @@ class CheckpointStore:
             if old != best:
                 if (snapshot := _snapshot_of(old)) is not None:
                     self._removed_snapshots.append(snapshot)
-                shutil.rmtree(old)
+                remove_directory(old)
 
     def newest(self, model_type: str, parameters: int) -> tuple[Path, RunState] | None:
         """Return the newest undamaged checkpoint of this model, the same on every rank; None without checkpoints.
@@ -224,7 +229,7 @@ class CheckpointStore:
         """
         found = _tensors(policy, optimizer, critic)
         state = {name: {"state": x["state"]} if name.endswith("optimizer") else x for name, x in found.items()}
-        load(state, checkpoint_id=path)
+        load(state, storage_reader=CheckpointReader(path))
         for name, value in state.items():
             found[name] = found[name] | value
         set_state_dict(policy, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
@@ -289,16 +294,6 @@ def _seal(written: Future[Any], directory: Path, state: RunState) -> None:
     write_manifest(directory)
 
 
-def _replace(final: Path, new: Path) -> None:
-    """Rename ``new`` to ``final``. One of the two exists at any time, except between two renames."""
-    aside = final.with_name(f".{final.name}.old")
-    shutil.rmtree(aside, ignore_errors=True)
-    if final.exists():
-        final.rename(aside)
-    new.rename(final)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
 def _read_state(directory: Path) -> RunState:
     return RunState.model_validate_json((directory / "state.json").read_bytes())
 
@@ -312,12 +307,13 @@ def _snapshot_of(directory: Path) -> str | None:
 
 
 def _damage(directory: Path) -> str | None:
-    """Return why a checkpoint cannot be used; None when every file matches the manifest."""
+    """Return why a checkpoint cannot be used; None when every file matches the manifest and nothing in it would run."""
     try:
         damaged = damaged_file(directory)
         if damaged is not None:
             return f"{damaged} is not as it was written"
+        CheckpointReader(directory).read_metadata()
         _read_state(directory)
-    except (OSError, ValueError, KeyError, ValidationError) as error:
+    except (OSError, ValueError, KeyError, ValidationError, UnpicklingError) as error:
         return str(error).splitlines()[0]
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.core.files import atomic_write, check_model, check_model_directory
+from services.core.files import atomic_write, check_model, check_model_directory, replace_directory
 
 
 @pytest.mark.parametrize("content", ["größer\n", "größer\n".encode()])
@@ -60,3 +60,17 @@ def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     check_model_directory(str(model))
     check_model_directory("Qwen/Qwen2.5-0.5B-Instruct")
     check_model_directory("gpt2")
+
+
+@pytest.mark.parametrize("target", ["nowhere", "elsewhere"])
+def test_a_directory_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(tmp_path: Path, target: str) -> None:
+    new, old, elsewhere = tmp_path / "new", tmp_path / "old", tmp_path / "elsewhere"
+    for directory in (new, elsewhere):
+        directory.mkdir()
+        (directory / directory.name).touch()
+    for link in (old, tmp_path / ".old.replaced"):
+        link.symlink_to(tmp_path / target)
+    replace_directory(new, old)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "old"]
+    assert [path.name for path in old.iterdir()] == ["new"]
+    assert [path.name for path in elsewhere.iterdir()] == ["elsewhere"]

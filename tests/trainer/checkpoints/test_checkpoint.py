@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import structlog
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from services.core.errors import ConfigurationError
 from tests.trainer import rank_jobs
@@ -138,8 +143,15 @@ def make_up_a_field(checkpoint: Path) -> None:
     (checkpoint / "state.json").write_text(json.dumps(state | {"unheard_of": 1}))
 
 
+def lead_nowhere(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to("nowhere")
+
+
 @pytest.mark.parametrize(
-    "damage", [cut_short, change_one_byte, lose_a_file, empty_the_manifest, make_up_a_field], ids=lambda d: d.__name__
+    "damage",
+    [cut_short, change_one_byte, lose_a_file, empty_the_manifest, make_up_a_field, lead_nowhere],
+    ids=lambda d: d.__name__,
 )
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
     alone: Ranks, model: Path, checkpoints: Path, damage: object
@@ -152,6 +164,79 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(
     [warning] = [entry for entry in logged if entry["event"] == "checkpoint not used"]
     assert f"step-{SAVED:06d}" in warning["path"]
     assert warning["reason"]
+
+
+class RunsACommand:
+    """A value that creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.command = f"touch {file}"
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def in_the_metadata(checkpoint: Path, value: RunsACommand) -> None:
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(value))
+
+
+def in_the_metadatas_fields(checkpoint: Path, value: RunsACommand) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    metadata.planner_data = value
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def in_place_of_a_tensor(checkpoint: Path, value: RunsACommand) -> None:
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    torch.save(value, checkpoint / "value")
+    size = (checkpoint / "value").stat().st_size
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("value", 0, size)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "put", [in_the_metadata, in_the_metadatas_fields, in_place_of_a_tensor], ids=lambda put: put.__name__
+)
+def test_nothing_that_a_checkpoint_contains_is_run(
+    alone: Ranks, model: Path, checkpoints: Path, tmp_path: Path, put: Callable[[Path, RunsACommand], None]
+) -> None:
+    def spoil(checkpoint: Path) -> None:
+        put(checkpoint, RunsACommand(tmp_path / "was-run"))
+        (checkpoint / "manifest.json").unlink()
+        manifest.write_manifest(checkpoint)
+
+    spoil(checkpoints / f"step-{SAVED:06d}")
+    with structlog.testing.capture_logs() as logged:
+        step, _ = resume_and_train(alone, model, checkpoints, GROUPS, SAVED)
+    assert step == SAVED - 1
+    [reason] = [entry["reason"] for entry in logged if entry["event"] == "checkpoint not used"]
+    assert ".metadata is not the metadata of a checkpoint: " in reason
+    assert ("posix.system, which no checkpoint has" in reason) != (put is in_place_of_a_tensor)
+    for number in range(1, SAVED):
+        if (other := checkpoints / f"step-{number:06d}").exists():
+            spoil(other)
+    with pytest.raises(ConfigurationError, match=r"can be used; the newest, .* is not the metadata of a checkpoint"):
+        resume_and_train(alone, model, checkpoints, GROUPS, SAVED)
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("target", ["nowhere", "elsewhere"])
+def test_a_checkpoint_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(
+    alone: Ranks, model: Path, tmp_path: Path, target: str
+) -> None:
+    directory, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    learner = make_learner(alone, model)
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    store = CheckpointStore(directory, 1, alone)
+    for link in (directory / "step-000001", directory / "step-000002", directory / ".step-000002.replaced"):
+        link.symlink_to(tmp_path / target)
+    for step in (2, 3):
+        store.save(learner.policy, learner.optimizer, run_state(learner, step), wait=True)
+    assert [(path.name, path.is_symlink()) for path in directory.iterdir()] == [("step-000003", False)]
+    assert (elsewhere / "mine").exists()
 
 
 def test_the_resumed_run_is_the_same_from_the_one_before_it_too(
