@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from services.core.endpoints import mapped_addresses
 from services.core.errors import ConfigurationError
 from services.core.logs import get_logger
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.preflight.limits import Limits
 from trainer.preflight.shape import ModelShape
@@ -65,6 +67,7 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
 
     Raises:
         ConfigurationError: a place has too little; the message has the sizes and the setting that would fit.
+        DiskFullError: the volume has too little for a run that has a checkpoint: it had enough before.
     """
     work = _chosen(settings, shape, machine)
     need, limits = needed(shape, work), machine.limits
@@ -75,7 +78,9 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
             log.info(f"preflight: {name}", needs=total, has=there, **sizes)
     for place in PLACES:
         if not _fits(need, work, limits, place):
-            raise ConfigurationError(_refusal(settings, shape, machine, work, place, name_nodes))
+            resumes = place == "volume" and any(settings.checkpoint_dir.glob("step-[0-9]*"))
+            kind = DiskFullError if resumes else ConfigurationError
+            raise kind(_refusal(settings, shape, machine, work, place, name_nodes))
     if need.total("host") > limits.host:
         tokens = next(_micro_batches_that_fit(settings, shape, machine), None)
         remedy = f"MICRO_BATCH_TOKENS={tokens}" if tokens else "a smaller MAX_NEW_TOKENS, or more memory"
@@ -84,8 +89,8 @@ def check(settings: TrainerSettings, shape: ModelShape, machine: Machine, name_n
 
 
 def gigabytes(size: int) -> str:
-    """Return a number of bytes as text, in GiB."""
-    return f"{size / GIB:.1f} GiB"
+    """Return a number of bytes as text: in GiB, or below 1 GiB in MiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def _chosen(settings: TrainerSettings, shape: ModelShape, machine: Machine) -> Work:
@@ -141,7 +146,10 @@ def _remedy(
         fewer = settings.model_copy(update={"checkpoints_kept": 1})
         fits = needed(shape, _chosen(fewer, shape, machine)).total(place) <= machine.limits.volume
         keep = "Set CHECKPOINTS_KEPT=1, or give" if fits else "Give"
-        return f"{keep} volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more, or remove old runs (scripts.clean)."
+        # The local runner, which maps the addresses, has a directory in place of a volume.
+        local = "a --shared-dir on another disk"
+        more = local if mapped_addresses() else f"volume.yaml `size: {math.ceil(wanted / GIB)}Gi` or more"
+        return f"{keep} {more}, or remove old runs (scripts.clean)."
     if place == "host":
         more = f"`memory: {math.ceil(wanted / GIB)}+` in jobgroup.yaml"
         return f"Give ppo-trainer {more}, or more nodes, or set LORA_RANK={ADAPTERS}."

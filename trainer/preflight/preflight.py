@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from services.core.errors import ConfigurationError
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.loading import choose_compute, load_config
 from trainer.model.ranks import Ranks
@@ -21,6 +22,7 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
 
     Raises:
         ConfigurationError: the model cannot be loaded, or something does not fit; raised on every rank.
+        DiskFullError: the volume of a run that has a checkpoint has no room for more; raised on every rank.
     """
     chosen = choose_compute(settings, ranks)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if ranks.world_size > 1 else 1
@@ -34,6 +36,6 @@ def preflight(settings: TrainerSettings, ranks: Ranks) -> tuple[TrainerSettings,
         work = check(settings, shape, machine)
         return {"replicas": work.replicas, "checkpointing": work.has_checkpointing, "frees": work.frees_parameters}
 
-    found = ranks.on_main(choose, ConfigurationError)
+    found = ranks.on_main(choose, ConfigurationError, DiskFullError)
     changes = {"activation_checkpointing": found["checkpointing"], "shard_parameters": found["frees"]}
     return settings.model_copy(update=changes), ranks.replicated(found["replicas"])

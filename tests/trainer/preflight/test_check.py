@@ -12,10 +12,12 @@ import yaml
 from torch.distributed.tensor import DTensor
 
 from benchmarks.scaling.models import CONFIGS
+from services.core.endpoints import ENDPOINTS_VARIABLE
 from services.core.errors import ConfigurationError
 from tests.trainer.processes import run_on_ranks
 from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, plain_model, random_groups, save_model
+from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings
 from trainer.model.critic import CriticLearner
 from trainer.model.ranks import Ranks
@@ -87,6 +89,28 @@ def test_what_cannot_fit_is_refused_with_what_would(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         chosen(label, nodes, gpus, limits, **given)
+
+
+def test_a_volume_that_had_room_before_may_have_it_again(tmp_path: Path) -> None:
+    """The error of a run with a checkpoint is recoverable: somebody else has filled the volume."""
+    tiny, full = ModelShape.of(FAMILIES["qwen2"]), Limits(device=0, host=32 * GIB, shm=0, volume=1 << 17)
+    given = settings(shared_dir=tmp_path, run_id="r")
+    said = r"needs \d+\.\d MiB of the volume of the run directory .*; there is 0\.1 MiB\. Give volume\.yaml `size: 1Gi`"
+    with pytest.raises(ConfigurationError, match=said):
+        check(given, tiny, Machine(1, 1, 4, full))
+    (given.checkpoint_dir / "step-000002").mkdir(parents=True)
+    with pytest.raises(DiskFullError, match=said):
+        check(given, tiny, Machine(1, 1, 4, full))
+    with pytest.raises(ConfigurationError, match="host memory"):
+        check(given, tiny, Machine(1, 1, 4, replace(full, host=1 << 20)))
+
+
+def test_on_one_machine_a_full_disk_is_told_without_a_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINTS_VARIABLE, '{"data-server-0:8001": "127.0.0.1:1"}')
+    full = replace(ROOM, device=0, volume=1 << 17)
+    said = r"there is 0\.1 MiB\. Give a --shared-dir on another disk, or remove old runs \(scripts\.clean\)\.$"
+    with pytest.raises(ConfigurationError, match=said):
+        check(settings(shared_dir=tmp_path), ModelShape.of(FAMILIES["qwen2"]), Machine(1, 1, 4, full))
 
 
 @pytest.mark.parametrize(
