@@ -26,6 +26,7 @@ from trainer.model.loading import choose_compute, load_model
 from trainer.model.optimizer import learning_rate, make_optimizer, optimizer_steps
 from trainer.model.policy import predicting_states
 from trainer.model.ranks import Ranks
+from trainer.model.saving import follow_umask
 from trainer.model.sharding import shard
 from trainer.model.sharing import make_part, packed, token_numbers, unknown_ids
 from trainer.model.value_head import ValueHead
@@ -157,6 +158,7 @@ class CriticLearner:
             save_torch_state_dict(state, hidden, metadata={"format": "pt"})
             config.save_pretrained(hidden)
             description.tokenizer.save_pretrained(hidden)
+            follow_umask(hidden, "config.json")
 
         self.ranks.on_main(lambda: write_whole(directory, write), DiskFullError)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import stat
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def write_model(policy: Policy, state: dict[str, Tensor], directory: Path, dtype
         directory.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, directory, metadata={"format": "pt"})
         _save_description(policy, directory, dtype)
+        follow_umask(directory, "config.json")
 
 
 def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> None:
@@ -57,6 +59,14 @@ def write_adapter(policy: Policy, state: dict[str, Tensor], directory: Path) -> 
         directory.mkdir(parents=True, exist_ok=True)
         save_file(state, directory / WEIGHTS_FILE, metadata={"format": "pt"})
         (directory / CONFIG_FILE).write_text(json.dumps(policy.adapter_config(), indent=2))
+        follow_umask(directory, CONFIG_FILE)
+
+
+def follow_umask(directory: Path, config_file: str) -> None:
+    """Give the weights the mode of the file of their configuration: safetensors lets only their owner read them."""
+    mode = stat.S_IMODE((directory / config_file).stat().st_mode)
+    for file in directory.glob("*.safetensors"):
+        file.chmod(mode)
 
 
 def _save_description(policy: Policy, directory: Path, dtype: torch.dtype) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import structlog
+import torch
 from safetensors import SafetensorError
 
 from services.core import memory
@@ -19,11 +22,13 @@ from services.core.endpoints import ENDPOINTS_VARIABLE, ROUTER_PORT
 from services.core.errors import DependencyLostError
 from services.weights.policy_store import PolicyStore
 from tests.fake_service import fake_service
+from tests.trainer.rank_jobs import make_learner
 from tests.trainer.tiny import FAMILIES, save_model
 from tests.waiting import IDLE_SECONDS, LIMIT_SECONDS
 from trainer.checkpoints.volume import DiskFullError
 from trainer.config import TrainerSettings, Transport
 from trainer.model import saving
+from trainer.model.critic import CriticLearner
 from trainer.model.policy import load_policy
 from trainer.model.ranks import Ranks, join_ranks
 from trainer.publishing import Publisher, broadcast, disk, make_publisher, workers
@@ -217,3 +222,31 @@ def test_as_many_versions_as_are_kept_lie_on_the_volume_while_one_is_written(
         disk.write_version(store, version, save)
     assert seen == while_writing
     assert [policy.version for policy in store.published()] == [*while_writing, 9][-kept:]
+
+
+@pytest.fixture
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The umask of the test's parameter, within the test."""
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], indirect=True, ids=oct)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_everything_that_a_run_writes_of_its_model_follows_the_umask(
+    alone: tuple[Ranks, ServiceThread], tmp_path: Path, umask: int, rank: int
+) -> None:
+    model = save_model(tmp_path / "model", FAMILIES["qwen2"])
+    fields = {"shared_dir": tmp_path, "run_id": "r", "compute_type": "float32", "lora_rank": rank}
+    settings = TrainerSettings.load(model_name=str(model), advantage="gae", critic="own", **fields)
+    learner = make_learner(alone[0], model, **fields, advantage="gae", critic="own")
+    publisher = make_publisher(settings, learner.policy, *alone)
+    publisher.write(1)
+    publisher.close()
+    saving.save_pretrained(learner.policy, alone[0], settings.run_dir / "model", torch.float32)
+    CriticLearner(learner).save(settings.run_dir / "critic", torch.float32)
+    files = [file for file in settings.run_dir.rglob("*") if file.is_file()]
+    assert [file.name for file in files if file.suffix == ".safetensors"] != []
+    assert len({file.parent for file in files if file.suffix == ".safetensors"}) == 3
+    assert {oct(stat.S_IMODE(file.stat().st_mode)) for file in files} == {oct(0o666 & ~umask)}
