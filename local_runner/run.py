@@ -19,6 +19,7 @@ from local_runner.supervisor import Supervisor
 from local_runner.view import View
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
+from services.run_page.directory import first_failure
 
 POLL_SECONDS = 0.5
 
@@ -97,6 +98,7 @@ async def _watch(run: Run, view: View) -> None:
     from local_runner import health
 
     metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
+    since = time.time()
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
     trainer = nodes.trainer_address(run.addresses.endpoints)
     async with health.client(next(tokens, None)) as http:
@@ -107,7 +109,9 @@ async def _watch(run: Run, view: View) -> None:
                 view.up(task, rank)
 
         while True:
-            for step in new_steps(metrics):
+            steps = new_steps(metrics)
+            view.failure(first_failure(run.run_dir, since))  # which was before any of these steps
+            for step in steps:
                 view.step(step)
             await asyncio.gather(*(ask(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)))
             if trainer is not None and (status := await health.trainer_status(http, trainer)) is not None:

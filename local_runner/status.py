@@ -24,7 +24,7 @@ from local_runner.progress import GrowingFile, mean_rewards, new_steps
 from local_runner.run_state import RUNNING, state_of
 from local_runner.summary import outcome_rows, reward_change
 from local_runner.view import STYLES, duration, last_error
-from services.run_page.directory import read_object
+from services.run_page.directory import first_failure, read_object
 from services.run_page.rewards import first_and_last
 
 RECENT_STEPS = 5
@@ -101,6 +101,8 @@ def _figures(run_dir: Path, trainer: TrainerStatus | None, *, is_running: bool) 
             rows.append(("a step", f"{duration(mean)}{left}"))
     if not is_running:
         rows += outcome_rows(read_object(run_dir / OUTCOME), read_object(run_dir / "summary.json"))
+    if failure := first_failure(run_dir):
+        rows.append(("first failed answer", failure))
     if said := advice(steps):
         rows.append(("advice", said))
     return rows

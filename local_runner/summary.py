@@ -81,6 +81,8 @@ def outcome_rows(outcome: dict[str, Any], summary: dict[str, Any]) -> list[tuple
         rows.append(("rows left out", f"{left_out.total()} of {summary['rows']} ({counted(left_out)})"))
     if summary.get("accuracy_after") is not None:
         rows += [_accuracy(summary, when) for when in ("before", "after")]
+    if error := summary.get("evaluation_error"):
+        rows.append(("last evaluation", f"no accuracy: {error}"))
     if outcome:
         rows.append(("outcome", outcome["reason"]))
         rows.append(("time of last attempt", duration(outcome["seconds"])))
@@ -100,4 +102,4 @@ def _accuracy(summary: dict[str, Any], when: str) -> tuple[str, str]:
     # Summaries of earlier releases have no interval.
     interval = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
     count = "" if prompts is None else f"{prompts} "
-    return f"accuracy {when}, {count}held-out prompts", f"{value:.3f}{interval}"
+    return f"accuracy {when}, {count}held-out prompt{'s'[: prompts != 1]}", f"{value:.3f}{interval}"

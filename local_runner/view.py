@@ -48,6 +48,7 @@ class View:
         self._total_steps = 0
         self._explained: dict[str, str] = {}
         self._first_steps: list[Step] = []
+        self._failure = ""
         columns = (
             BarColumn(),
             MofNCompleteColumn(),
@@ -104,6 +105,12 @@ class View:
             if said is not None and len(self._first_steps) == EARLY_STEPS:
                 self._say(said, "yellow")
 
+    def failure(self, text: str) -> None:
+        """Show the first answer that failed by the user's own code, once; nothing while there is none."""
+        if text and text != self._failure:
+            self._say(f"an answer failed: {text}", "red")
+        self._failure = text or self._failure
+
     def trainer(self, status: TrainerStatus) -> None:
         """Show the trainer's status."""
         self._total_steps = status.total_steps
@@ -152,7 +159,7 @@ def last_error(log: Path) -> str | None:
 
 
 def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
-    """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left.
+    """Return a step's line: number, reward, failed completions, loss, seconds by phase, time left, the main failure.
 
     Args:
         step: the step.
@@ -170,6 +177,9 @@ def describe(step: Step, total_steps: int, seconds_left: float | None) -> str:
         parts.append(" ".join(f"{phase} {value:.1f}s" for phase, value in step.seconds.items()))
     if seconds_left:
         parts.append(f"{duration(seconds_left)} left")
+    if step.failures:
+        reason, _, said = step.failures[0]
+        parts.append(f"{reason}: {said}")
     return "  ".join(parts)
 
 

@@ -80,7 +80,7 @@ class TrainingLoop:
             while not self.is_over and self.step():
                 pass
             if self.state.evaluated_step != self.state.step:
-                self.evaluate_outside_steps()
+                self.evaluate_outside_steps(is_last=True)
             self.save_checkpoint(wait=True)
         except (InterruptedCallError, StopRequestedError, DependencyLostError, ConfigurationError) as error:
             self.checkpoints.leave(error, is_recorded=self.is_recorded)
@@ -120,7 +120,7 @@ class TrainingLoop:
             metrics |= self.publish(batch)
             metrics["seconds_step"] = time.perf_counter() - started
             if self.is_due(settings.eval_every) or state.step == self.total_steps:
-                metrics |= self.evaluate()
+                metrics |= self.evaluate(is_last=state.step == self.total_steps)
             metrics |= services.episode_tokens()
         if not self.is_over and (self.is_due(settings.checkpoint_every) or state.best_step == state.step):
             self.save_checkpoint()
@@ -172,24 +172,36 @@ class TrainingLoop:
         self.status.policy_version = self.state.policy_version
         return metrics
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it."""
+    def evaluate(self, *, is_last: bool = False) -> dict[str, float]:
+        """Evaluate on held-out prompts, note the accuracy in the state, and return the metrics of it.
+
+        Where the prompts fail in the last evaluation, it has no metrics: that must not cost the model.
+        """
         if not self.settings.eval_prompts:
             return {}
         self.status.phase = "evaluate"
-        metrics = self.services.evaluate()
+        try:
+            metrics = self.services.evaluate()
+        except ConfigurationError as error:
+            if not is_last:
+                raise
+            log.error("the last evaluation failed; the model is saved without it", reason=str(error))
+            note_accuracy(self.settings, self.state, {})
+            self.state.evaluation_error = str(error)
+            return {}
+        self.state.evaluation_error = self.services.evaluator.failure
         with writing(self.settings.run_dir):
             self.files.record_evaluation(self.state.step, self.services.evaluator.samples)
         log.info("evaluated", step=self.state.step, **metrics)
         note_accuracy(self.settings, self.state, metrics)
         return metrics
 
-    def evaluate_outside_steps(self) -> None:
+    def evaluate_outside_steps(self, *, is_last: bool = False) -> None:
         """Evaluate before the first step, or once prompts have run out, when the last step is already recorded.
 
         metrics.jsonl has one line a step, so its readers find these accuracies in summary.json.
         """
-        metrics = self.evaluate()
+        metrics = self.evaluate(is_last=is_last)
         with writing(self.settings.run_dir):
             self.files.show(self.state.step, metrics)
 

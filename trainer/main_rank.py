@@ -51,7 +51,7 @@ class MainRank:
         self.maker = group_maker(settings, clients)
         self.evaluator = Evaluator(settings, clients)
         self.success_rates = SuccessRates(clients.data, settings.batch_size)
-        self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, None)
+        self.fresh_queue = FreshQueue(settings, clients.data, clients.replay, self.maker.judge)
         self.cursor = Cursor()
         """The prompts used so far; in asynchronous mode the collectors' cursor lives in the data-server."""
         self.while_waiting: Callable[[], None] | None = None
@@ -80,7 +80,10 @@ class MainRank:
 
     def describe_data(self) -> DataStats:
         """Ask the data-server what there is to train on."""
-        return self.thread.call(self.clients.data.stats())
+        data, asked = self.thread.call(self.clients.data.stats()), self.settings.eval_prompts
+        if data.test_prompts < asked:
+            log.warning(f"EVAL_PROMPTS: {asked} asked, the data set holds out {data.test_prompts} (DATASET_HELD_OUT)")
+        return data
 
     def describe_components(self) -> dict[Task, ComponentRecord]:
         """Ask the services what they run with."""
@@ -110,7 +113,7 @@ class MainRank:
         """Return the groups of ``prompts``; each prompt's completions are scored as soon as they are generated.
 
         Raises:
-            ConfigurationError, DependencyLostError: too many prompts in a row got no completion.
+            ConfigurationError, DependencyLostError: every answer of too many prompts in a row failed.
         """
         started = time.perf_counter()
         groups = self._patiently(self.maker.make_groups(prompts))
@@ -132,7 +135,7 @@ class MainRank:
         """Fill the batch from the queue of fresh groups, which collectors fetched, generated and scored.
 
         Raises:
-            DependencyLostError: no new fresh group came for too long; see FreshQueue.lease.
+            ConfigurationError, DependencyLostError: see FreshQueue.lease.
         """
         started = time.perf_counter()
         self._patiently(self.fresh_queue.lease(batch, policy_version))

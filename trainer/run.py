@@ -228,6 +228,7 @@ def _summary(settings: TrainerSettings, team: Team, state: RunState, data: DataS
             f"accuracy_after{part}": getattr(state, f"last_accuracy{part}") if state.step else None for part in ACCURACY
         },
         "accuracy_after_step": state.evaluated_step if state.step else None,
+        "evaluation_error": state.evaluation_error,
         "model": settings.model_name,
         "dataset": data.source,
         "rows": data.rows,

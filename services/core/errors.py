@@ -47,9 +47,12 @@ def first_line(error: BaseException) -> str:
     return lines[0][:300]
 
 
-def own_error(error: BaseException) -> str:
-    """Return in one line the type and text of an error, and where code of the user's own last was, if it was there."""
-    text = " ".join(str(error).split())
+def own_error(error: BaseException, most: int | None = None) -> str:
+    """Return in one line the type and text of an error, and where code of the user's own last was, if it was there.
+
+    The text is cut at ``most`` characters, the place is not.
+    """
+    text = " ".join(str(error).split())[:most]
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         code, module = frame.f_code, frame.f_globals.get("__name__", "")

@@ -23,6 +23,7 @@ from typing import Any, SupportsFloat
 
 import orjson
 
+from services.core.errors import own_error
 from services.core.processors import THREADS_VARIABLE
 from services.protocol.groups import RewardStatus
 from services.protocol.rewards import RewardItem
@@ -171,6 +172,5 @@ def _limit_memory(extra_bytes: int) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the type and message of an error, cut so that a reply stays small."""
-    text = f"{type(error).__name__}: {error}"
-    return text.encode("utf-8", "replace").decode()[:_MAX_REASON]
+    """Return the type and message of an error, cut so that a reply stays small, and its place in the user's code."""
+    return own_error(error, _MAX_REASON).encode("utf-8", "replace").decode()

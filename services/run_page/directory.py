@@ -17,6 +17,8 @@ RECORDS_A_REPLY = 1000
 METRIC_DIGITS = 6
 MARKS = ("nodes.json", "runner.lock", "metrics.jsonl", "components")
 """A directory with any of these is a run's. config.json is not among them, because models have one, too."""
+FIRST_FAILURE = "first_failure.txt"
+"""The file of a run directory with the first failure of the user's own code: its reason, the error and its place."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RunOverview:
     """A run with the records of all components and the outcome.
 
     ``written`` is the time of the last line of metrics.jsonl, in seconds since 1970; None before the first. ``damaged``
-    says which files could not be read, and why.
+    says which files could not be read, and why; ``first_failure`` is the content of FIRST_FAILURE.
     """
 
     name: str
@@ -51,6 +53,7 @@ class RunOverview:
     components: dict[str, dict[str, Any]]
     summary: dict[str, Any]
     damaged: list[str]
+    first_failure: str
 
 
 @dataclass
@@ -89,6 +92,7 @@ class RunDirectory:
             components={name: record for name, record in components.items() if isinstance(record, dict)},
             summary=read("summary.json"),
             damaged=damaged,
+            first_failure=first_failure(self.path),
         )
 
     def _written(self) -> float | None:
@@ -148,6 +152,15 @@ def _shortest_name(path: Path, among: list[Path]) -> str:
 def is_run(path: Path) -> bool:
     """Return whether ``path`` is a run's directory, also of a run that failed before its first step."""
     return path.is_dir() and any((path / mark).exists() for mark in MARKS)
+
+
+def first_failure(run_dir: Path, since: float = 0.0) -> str:
+    """Return the run's first failure of the user's own code; empty without one since that time."""
+    path = run_dir / FIRST_FAILURE
+    try:
+        return path.read_text(errors="replace").strip() if path.stat().st_mtime >= since else ""
+    except OSError:
+        return ""
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from local_runner import health, status
 from local_runner.directory import write_object
+from services.run_page.directory import FIRST_FAILURE
 from tests.ports import free_port
 
 
@@ -61,7 +62,9 @@ def test_a_run_that_is_over_says_what_came_of_it_and_which_component_named_an_er
     write_object(running / "runner.json", {"exit_code": 0, "reason": "done", "seconds": 65, "failed": None})
     summary = {"status": "succeeded", "steps": 2, "accuracy_before": 0.1, "accuracy_after": 0.9}
     write_object(running / "summary.json", summary)
+    (running / FIRST_FAILURE).write_text("reward_error: mine:score: KeyError (mine.py, line 3, in score)\n")
     said = printed(running)
+    assert "first failed answer reward_error: mine:score: KeyError (mine.py, line 3, in score)" in said
     for words in ("succeeded", "steps 2", "0.250 → 0.750", "outcome done", "accuracy after, held-out prompts 0.900"):
         assert words in said
     assert "component" not in said

@@ -218,3 +218,32 @@ def test_commands_are_short_where_grpo_was_called(tmp_path, monkeypatch):
     assert Launch(Path("jobgroup.yaml"), small=True).again("run-1") == (
         [".venv/bin/grpo", "run", "jobgroup.yaml", "--small", "--run-id", "run-1"]
     )
+
+
+FAILURE = "reward_error: mine:score: LookupError: no answer (mine.py, line 3, in score)"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_first_failed_answer_is_told_once_when_it_happens(live):
+    console = terminal(200) if live else Console(file=io.StringIO(), width=80)
+    with View(run_of(TaskSpec("ppo-trainer", "")), console, live=live) as shown:
+        for text in ("", FAILURE, FAILURE, "", FAILURE):
+            shown.failure(text)
+        assert f"an answer failed: {FAILURE}" in printed(console)
+    assert printed(console).count(FAILURE) == 1
+
+
+def test_a_steps_line_has_what_its_most_frequent_failure_says():
+    failures = [
+        ("reward_error", 15, "mine:score: LookupError: no answer (mine.py, line 3, in score)"),
+        ("limit", 1, "429"),
+    ]
+    line = describe(Step(1, None, None, {"step": 1.0}, failures=failures), 10, None)
+    assert line == f"step 1/10  no reward  failed 16/16 (reward_error 15, limit 1)  step 1.0s  {FAILURE}"
+
+
+def test_the_end_of_a_run_says_why_its_last_evaluation_has_no_accuracy():
+    found = {"accuracy_before": 0.5, "accuracy_after": None, "evaluation_error": "none of 8 prompts got a completion"}
+    assert summary.outcome_rows({}, found) == [("last evaluation", "no accuracy: none of 8 prompts got a completion")]
+    one = {f"accuracy_{when}{part}": 1 for when in ("before", "after") for part in ("", "_prompts")}
+    assert summary.outcome_rows({}, one)[0] == ("accuracy before, 1 held-out prompt", "1.000")

@@ -75,6 +75,7 @@ class Outside:
         self.first: list[str] = []
         """The calls before the first step, in order."""
         self.samples: list[dict[str, Any]] = []
+        self.failure: str | None = None
         self.evaluator = self
         self.while_waiting: Callable[[], None] = lambda: None
 

@@ -18,6 +18,7 @@ from services.core.logs import get_logger
 from services.http import provenance
 from services.protocol.base import ComponentRecord
 from services.protocol.groups import Group
+from services.run_page.directory import FIRST_FAILURE
 from trainer.algorithm.packing import TrainingGroup
 from trainer.config import Mode, TrainerSettings
 from trainer.reporting import metrics as exported_metrics
@@ -59,7 +60,8 @@ class RunFiles:
         kept_evaluations = resumed_step or -1
         _drop_after(self.directory / "evaluations.jsonl", kept_evaluations)
         # The outcome of an earlier attempt is not the run's any more.
-        (self.directory / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", FIRST_FAILURE):
+            (self.directory / name).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(self.directory / "tensorboard"), purge_step=kept_evaluations + 1)
         self._wandb = _start_wandb(settings) if os.environ.get("WANDB_API_KEY") else None
 

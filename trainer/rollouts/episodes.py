@@ -27,13 +27,14 @@ from services.programs import programs_at_once
 from services.protocol.episodes import EpisodeFigures
 from services.protocol.groups import Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
+from services.protocol.rewards import RewardItem
 from services.protocol.sessions import CreateSessionRequest
 from services.weights.adapter_files import ADAPTER_NAME
 from trainer.config import Rollout, TrainerSettings
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.environment_player import EnvironmentPlayer
 from trainer.rollouts.experiences import LOST_TOKENS, Episode, experiences_of
-from trainer.rollouts.groups import GroupMaker
+from trainer.rollouts.groups import OWN_REASONS, GroupMaker
 from trainer.rollouts.patience import PatientTransport
 
 T = TypeVar("T")
@@ -96,7 +97,10 @@ class EpisodeMaker(GroupMaker):
         else:
             try:
                 seats = await self.player.trained_seats(prompt)
-            except (AgentFailedError, DependencyLostError, RequestRefusedError) as error:
+            except RequestRefusedError as error:
+                self.leave_out(prompt, AgentFailedError(str(error), "refused"))
+                return None
+            except (AgentFailedError, DependencyLostError) as error:
                 self.leave_out(prompt, error)
                 return None
             requests = [self._request(prompt, params, seed, index) for index in range(n * len(seats))]
@@ -175,7 +179,8 @@ class EpisodeMaker(GroupMaker):
         if failures[-1].reason in OVER_LIMIT and not any(episode.trace.sampled_tokens for episode in episodes):
             # The gateway asks the engines again until the episode's time is over.
             return DependencyLostError(f"no engine answered within AGENT_SECONDS: {failures[-1]}")
-        return failures[-1]
+        # Where one episode failed by a limit or a lost service, the user's code is not all that failed.
+        return next((failure for failure in failures if failure.reason not in OWN_REASONS), failures[-1])
 
     async def _episode(
         self, prompt: Prompt, request: CreateSessionRequest, agent: Agent, seat: int | None = None
@@ -183,8 +188,16 @@ class EpisodeMaker(GroupMaker):
         """Play an episode; None, counted, if the gateway failed."""
         if await self._asked(self.gateway.create(request)) is None:
             return None
-        example = Example(**dict(prompt), model=self.settings.model_name, scorer=self.score)
+        scored: list[RewardResult] = []
+
+        async def score(items: Sequence[RewardItem]) -> list[RewardResult]:
+            scored[:] = await self.score(items)
+            return scored
+
+        example = Example(**dict(prompt), model=self.settings.model_name, scorer=score)
         result, failure = await self._play(agent, example, request.id)
+        if result.status is RewardStatus.ERROR and any(result is one for one in scored):
+            failure = AgentFailedError(str(result.reason), "reward_error")
         if await self._asked(self.gateway.reward(request.id, result.reward, result.reason)) is None:
             return None
         trace = await self._asked(self.gateway.finish(request.id))
@@ -195,7 +208,10 @@ class EpisodeMaker(GroupMaker):
         TOKENS.inc(trace.sampled_tokens)
         for reason, count in trace.lost_tokens.items():
             LOST_TOKENS.labels(reason).inc(count)
-        return _judged(Episode(trace, result, failure, example.turn_rewards, example.figures, seat))
+        episode = _judged(Episode(trace, result, failure, example.turn_rewards, example.figures, seat))
+        if episode.failure is not None and episode.failure.reason in OWN_REASONS:
+            self.tell(episode.failure.reason, str(episode.failure))
+        return episode
 
     async def _delete(self, session_id: str) -> None:
         """Delete a session whose trace was received; where that fails, the gateway does it after the deadline."""
@@ -220,8 +236,8 @@ class EpisodeMaker(GroupMaker):
             DependencyLostError: the reward-server was lost.
         """
         seconds = self.settings.agent_seconds
+        transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
         try:
-            transport = PatientTransport(self._certificates, self.settings.service_deadline_seconds)
             async with httpx.AsyncClient(transport=transport, timeout=seconds) as http_client:
                 reward = await play(
                     agent,
@@ -238,6 +254,8 @@ class EpisodeMaker(GroupMaker):
             failure = as_failure(error)
             if failure.reason in ("exception", "timeout"):
                 failure = await self._told_by_gateway(failure, session_id)
+            if failure.reason == "exception" and transport.is_lost:
+                failure.reason = "server"
             log.info("episode failed", session=session_id, reason=str(failure))
             status = RewardStatus.TIMEOUT if failure.reason in OVER_LIMIT else RewardStatus.ERROR
             return RewardResult(reward=None, status=status, reason=str(failure)), failure
@@ -261,8 +279,8 @@ class EpisodeMaker(GroupMaker):
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
         """Return the error to raise when no prompt got an episode."""
-        failure = self.last_failure
-        reason = f"every episode of {self.failed_in_a_row} prompts in a row failed: {failure}"
+        failure, prompts = self.last_failure, f"{self.failed_in_a_row} prompt{'s'[: self.failed_in_a_row != 1]}"
+        reason = f"every episode of {prompts} in a row failed: {failure}"
         if isinstance(failure, DependencyLostError) or (
             isinstance(failure, AgentFailedError) and failure.reason in ("server", "lost")
         ):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.clients.rollout import SamplingParams
+from services.core.errors import DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult
@@ -19,6 +20,7 @@ from trainer.config import TrainerSettings
 from trainer.reporting.step_metrics import environment_figures
 from trainer.rollouts.clients import Clients
 from trainer.rollouts.episodes import group_maker
+from trainer.rollouts.groups import LEAST_FAILURES
 
 log = get_logger(__name__)
 
@@ -36,6 +38,8 @@ class Evaluator:
         self.maker = group_maker(settings, clients)
         self.samples: list[dict[str, Any]] = []
         """Greedy completions of the newest evaluation's first prompts, the same ones each time."""
+        self.failure: str | None = None
+        """Why the newest evaluation has no accuracy; None if it has one."""
 
     async def evaluate(self) -> dict[str, float]:
         """Measure ``accuracy`` (greedy pass@1), its standard error, its interval and the counts behind it.
@@ -48,7 +52,7 @@ class Evaluator:
 
         Raises:
             DependencyLostError: a service was lost, or no prompt got a completion.
-            ConfigurationError: the rollout workers refuse every prompt.
+            ConfigurationError: every answer failed, of LEAST_FAILURES prompts or more.
         """
         started = time.perf_counter()
         prompts = await self._prompts()
@@ -57,6 +61,8 @@ class Evaluator:
         self.samples = _samples(prompts, groups)
         judged = [_judged(group) for group in groups]
         results = [result for of_prompt in judged for result in of_prompt]
+        reasons = [answer.result.reason for group in groups for answer in _answers(group)]
+        self.failure = None if results else str(reasons[0] if reasons else self.maker.last_failure)
         figures = environment_figures([group for group in groups if group is not None])
         metrics = greedy_metrics(results) | {f"eval_{name}": value for name, value in figures.items()}
         metrics |= {
@@ -87,12 +93,15 @@ class Evaluator:
 
     async def _played(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Group | None]:
         """Answer each prompt ``n`` times."""
+        self.maker.failed_in_a_row = 0
         seeds = [derive_seed(self.settings.seed, "evaluation", prompt.id) for prompt in prompts]
         groups = await asyncio.gather(
             *(self.maker.sample_group(prompt, params, n, seed) for prompt, seed in zip(prompts, seeds, strict=True))
         )
         if prompts and not any(groups):
-            raise self.maker.all_failed()
+            failure = self.maker.all_failed()
+            if len(prompts) >= LEAST_FAILURES or isinstance(failure, DependencyLostError):
+                raise failure
         return groups
 
 
@@ -137,11 +146,13 @@ def greedy_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
 def describe_accuracy(metrics: Mapping[str, float]) -> str:
     """Return what the best checkpoint and TARGET_ACCURACY compare, the point estimate, with interval and prompts."""
     accuracy, low, high = (metrics[name] for name in ("accuracy", "accuracy_low", "accuracy_high"))
-    return f"greedy pass@1 of {accuracy:.3f} ({low:.3f} to {high:.3f}) on {_judged_prompts(metrics)} held-out prompts"
+    prompts = _judged_prompts(metrics)
+    interval_ = f"({low:.3f} to {high:.3f})"
+    return f"greedy pass@1 of {accuracy:.3f} {interval_} on {prompts} held-out prompt{'s'[: prompts != 1]}"
 
 
 def _judged_prompts(metrics: Mapping[str, float]) -> int:
-    return int(metrics["eval_prompts"] - metrics["eval_left_out"])
+    return int(metrics.get("eval_prompts", 0.0) - metrics.get("eval_left_out", 0.0))
 
 
 def sample_metrics(samples: Sequence[Sequence[RewardResult]], k: int) -> dict[str, float]:
@@ -169,7 +180,10 @@ def _estimate(name: str, scores: Sequence[float]) -> dict[str, float]:
 
 
 def note_accuracy(settings: TrainerSettings, state: RunState, metrics: Mapping[str, float]) -> None:
-    """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step."""
+    """Note an evaluation's greedy pass@1 in the run's state: the newest, the best, and that before the first step.
+
+    Without metrics the evaluation failed.
+    """
     accuracy = metrics.get("accuracy")
     state.last_accuracy, state.evaluated_step = accuracy, state.step
     state.last_accuracy_low, state.last_accuracy_high = metrics.get("accuracy_low"), metrics.get("accuracy_high")

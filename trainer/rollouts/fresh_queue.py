@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Sequence
 
 from services.clients.data import DataClient
 from services.clients.replay import ReplayClient
 from services.core.errors import DependencyLostError
+from services.protocol.groups import Group
 from services.protocol.prompts import Split
 from services.protocol.replay import AcknowledgeRequest, LeaseRequest
 from trainer.collector import COLLECTOR_PREFIX, COLLECTORS
@@ -28,12 +30,21 @@ class FreshQueue:
     """Groups on lease from the replay-buffer's queue; a lease is acknowledged once its groups were trained on."""
 
     def __init__(
-        self, settings: TrainerSettings, data: DataClient, replay: ReplayClient, collector: asyncio.Task[None] | None
+        self,
+        settings: TrainerSettings,
+        data: DataClient,
+        replay: ReplayClient,
+        judge: Callable[[Sequence[Group]], None],
+        collector: asyncio.Task[None] | None = None,
     ) -> None:
-        """Wrap the queue; ``collector`` is the task of the collector in this process, None when all run elsewhere."""
+        """Wrap the queue; ``judge`` gets each lease's new groups, and raises an error if the run can learn nothing.
+
+        ``collector`` is the task of the collector in this process, None when all run elsewhere.
+        """
         self.settings = settings
         self.data = data
         self.replay = replay
+        self.judge = judge
         self.collector = collector
         self._leases: list[str] = []
 
@@ -44,6 +55,7 @@ class FreshQueue:
         once, so that collectors have room for another.
 
         Raises:
+            ConfigurationError: every answer of too many groups in a row failed.
             DependencyLostError: no new group came for FRESH_WAIT_SECONDS, or longer where answers may take longer.
         """
         batch.counts["groups_dropped_stale"] = 0.0
@@ -67,6 +79,7 @@ class FreshQueue:
             kept = batch.take(new)
             if new:
                 newest = time.monotonic()
+                self.judge(new)
             if reply.lease_id is not None and (kept or most > 1):
                 self._leases.append(reply.lease_id)
             elif reply.lease_id is not None:

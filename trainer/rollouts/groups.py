@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
 from prometheus_client import Counter
 
+from services.agents import AgentFailedError
 from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient, SamplingParams
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.logs import get_logger
 from services.core.seeds import derive_seed
 from services.http.client import RequestRefusedError
-from services.protocol.groups import Completion, Experience, Group, RewardResult
+from services.protocol.groups import Completion, Experience, Group, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
+from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
@@ -31,11 +34,18 @@ UNSCORABLE = Counter(
 SCORING_TRIES = 2
 
 LEAST_FAILURES = 8
-"""After this many prompts in a row without a completion, the engine is at fault and not the prompts."""
+"""After this many prompts in a row whose every answer failed, the prompts are not at fault."""
+OWN_BATCHES = 2
+"""After this many batches of prompts in a row whose every answer failed by the user's own code, the run ends."""
+OWN_REASONS = frozenset({"exception", "reward", "reward_error", "turn_rewards", "environment", "refused"})
+"""The reasons of failures of the user's own code: not of limits, and not of services that were lost."""
 
 
 class GroupMaker:
-    """The maker of groups from prompts. It leaves out and counts a prompt that gets no completion."""
+    """The maker of groups from prompts. It leaves out and counts a prompt that gets no completion.
+
+    A run whose every answer fails can learn nothing, so many failed prompts in a row end it; see ``check``.
+    """
 
     def __init__(self, settings: TrainerSettings, rollouts: RolloutClient, rewards: RewardClient) -> None:
         self.settings = settings
@@ -44,20 +54,36 @@ class GroupMaker:
         self.last_generated = 0.0
         """The time of the newest completions (time.perf_counter): what a step waits after it, it waits for rewards."""
         self.failed_in_a_row = 0
-        """Prompts without a completion since the last prompt with one."""
+        """Prompts whose every answer failed since the last prompt with another answer."""
         self.last_failure: Exception | None = None
+        self._has_told = False
 
     async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
 
         Raises:
-            ConfigurationError, DependencyLostError: too many prompts in a row were left out; see ``check``.
+            ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
         """
         made = await asyncio.gather(*map(self.make_group, prompts))
         groups = [group for group in made if group is not None]
-        if prompts and not groups:
-            self.check()
+        self.judge(groups)
         return groups
+
+    def judge(self, groups: Sequence[Group]) -> None:
+        """Count the groups, new ones of any collector, at whose every answer the reward function failed.
+
+        Raises:
+            ConfigurationError, DependencyLostError: too many prompts in a row failed; see ``check``.
+        """
+        failures = [reward_failure(group) for group in groups]
+        if None in failures:
+            self.failed_in_a_row = 0
+            return
+        for failure in failures:
+            self.failed_in_a_row += 1
+            self.last_failure = AgentFailedError(str(failure), "reward_error")
+            self.tell("reward_error", str(failure))
+        self.check()
 
     async def make_group(self, prompt: Prompt) -> Group | None:
         """Answer a prompt G times, as ``sample_group`` does, with the parameters and the seed of training."""
@@ -78,7 +104,10 @@ class GroupMaker:
             return None
         results = await self.score([RewardItem.of(prompt, completion) for completion in completions])
         scored = zip(completions, results, strict=True)
-        return self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
+        group = self.group(prompt, prompt.prompt_ids, [Experience(**dict(c), result=result) for c, result in scored])
+        if reward_failure(group) is None:
+            self.failed_in_a_row = 0
+        return group
 
     def group(self, prompt: Prompt, prompt_ids: list[int], experiences: list[Experience]) -> Group:
         """Return the experiences of a prompt as a group."""
@@ -103,7 +132,6 @@ class GroupMaker:
         except (DependencyLostError, RequestRefusedError) as error:
             self.leave_out(prompt, error)
             return []
-        self.failed_in_a_row = 0
         return completions
 
     def leave_out(self, prompt: Prompt, error: Exception) -> None:
@@ -125,23 +153,51 @@ class GroupMaker:
         for result in results:
             if result.reward is None:
                 UNSCORABLE.labels(result.status.value).inc()
+            if result.status is RewardStatus.ERROR:
+                self.tell("reward_error", result.reason or "")
         return results
 
+    def tell(self, reason: str, text: str) -> None:
+        """Log the run's first failure of the user's own code, and write it where terminal, page and status read it."""
+        if self._has_told:
+            return
+        self._has_told = True
+        log.error("an answer failed by an exception", reason=reason, text=text)
+        # The file exists where another process of the run has told of a failure. A full disk ends the run elsewhere.
+        with contextlib.suppress(OSError), (self.settings.run_dir / FIRST_FAILURE).open("x") as file:
+            file.write(f"{reason}: {text}\n")
+
     def check(self) -> None:
-        """Pass until a batch of prompts in a row, and no fewer than LEAST_FAILURES, got no completion.
+        """Pass until every answer of a batch of prompts in a row failed, and no fewer than LEAST_FAILURES.
+
+        Failures of the user's own code may be OWN_BATCHES batches.
 
         Raises:
-            ConfigurationError: the engine refuses them.
+            ConfigurationError: a restart would fail again: the user's own code failed, or the engine refuses them.
             DependencyLostError: no engine answers.
         """
-        if self.failed_in_a_row >= max(self.settings.batch_size, LEAST_FAILURES):
+        is_own = isinstance(self.last_failure, AgentFailedError) and self.last_failure.reason in OWN_REASONS
+        batches = OWN_BATCHES if is_own else 1
+        if self.failed_in_a_row >= max(batches * self.settings.batch_size, LEAST_FAILURES):
             raise self.all_failed()
 
     def all_failed(self) -> ConfigurationError | DependencyLostError:
-        """Return the error to raise when no prompt got a completion."""
-        failure = self.last_failure
-        reason = f"none of {self.failed_in_a_row} prompts got a completion from the rollout workers: {failure}"
+        """Return the error to raise when every answer of the last prompts failed."""
+        failure, prompts = self.last_failure, f"{self.failed_in_a_row} prompt{'s'[: self.failed_in_a_row != 1]}"
+        if isinstance(failure, AgentFailedError):
+            return ConfigurationError(
+                f"the reward function failed at every answer of {prompts} in a row: {failure}; correct it"
+            )
+        reason = f"none of {prompts} got a completion from the rollout workers: {failure}"
         if isinstance(failure, RequestRefusedError):
             # The engine would refuse them after a restart, too.
             return ConfigurationError(f"{reason}; do MAX_PROMPT_TOKENS and MAX_NEW_TOKENS fit the model's context?")
         return DependencyLostError(reason)
+
+
+def reward_failure(group: Group) -> str | None:
+    """Return the first failure of the reward function if it failed at every answer of a group of completions."""
+    results = [experience.result for experience in group.experiences]
+    if group.episodes_failed is not None or any(result.status is not RewardStatus.ERROR for result in results):
+        return None
+    return results[0].reason or "it gave no reason"

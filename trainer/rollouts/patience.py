@@ -25,6 +25,8 @@ class PatientTransport(httpx.AsyncHTTPTransport):
         """Make a transport that gives up ``seconds`` after a request's first attempt."""
         super().__init__(verify=certificates, trust_env=False)
         self._seconds = seconds
+        self.is_lost = False
+        """True once a request was given up."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer to a request; without one in time, the last one, or raise the last error."""
@@ -35,9 +37,11 @@ class PatientTransport(httpx.AsyncHTTPTransport):
                 response = await self._whole(request)
             except _LOST:
                 if not may_repeat:
+                    self.is_lost = True
                     raise
             else:
                 if response.status_code not in _AWAY or not may_repeat:
+                    self.is_lost |= response.status_code in _AWAY
                     return response
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)

@@ -24,6 +24,7 @@ export class RunData {
     this.path = overview.path;
     this.written = overview.written;
     this.damaged = overview.damaged;
+    this.firstFailure = overview.first_failure;
     this.components = overview.components;
     this.settings = overview.components["ppo-trainer"]?.settings ?? {};
     this.summary = overview.summary;
@@ -132,10 +133,11 @@ export class RunData {
     return !this.isOver || this.readTo !== this.written;
   }
 
-  /** Returns sentences on the run's files that could not be read. */
+  /** Returns sentences on the run's files that could not be read, and on the first answer that failed. */
   get damage() {
     const lines = this.unreadable ? [`metrics.jsonl has ${count(this.unreadable)} broken ${this.unreadable === 1 ? "line" : "lines"}`] : [];
-    return [...this.damaged, this.refusal, ...lines].filter(Boolean);
+    const failure = this.firstFailure && `The first answer that failed: ${this.firstFailure}`;
+    return [failure, ...this.damaged, this.refusal, ...lines].filter(Boolean);
   }
 
   /** Returns a column, or null if the run does not have it. */

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from pathlib import Path
@@ -133,6 +134,7 @@ async def test_without_one_part_there_is_no_reward_but_the_other_parts_are_told(
         assert (result.reward, result.status) == (None, RewardStatus.ERROR)
         assert result.components == {"math": 1.0, f"{plugin}:moody": None}
         assert (result.reason or "").startswith(f"{plugin}:moody: ValueError")
+        assert re.search(rf"\(.*/{plugin}\.py, line \d+, in moody\)$", result.reason or ""), result.reason
 
 
 @pytest.mark.parametrize(

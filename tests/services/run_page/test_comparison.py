@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Page, Route, expect
 
 from local_runner.settings_classes import READERS
-from services.run_page.directory import find_runs
+from services.run_page.directory import FIRST_FAILURE, find_runs
 from services.run_page.routes import STATIC
 from tests.browser import PHONE, chromium, is_wider_than_window
 from tests.services.run_page.runs import append, metrics, write_run
@@ -222,8 +222,10 @@ def test_damaged_files_cost_only_what_they_contained(open_page, runs):
 
 def test_the_damage_of_a_single_run_is_below_its_name(open_page, runs):
     (runs[0] / "config.json").write_text("[]")
+    (runs[0] / FIRST_FAILURE).write_text("reward_error: mine:score: KeyError (mine.py, line 3, in score)")
     page = open_page(view(runs[0]))
     expect(page.locator("#damage")).to_contain_text("config.json cannot be read")
+    expect(page.locator("#damage")).to_contain_text("The first answer that failed: reward_error: mine:score: KeyError")
     settled(page, 10)
 
 

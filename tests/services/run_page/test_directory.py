@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from services.core.errors import ConfigurationError
-from services.run_page.directory import RECORDS_A_REPLY, RunDirectory, find_runs
+from services.run_page.directory import FIRST_FAILURE, RECORDS_A_REPLY, RunDirectory, find_runs
 from services.run_page.lines import Position
 from tests.services.run_page.runs import append, metrics, write_run
 
@@ -125,9 +125,12 @@ def test_a_run_that_has_just_begun_is_empty(tmp_path):
     run = RunDirectory("run", tmp_path / "not-there-yet")
     overview = run.overview()
     assert (overview.components, overview.summary, overview.damaged, overview.written) == ({}, {}, [], None)
+    assert overview.first_failure == ""
     assert run.metrics(Position()).columns == {}
     write_run(run.path, 1)
     assert read_all(run, Position())[0] == [1]
+    (run.path / FIRST_FAILURE).write_text("exception: KeyError (mine.py, line 3, in agent)\n")
+    assert run.overview().first_failure == "exception: KeyError (mine.py, line 3, in agent)"
 
 
 def test_a_directory_of_runs_stands_for_all_of_them(tmp_path):

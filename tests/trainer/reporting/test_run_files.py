@@ -14,6 +14,7 @@ from services.http import provenance
 from services.protocol.groups import Experience, FinishReason, Group, RewardResult, VersionSpan
 from services.reward_server.settings import RewardSettings
 from services.rollout_server.settings import RolloutSettings
+from services.run_page.directory import FIRST_FAILURE
 from trainer.config import TrainerSettings
 from trainer.reporting.run_files import RunFiles
 
@@ -96,8 +97,10 @@ def test_a_resumed_run_has_no_outcome_until_it_ends(tmp_path: Path) -> None:
     settings = TrainerSettings.load(shared_dir=tmp_path, run_id="r")
     for step in (0, 4):
         files = RunFiles(settings, step, str)
-        assert not (tmp_path / "runs" / "r" / "summary.json").exists()
+        for name in ("summary.json", FIRST_FAILURE):
+            assert not (tmp_path / "runs" / "r" / name).exists()
         files.write_summary({"status": "succeeded", "accuracy_before": None})
+        (tmp_path / "runs" / "r" / FIRST_FAILURE).write_text("exception: KeyError")
         files.close()
 
 

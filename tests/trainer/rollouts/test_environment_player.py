@@ -170,6 +170,7 @@ def test_a_lost_episode_has_no_reward(stage: Stage) -> None:
 def test_an_environment_whose_every_episode_fails_ends_the_run_for_good(stage: Stage, said: str) -> None:
     stage.gateway.says = lambda _: "break"
     maker = stage.maker(batch_size=LEAST_FAILURES)
+    assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=said.replace("(", r"\(").replace(")", r"\)")):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 

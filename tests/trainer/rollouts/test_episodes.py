@@ -26,6 +26,7 @@ from services.protocol.episodes import EpisodeFigures, Message
 from services.protocol.groups import Group, RewardStatus
 from services.protocol.prompts import Prompt
 from services.relay import Relay
+from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, fake_service
 from tests.trainer.rollouts.fake_gateway import END, FakeGateway, ids
 from trainer.config import Rollout, TrainerSettings
@@ -391,6 +392,35 @@ def test_an_agent_of_which_every_episode_fails_ends_the_run(stage: Stage, agent:
         stage.thread.call(maker.make_groups([PROMPT]))
 
 
+def test_a_reward_function_that_fails_at_every_answer_of_an_agent_ends_the_run(stage: Stage, tmp_path: Path) -> None:
+    failed = {"reward": None, "status": "error", "reason": "mine:score: KeyError: 'x' (mine.py, line 3, in score)"}
+    stage.rewards.routes["POST /batch_reward"] = lambda request: {"rewards": [failed] * len(request["items"])}
+    maker = stage.maker(one_turn, batch_size=4, shared_dir=tmp_path)
+    maker.settings.run_dir.mkdir(parents=True)
+    assert stage.thread.call(maker.make_groups([PROMPT] * 4)) == []
+    assert maker._failed == {"reward_error": 8}
+    assert (maker.settings.run_dir / FIRST_FAILURE).read_text() == f"reward_error: {failed['reason']}\n"
+    with pytest.raises(ConfigurationError, match=r"every episode of 8 prompts in a row failed: mine:score: KeyError"):
+        stage.thread.call(maker.make_groups([PROMPT] * 4))
+
+
+@pytest.mark.parametrize("limit", [{"agent_max_turns": 1}, {"agent_seconds": 1}], ids=str)
+def test_limits_end_the_run_after_one_batch_as_before(stage: Stage, limit: dict[str, Any]) -> None:
+    maker = stage.maker(endless if "agent_max_turns" in limit else sleepy, batch_size=LEAST_FAILURES, **limit)
+    with pytest.raises(ConfigurationError, match="every episode of 8 prompts in a row failed"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+    assert not (maker.settings.run_dir / FIRST_FAILURE).exists()
+
+
+def test_a_program_that_fails_because_the_gateway_is_lost_ends_the_run_as_recoverable(
+    stage: Stage, two_turns_program: dict[str, Any]
+) -> None:
+    stage.gateway.says = lambda _: 503
+    maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1, **two_turns_program)
+    with pytest.raises(DependencyLostError, match=r"every episode of 8 prompts in a row failed: .*503"):
+        stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
+
+
 def test_engines_that_do_not_answer_end_the_run_as_recoverable(stage: Stage) -> None:
     stage.gateway.says = lambda _: 503
     maker = stage.maker(one_turn, batch_size=LEAST_FAILURES, service_deadline_seconds=1)
@@ -465,6 +495,7 @@ def test_a_program_that_ends_over_a_limit_has_failed_by_the_limit(
 
 def test_a_program_that_cannot_be_run_ends_the_run_with_its_output(stage: Stage) -> None:
     maker = stage.maker(one_turn, rollout="program", agent="", agent_command="no-such-agent", batch_size=LEAST_FAILURES)
+    assert stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES)) == []
     with pytest.raises(ConfigurationError, match=r"exit code 127.*no-such-agent.*evaluate --agent-command"):
         stage.thread.call(maker.make_groups([PROMPT] * LEAST_FAILURES))
 

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import structlog
 from prometheus_client import REGISTRY
 
 from services.clients import replay
@@ -21,6 +22,7 @@ from services.clients.reward import RewardClient
 from services.clients.rollout import RolloutClient
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.prompts import Cursor
+from services.run_page.directory import FIRST_FAILURE
 from tests.fake_service import FakeService, Route, fake_service
 from trainer.checkpoints.checkpoint import RunState
 from trainer.collector import Collector, collector_name
@@ -210,6 +212,71 @@ def test_prompts_of_which_none_can_be_generated_end_the_run_and_say_why(
         services.steps(batch_size=batch_size).next()
 
 
+FAILED = {"reward": None, "status": "error", "reason": "mine:score: KeyError: 'x' (mine.py, line 3, in score)"}
+
+
+def rewards(*, fails: Callable[[dict[str, Any]], bool], result: dict[str, Any] = FAILED) -> Route:
+    """POST /batch_reward with ``result`` for the items at which it ``fails``."""
+    return lambda request: {
+        "rewards": [result if fails(item) else {"reward": float(i % 2)} for i, item in enumerate(request["items"])]
+    }
+
+
+@pytest.mark.parametrize("tries", [0, 1])
+def test_a_reward_function_that_fails_at_every_answer_ends_the_run_after_two_batches(
+    services: Services, tries: int
+) -> None:
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True)
+    steps = services.steps(dynamic_sampling_tries=tries)
+    steps.main.settings.run_dir.mkdir(parents=True)
+    said = r"the reward function failed at every answer of 8 prompts in a row: mine:score: KeyError: 'x' \(mine.py, li"
+    if not tries:
+        assert steps.next() == [0, 1, 2, 3]
+    assert tries or (steps.main.settings.run_dir / FIRST_FAILURE).read_text() == f"reward_error: {FAILED['reason']}\n"
+    with pytest.raises(ConfigurationError, match=said):
+        steps.next()
+
+
+@pytest.mark.parametrize("status", ["timeout", "memory", "overloaded"])
+def test_answers_over_a_limit_and_answers_of_an_overloaded_server_do_not_end_the_run(
+    services: Services, status: str
+) -> None:
+    result = {"reward": None, "status": status, "reason": "more than 2 s"}
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True, result=result)
+    steps = services.steps()
+    for first in range(0, 16, 4):
+        assert steps.next() == list(range(first, first + 4))
+
+
+def test_one_answer_that_can_be_scored_begins_the_count_anew(services: Services) -> None:
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda item: int(item["prompt"]) % 4 != 3)
+    steps = services.steps()
+    for first in range(0, 24, 4):
+        assert steps.next() == list(range(first, first + 4))
+
+
+@pytest.mark.parametrize("tries", [0, 1])
+def test_groups_of_any_collector_count_where_the_reward_function_fails_at_every_answer(
+    services: Services, tries: int
+) -> None:
+    """Collectors push such groups, and the trainer, which has them all, ends the run."""
+    of_one = [[i] for i in range(8)]
+    services.replay.routes["POST /queue/lease"] = leases(*(of_one if tries else [[0, 1, 2, 3], [4, 5, 6, 7]]), **FAILED)
+    services.replay.routes["POST /queue/acknowledge"] = acknowledged
+    steps = services.steps(mode="async", collector_in_process=False, dynamic_sampling_tries=tries)
+    if not tries:
+        assert steps.next() == [0, 1, 2, 3]
+    with pytest.raises(ConfigurationError, match=r"at every answer of 8 prompts in a row: mine:score: KeyError"):
+        steps.next()
+
+
+def test_a_collector_pushes_groups_at_whose_every_answer_the_reward_function_failed(services: Services) -> None:
+    served = CollectorServices(services, 40)
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True)
+    services.collect()
+    assert len(served.queue()) == 40, "whether the run can go on is for the trainer to decide"
+
+
 def test_a_batch_of_one_prompt_that_cannot_be_generated_is_one_of_the_next(services: Services) -> None:
     services.rollouts.routes["POST /generate"] = fails_for(BAD, status=400)
     steps = services.steps(position=BAD, batch_size=1)
@@ -232,6 +299,58 @@ def test_an_evaluation_leaves_out_what_cannot_be_generated(services: Services, s
     services.rollouts.routes["POST /generate"] = lambda _: status
     with pytest.raises((DependencyLostError, ConfigurationError), match="none of 10 prompts"):
         services.evaluate(eval_prompts=10)
+
+
+def test_an_evaluation_of_few_prompts_that_the_engine_refuses_has_no_accuracy_and_ends_no_run(
+    services: Services,
+) -> None:
+    services.rollouts.routes["POST /generate"] = lambda _: 400
+    metrics, evaluator = services.evaluate(eval_prompts=LEAST_FAILURES - 1, eval_samples=2)
+    assert (metrics["eval_prompts"], metrics["eval_left_out"]) == (7, 7)
+    assert "accuracy" not in metrics
+    assert "as the test says" in str(evaluator.failure)
+    services.rollouts.routes["POST /generate"] = lambda _: 500
+    with pytest.raises(DependencyLostError, match="none of 1 prompt got a completion"):
+        services.evaluate(eval_prompts=1)
+
+
+def test_an_evaluation_whose_every_answer_the_reward_function_fails_at_says_why_it_has_no_accuracy(
+    services: Services,
+) -> None:
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda _: True)
+    _, evaluator = services.evaluate(eval_prompts=20)
+    assert evaluator.failure == FAILED["reason"]
+    services.rewards.routes["POST /batch_reward"] = rewards(fails=lambda item: item["prompt"] != "0")
+    assert services.evaluate(eval_prompts=20)[1].failure is None
+
+
+@pytest.mark.parametrize("at_step", [1, 2])
+def test_an_evaluation_that_fails_ends_the_run_unless_it_is_the_last(services: Services, at_step: int) -> None:
+    steps = services.steps(eval_every=1, eval_prompts=20)
+    steps.loop.total_steps = 2
+    for _ in range(at_step - 1):
+        assert steps.next()
+    # The prompts of the training come first.
+    services.rollouts.routes["POST /generate"] = lambda request: (
+        400 if request["sampling_params"]["temperature"] == 0 else completions(request)
+    )
+    if at_step == 1:
+        with pytest.raises(ConfigurationError, match="none of 20 prompts"):
+            steps.next()
+        return
+    assert steps.next() == [4, 5, 6, 7]
+    state = steps.loop.state
+    assert (state.step, state.evaluated_step, state.last_accuracy) == (2, 2, None)
+    assert "none of 20 prompts got a completion" in str(state.evaluation_error)
+
+
+@pytest.mark.parametrize(("asked", "lines"), [(4, 1), (0, 0)])
+def test_fewer_held_out_prompts_than_asked_for_are_said_once(services: Services, asked: int, lines: int) -> None:
+    services.data.routes["GET /stats"] = lambda _: stats() | {"test_prompts": 1}
+    with structlog.testing.capture_logs() as logged:
+        MainRank(services.settings(eval_prompts=asked), services.thread, services.clients).describe_data()
+    said = "EVAL_PROMPTS: 4 asked, the data set holds out 1 (DATASET_HELD_OUT)"
+    assert [entry["event"] for entry in logged if entry["log_level"] == "warning"] == [said] * lines
 
 
 def test_an_evaluation_counts_answers_over_a_limit_as_wrong_and_leaves_out_what_a_service_failed_at(
@@ -345,7 +464,7 @@ def test_prompts_whose_reply_was_lost_with_the_collector_are_asked_for_again(ser
 # The fresh queue
 
 
-def fresh(position: int) -> dict[str, Any]:
+def fresh(position: int, **result: Any) -> dict[str, Any]:
     """A group as the replay-buffer leases it."""
     experience = {
         "completion": "x",
@@ -353,7 +472,7 @@ def fresh(position: int) -> dict[str, Any]:
         "logprobs": [-0.5],
         "policy_versions": [{"version": 1, "start": 0, "end": 1}],
         "finish_reason": "stop",
-        "result": {"reward": 1.0},
+        "result": result or {"reward": 1.0},
     }
     names = {"group_id": f"g{position}", "prompt_id": f"p/{position}", "prompt": "?", "ground_truth": "x"}
     return {**names, "prompt_ids": [1], "position": position, "experiences": [experience]}
@@ -364,7 +483,7 @@ def acknowledged(_: dict[str, Any]) -> dict[str, Any]:
     return {"acknowledged": 2, "lost": 0}
 
 
-def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def leases(*replies: list[int], **result: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """POST /queue/lease that gives these groups in turn, and then none."""
     left = list(enumerate(replies))
 
@@ -372,7 +491,11 @@ def leases(*replies: list[int]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         number, groups = left.pop(0) if left else (0, [])
         if not groups:
             time.sleep(min(request["wait_seconds"], 0.02))
-        return {"lease_id": f"l{number}" if groups else None, "groups": [fresh(i) for i in groups], "dropped_stale": 0}
+        return {
+            "lease_id": f"l{number}" if groups else None,
+            "groups": [fresh(i, **result) for i in groups],
+            "dropped_stale": 0,
+        }
 
     return lease
 
