@@ -91,6 +91,8 @@ def main(
             in_files = spec.env_files(env_file or [])
             by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
+            if run.show_if_finished(planned, launch, console):
+                raise typer.Exit
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
         given = [assignment.partition("=")[0] for assignment in env or []]
