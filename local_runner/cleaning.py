@@ -19,7 +19,6 @@ from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
 
-
 PARTS = ("checkpoints", "policy")
 """The directories of a run that only its continuation needs."""
 

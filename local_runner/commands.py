@@ -82,7 +82,9 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
             ("chat with it, beside the model it began as", shlex.join([*module("scripts.chat"), directory]))
         )
         if has_checkpoint:
-            commands.append(("train on", shlex.join(launch.again(run.run_id, *_twice(settings, int(summary["steps"]))))))
+            commands.append(
+                ("train on", shlex.join(launch.again(run.run_id, *_twice(settings, int(summary["steps"])))))
+            )
     elif has_checkpoint:
         commands.append((f"resume{corrected}", shlex.join(launch.again(run.run_id))))
     elif any(task.name == Task.TRAINER for task in run.group.tasks):

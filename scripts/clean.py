@@ -26,7 +26,8 @@ def main(
         str | None, typer.Option(metavar="AGE", help="Remove runs not written to for that long: 12h, 7d, 2w.")
     ] = None,
     keep_model: Annotated[
-        bool, typer.Option("--keep-model", help="Remove only checkpoints and policy versions; such a run cannot resume.")
+        bool,
+        typer.Option("--keep-model", help="Remove only checkpoints and policy versions; such a run cannot resume."),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,

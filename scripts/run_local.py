@@ -6,6 +6,7 @@ demos and tests; anything larger is for SkyPilot.
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from typer import Option
+from typer import Context, Option
+from typer.core import TyperCommand
 
 from local_runner import engines, environment, nodes, own_code, run, spec, variables
 from local_runner.commands import Launch
@@ -53,6 +55,21 @@ OwnHosts = Annotated[
         help="Whether each node has an address of its own or all share 127.0.0.1. Default: own where possible.",
     ),
 ]
+
+
+class Command(TyperCommand):
+    """The command line, which tells somebody who gives a setting as an option how to give it."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for word, following in zip(args, [*args[1:], "-"], strict=True):
+            name, _, value = word.partition("=")
+            setting = variables.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
+            if name not in {*known, "--help"} and setting is not None:
+                value = value or ("VALUE" if following.startswith("-") else following)
+                ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
+        return super().parse_args(ctx, args)
 
 
 def main(
@@ -132,4 +149,6 @@ def _show(console: Console, planned: Run) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command(cls=Command)(main)
+    app()

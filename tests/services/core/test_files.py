@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,21 @@ def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     check_model_directory(str(model))
     check_model_directory("Qwen/Qwen2.5-0.5B-Instruct")
     check_model_directory("gpt2")
+
+
+def test_a_models_directory_that_this_user_may_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir(mode=0o000)
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    if user == 0:
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigurationError, match=r"^MODEL_NAME=\./model cannot be read: .*; let this user read it"):
+            check_model("./model")
+    finally:
+        os.seteuid(user)
+        model.chmod(0o755)
