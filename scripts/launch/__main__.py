@@ -77,7 +77,7 @@ def main(
     ] = None,
     check: Annotated[
         bool,
-        Option("--check", help="Instead try the cluster: two pods of one GPU test driver, images, hub, volume, DNS."),
+        Option("--check", help="Launch two small pods that try driver, images, hub, volume and network instead."),
     ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
     yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
@@ -290,7 +290,7 @@ def _footprint(text: str) -> list[list[str]]:
 def _check_group(text: str, tiers: Mapping[str, Tier], given: Mapping[str, str]) -> str:
     """Return the job group that tries the cluster for the job group ``text``."""
     before, written = CHECK.read_text(), job_group_text.values(text)
-    images = " ".join(dict.fromkeys(value for (_, key), value in written.items() if key == "resources.image_id"))
+    images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
     changes = _variables(spec.load(CHECK), {**given, "CHECK_IMAGES": images})
     for name, task in CHECKS.items():
         cards = ", ".join(f"{choice.name}:1" for choice in tiers[task].choices)
