@@ -199,14 +199,21 @@ def test_the_readmes_python_trains_beside_packages_of_the_same_names(environment
     assert done.stdout.splitlines()[-1].endswith(f" {model.relative_to(home)}")
 
 
-def test_an_installed_program_says_which_extra_to_install(environment, home):
+def test_an_installed_program_says_which_extra_to_install(environment, home, wheel):
     (home / "math_verify.py").write_text("")
     (home / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
     done = run(environment / "bin/grpo", "status", cwd=home)
     assert done.returncode == EXIT_CONFIGURATION
     [line] = done.stderr.splitlines()
     assert line.startswith("error: scripts.status needs typer, which is not installed; run: ")
-    assert line.endswith(" -m pip install 'skypilot-grpo[local]'")
+    # Not from an index, which may not have it.
+    assert line.endswith(f" -m pip install 'skypilot-grpo[local] @ {wheel.as_uri()}'")
+    [record] = environment.glob("lib/python*/site-packages/skypilot_grpo-*.dist-info/direct_url.json")
+    kept = record.read_text()
+    record.unlink()
+    of_index = run(environment / "bin/grpo", "status", cwd=home).stderr
+    record.write_text(kept)
+    assert of_index.endswith(" -m pip install 'skypilot-grpo[local]'\n")
 
 
 def test_the_changelog_begins_with_the_version_of_the_project():

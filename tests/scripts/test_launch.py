@@ -298,7 +298,16 @@ def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, 
 def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
     tmp_path: Path, launched: list[tuple[Path, ...]]
 ) -> None:
-    given = ["--gpus", "H200:8,H100:8", "--trainer-nodes", "8", "--rollout-gpus", "L40S:8", "--image", "r.example.org/grpo:v1"]
+    given = [
+        "--gpus",
+        "H200:8,H100:8",
+        "--trainer-nodes",
+        "8",
+        "--rollout-gpus",
+        "L40S:8",
+        "--image",
+        "r.example.org/grpo:v1",
+    ]
     given += ["--env", "HF_ENDPOINT=https://hub", "--env", "MAX_STEPS=9", "--model", "70B"]
     done = CliRunner().invoke(APP, [*given, "--check", "--yes", "--output", str(tmp_path)])
     assert done.exit_code == 0, done.output
