@@ -109,3 +109,9 @@ def test_make_refuses_images_without_a_tag(monkeypatch: pytest.MonkeyPatch, oute
     done = make("image", "IMAGE=r:5000/grpo", "DOCKER=false")
     assert done.returncode == 2
     assert done.stdout == "IMAGE=r:5000/grpo has no tag; give one: make image IMAGE=r:5000/grpo:v1\n"
+
+
+def test_make_says_which_python_is_not_there(tmp_path: Path) -> None:
+    done = make("python-version", "PYTHON=python3.99", f"VENV={tmp_path}/venv")
+    assert done.returncode == 2
+    assert done.stdout == "there is no python3.99 here; name a Python of 3.11 or newer: make PYTHON=python3.12 ...\n"

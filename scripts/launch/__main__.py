@@ -253,7 +253,7 @@ def _advise(model: Model, tiers: Mapping[str, Tier], variables_: Mapping[str, st
         print(
             f"publishing takes about {publish_seconds(model, layout)['disk']:.0f} s a step through a volume of "
             f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
-            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}"
+            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}, which nobody has run on GPUs yet"
         )
 
 

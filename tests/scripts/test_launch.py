@@ -19,6 +19,7 @@ from benchmarks.scaling.plan import MODELS, Batch, Layout, work
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
+from scripts.launch.sizes import find_model
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from trainer.preflight.sizes import needed
 
@@ -188,6 +189,19 @@ def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_pa
     assert tasks["ppo-trainer"]["AGENT"] == "mine:solve"
     assert "a-secret" not in text + told
     assert "--secret HF_TOKEN" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]
+)
+def test_shapes_of_common_models_need_no_network(name: str, billions: float) -> None:
+    """By the numbers of parameters on the models' own pages."""
+    assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
+    told, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4")
+    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in told
 
 
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
