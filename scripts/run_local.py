@@ -10,11 +10,11 @@ import re
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer import Context, Option
+from typer import Option
 from typer.core import TyperCommand
 
 from local_runner import engines, environment, nodes, own_code, run, spec, variables
@@ -60,13 +60,13 @@ OwnHosts = Annotated[
 class Command(TyperCommand):
     """The command line, which tells somebody who gives a setting as an option how to give it."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the command line."""
-        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
         for word, following in zip(args, [*args[1:], "-"], strict=True):
             name, _, value = word.partition("=")
             setting = variables.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
-            if name not in {*known, "--help"} and setting is not None:
+            if setting is not None and name not in known:
                 value = value or ("VALUE" if following.startswith("-") else following)
                 ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
         return super().parse_args(ctx, args)

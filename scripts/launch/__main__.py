@@ -12,7 +12,8 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -116,10 +117,8 @@ def main(
         if not check:
             _advise(found, tiers, derived | given | chosen)
         print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
-        python = _skypilot(dry_run=dry_run)
-        if not dry_run and not yes:
-            _confirm(text, secrets)
-        job = _ask_skypilot(python, files, secrets, dry_run=dry_run)
+        confirm = partial(_confirm, text, secrets, yes=yes)
+        job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=confirm)
         if job is None:
             _tell_commands(files, secrets)
         else:
@@ -299,8 +298,10 @@ def _check_group(text: str, tiers: Mapping[str, Tier], given: Mapping[str, str])
     return job_group_text.edited(before, changes)
 
 
-def _confirm(text: str, secrets: Mapping[str, str]) -> None:
+def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
     """Ask whether to launch a job group; without a terminal, print the command that launches it, and exit with 2."""
+    if yes:
+        return
     _, count, gpus, *_ = _footprint(text)[-1]
     told = f"{count} nodes with {gpus} GPUs"
     if sys.stdin.isatty():
@@ -310,31 +311,25 @@ def _confirm(text: str, secrets: Mapping[str, str]) -> None:
     for name, value in secrets.items():
         typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
     command = shlex.join([*module("scripts.launch"), *typed, "--yes"])
-    print(f"launch: nobody is here to be asked about {told}; to launch them: {command}", file=sys.stderr)
+    print(f"launch: there is no terminal on which to ask about {told}; to launch them: {command}", file=sys.stderr)
     raise typer.Exit(2)
 
 
-def _skypilot(*, dry_run: bool) -> Path | None:
-    """Return SkyPilot's Python; None for a dry run without SkyPilot.
-
-    Raises:
-        ConfigurationError: SkyPilot is not installed and needed.
-    """
-    if (python := skypilot.interpreter()) is None and not dry_run:
-        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
-    return python
-
-
 def _ask_skypilot(
-    python: Path | None, files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool
+    files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool, confirm: Callable[[], None]
 ) -> int | None:
     """Have SkyPilot check the files, and launch them unless it is a dry run; return the job's number.
 
     Raises:
-        ConfigurationError: SkyPilot refuses the files.
+        ConfigurationError: SkyPilot is not installed and needed, or refuses the files.
     """
+    python = skypilot.interpreter()
     if python is None:
-        return None
+        if dry_run:
+            return None
+        raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    if not dry_run:
+        confirm()
     job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
     if dry_run and error.startswith("ConnectionError"):
         print(f"SkyPilot's loader could not check it without a network: {error}")

@@ -33,7 +33,6 @@ PORT = 8004
 PEER_SECONDS = 900.0
 """The time that the other pod has to come up; SkyPilot itself waits ten minutes for the pods of a group."""
 REQUEST_SECONDS = 30.0
-POLL_SECONDS = 0.5
 MANIFESTS = "application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.list.v2+json"
 
 
@@ -70,8 +69,8 @@ def check_image(image: str) -> str:
             challenge = dict(re.findall(r'(\w+)="([^"]*)"', error.headers.get("WWW-Authenticate", "")))
             if "realm" not in challenge:
                 raise
-            service, scope = challenge.get("service", ""), f"repository:{repository}:pull"
-            token = json.loads(_get(f"{challenge['realm']}?service={service}&scope={scope}"))["token"]
+            scope = f"service={challenge.get('service', '')}&scope=repository:{repository}:pull"
+            token = json.loads(_get(f"{challenge['realm']}?{scope}"))["token"]
             ask(Authorization=f"Bearer {token}")
     except HTTPError as error:
         if error.code == 404:
@@ -83,13 +82,9 @@ def check_image(image: str) -> str:
 
 
 def check_hub(model: str) -> str:
-    """Ask the hub for the model's configuration, or look for the model's directory on the volume."""
-    if model.startswith("/"):
-        if not Path(model, "config.json").exists():
-            raise CheckError(f"MODEL_NAME={model}: there is no config.json on the volume; copy the model there first")
-        return f"{model} is on the volume"
-    if os.environ.get("HF_HUB_OFFLINE", "0") != "0":
-        return f"{model} was not looked for, because HF_HUB_OFFLINE is set"
+    """Ask the hub for the configuration of a model, unless the model is a directory."""
+    if model.startswith("/") or os.environ.get("HF_HUB_OFFLINE", "0") != "0":
+        return f"{model} was not looked for: it is a directory, or HF_HUB_OFFLINE is set"
     hub, token = os.environ.get("HF_ENDPOINT") or "https://huggingface.co", os.environ.get("HF_TOKEN")
     try:
         _get(f"{hub}/{model}/resolve/main/config.json", **({"Authorization": f"Bearer {token}"} if token else {}))
@@ -97,9 +92,8 @@ def check_hub(model: str) -> str:
         remedy = "accept its licence and give --secret HF_TOKEN" if error.code in (401, 403) else "check the name"
         raise CheckError(f"{hub} does not give {model} ({error}); {remedy}") from error
     except OSError as error:
-        raise CheckError(
-            f"{hub} cannot be reached ({error}); copy the model to the volume and give --env HF_HUB_OFFLINE=1"
-        ) from error
+        remedy = "copy the model to the volume and give --env HF_HUB_OFFLINE=1"
+        raise CheckError(f"{hub} cannot be reached ({error}); {remedy}") from error
     return f"{hub} gives {model}"
 
 
@@ -107,13 +101,11 @@ def check_volume(folder: Path, me: str, peer: str) -> str:
     """Rename on the volume, see the other pod's file, and try whether the lock of one pod binds the other."""
     here, there, tried = (folder / name for name in (f"{me}.here", f"{peer}.here", f"{max(me, peer)}.tried"))
     try:
-        own = folder / f".{me}-{time.time_ns()}"
-        own.mkdir(parents=True)
-        own.rename(folder / own.name[1:])
-        with (folder / "lock").open("a") as lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f".{me}").open("w"), (folder / "lock").open("a") as lock:
             if me < peer:
                 fcntl.lockf(lock, fcntl.LOCK_EX)
-            here.touch()
+            (folder / f".{me}").rename(here)
             if not _waited(there.exists):
                 raise CheckError(
                     f"no file of {peer} appeared in {folder}; see whether its pod runs, and whether the storage class "
@@ -151,17 +143,25 @@ def check_network(peer: str, bind: str = "") -> str:
         called = threading.Thread(target=listener.accept, daemon=True)
         called.start()
         if not _waited(connects):
-            raise CheckError(
-                f"{peer} port {PORT} cannot be reached ({failure[0]}); its pod must run and be in /etc/hosts, and no "
-                "NetworkPolicy may part the pods of a job"
-            )
+            remedy = "its pod must run and be in /etc/hosts, and no NetworkPolicy may part the pods of a job"
+            raise CheckError(f"{peer} port {PORT} cannot be reached ({failure[0]}); {remedy}")
         if not _waited(lambda: not called.is_alive()):
             raise CheckError(f"{peer} did not reach this pod; see its log, and the cluster's NetworkPolicies")
     return f"{peer} has a name, and each pod reaches the other"
 
 
-def run(checks: Sequence[tuple[str, Callable[[], str]]]) -> int:
-    """Run checks, print a line of each, and return the exit code."""
+def main() -> None:
+    """Run all checks of this pod, as its environment says, print a line of each, and exit with 78 if one failed."""
+    group, me, peer = (os.environ[name] for name in ("SKYPILOT_JOBGROUP_NAME", "CHECK_TASK", "CHECK_PEER"))
+    images = os.environ["CHECK_IMAGES"].split()
+    folder = Path(os.environ["SHARED_DIR"], ".check", (job_id() or "job").replace(" ", "-"))
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("driver", partial(check_driver, images)),
+        *(("image", partial(check_image, image)) for image in images),
+        ("hub", partial(check_hub, os.environ["MODEL_NAME"])),
+        ("volume", partial(check_volume, folder, me, peer)),
+        ("network", partial(check_network, f"{peer}-0.{group}")),
+    ]
     failures = 0
     for name, check in checks:
         try:
@@ -169,26 +169,8 @@ def run(checks: Sequence[tuple[str, Callable[[], str]]]) -> int:
         except CheckError as error:
             failures += 1
             print(f"FAILED  {name}: {error}", flush=True)
-    print(f"{failures} of {len(checks)} checks failed" if failures else "all checks of this pod passed", flush=True)
-    return EXIT_CONFIGURATION if failures else 0
-
-
-def main() -> None:
-    """Run all checks of this pod, as its environment says."""
-    group, me, peer = (os.environ[name] for name in ("SKYPILOT_JOBGROUP_NAME", "CHECK_TASK", "CHECK_PEER"))
-    images = os.environ["CHECK_IMAGES"].split()
-    folder = Path(os.environ["SHARED_DIR"], ".check", (job_id() or "job").replace(" ", "-"))
-    sys.exit(
-        run(
-            [
-                ("driver", partial(check_driver, images)),
-                *(("image", partial(check_image, image)) for image in images),
-                ("hub", partial(check_hub, os.environ["MODEL_NAME"])),
-                ("volume", partial(check_volume, folder, me, peer)),
-                ("network", partial(check_network, f"{peer}-0.{group}")),
-            ]
-        )
-    )
+    print(f"{failures} of {len(checks)} checks failed", flush=True)
+    sys.exit(EXIT_CONFIGURATION if failures else 0)
 
 
 def _get(url: str, **headers: str) -> bytes:
@@ -200,7 +182,7 @@ def _waited(condition: Callable[[], bool]) -> bool:
     """Return whether the condition holds within PEER_SECONDS."""
     deadline = time.monotonic() + PEER_SECONDS
     while not (holds := condition()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.5)
     return holds
 
 

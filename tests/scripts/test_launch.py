@@ -293,7 +293,7 @@ def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
     assert done.exit_code == 2
     assert not launched
     line = done.output.splitlines()[-1]
-    assert line.startswith("launch: nobody is here to be asked about 7 nodes with 4 GPUs; to launch them: ")
+    assert line.startswith("launch: there is no terminal on which to ask about 7 nodes with 4 GPUs; to launch them: ")
     assert line.endswith(f"--model 0.5B --gpus L4:1 --secret HF_TOKEN --output {tmp_path} --yes")
     assert (" -m scripts.launch " in line) == (len(program) == 1)
     assert CliRunner().invoke(APP, [*arguments, "--yes"]).exit_code == 0
