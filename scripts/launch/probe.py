@@ -6,6 +6,7 @@ share. Nothing is installed in them, so this module imports the standard library
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -129,6 +130,12 @@ def check_volume(folder: Path, me: str, peer: str) -> str:
 def check_network(peer: str, bind: str = "") -> str:
     """Connect to the other pod by its name, and wait until it has connected here."""
     failure: list[OSError] = []
+    heard = threading.Event()
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):  # closed
+            listener.accept()
+            heard.set()
 
     def connects() -> bool:
         try:
@@ -140,12 +147,11 @@ def check_network(peer: str, bind: str = "") -> str:
         return True
 
     with socket.create_server((bind, PORT)) as listener:
-        called = threading.Thread(target=listener.accept, daemon=True)
-        called.start()
+        threading.Thread(target=listen, daemon=True).start()
         if not _waited(connects):
             remedy = "its pod must run and be in /etc/hosts, and no NetworkPolicy may part the pods of a job"
             raise CheckError(f"{peer} port {PORT} cannot be reached ({failure[0]}); {remedy}")
-        if not _waited(lambda: not called.is_alive()):
+        if not _waited(heard.is_set):
             raise CheckError(f"{peer} did not reach this pod; see its log, and the cluster's NetworkPolicies")
     return f"{peer} has a name, and each pod reaches the other"
 
