@@ -128,6 +128,7 @@ clean:  ## remove what was installed and cached; runs/ stays
 
 .PHONY: python-version
 python-version:
+	@command -v $(PYTHON) > /dev/null || { echo "there is no $(PYTHON) here; name a Python of 3.11 or newer: make PYTHON=python3.12 ..."; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say which: make PYTHON=python3.12 ...")'
 
 # A new pip resolves in half the time of the one that Python 3.11 brings.

@@ -19,6 +19,9 @@ from local_runner.spec import seconds
 from local_runner.view import duration
 from services.core.errors import ConfigurationError
 
+PARTS = ("checkpoints", "policy")
+"""The directories of a run that only its continuation needs."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -58,45 +61,57 @@ def show(console: Console, below: Path) -> None:
         return
     _table(console, runs)
     command = " ".join([*module("scripts.clean"), *(["--runs", str(below)] if below != RUNS else [])])
-    console.print(f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d", highlight=False, soft_wrap=True)
+    told = f"Remove some: {command} RUN..., or --keep 3, or --older-than 7d; --keep-model leaves model and records"
+    console.print(told, highlight=False, soft_wrap=True)
 
 
-def remove(console: Console, chosen: list[Listed], *, named: bool, confirm: Callable[[str], bool] | None) -> None:
+def remove(
+    console: Console, chosen: list[Listed], *, named: bool, keep_model: bool, confirm: Callable[[str], bool] | None
+) -> None:
     """Remove runs, except those that are or may be under way.
 
     Args:
         console: for the messages.
         chosen: the runs.
         named: whether each was named, so that a run under way is an error.
+        keep_model: remove only the checkpoints and policy versions, and those only of runs that have a model.
         confirm: asks the question that it is given; None: remove without asking.
 
     Raises:
         ConfigurationError: a named run is under way, or a run cannot be removed.
     """
+    ended = []
     for run in chosen:
-        if run.under_way:
-            message = f"{run.path} is not removed: {run.under_way}"
-            if named:
-                raise ConfigurationError(message)
-            console.print(message, style="yellow", soft_wrap=True, highlight=False)
-    ended = [run for run in chosen if not run.under_way]
+        reason = run.under_way
+        if keep_model and not (run.path / "model").exists():
+            reason = reason or "it has no model/, and could only be resumed"
+        if reason is None:
+            ended.append(run)
+        elif named:
+            raise ConfigurationError(f"{run.path} is not removed: {reason}")
+        else:
+            console.print(f"{run.path} is not removed: {reason}", style="yellow", soft_wrap=True, highlight=False)
     if not ended:
         console.print("nothing to remove")
         return
     if confirm is not None:
         _table(console, ended)
-        if not confirm("Remove these runs, with models and checkpoints?"):
+        parts = "the checkpoints and policy versions of these runs, which then cannot be resumed"
+        if not confirm(f"Remove {parts if keep_model else 'these runs, with models and checkpoints'}?"):
             return
     for run in ended:
-        _remove(run)
-        console.print(f"removed {run.path}, {decimal(run.size)}", soft_wrap=True, highlight=False)
+        _remove(run, [run.path / name for name in PARTS] if keep_model else [run.path])
+        left = directory.usage(run.path)[0] if keep_model else 0
+        what = f"{' and '.join(PARTS)} of {run.path}" if keep_model else str(run.path)
+        console.print(f"removed {what}, {decimal(run.size - left)}", soft_wrap=True, highlight=False)
 
 
-def _remove(run: Listed) -> None:
-    """Remove a run while its lock keeps runners out."""
+def _remove(run: Listed, folders: list[Path]) -> None:
+    """Remove directories of a run while its lock keeps runners out."""
     try:
         with directory.locked(run.path):
-            shutil.rmtree(run.path)
+            for folder in filter(Path.exists, folders):
+                shutil.rmtree(folder)
     except OSError as error:
         raise ConfigurationError(f"{run.path} cannot be removed: {error}") from error
 

@@ -68,11 +68,12 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
         exit_code: the run's exit code.
     """
     directory = shown_path(run.run_dir)
+    has_checkpoint = any((run.run_dir / "checkpoints").glob("*"))
     corrected = ", after the correction" if exit_code == EXIT_CONFIGURATION else ""
     commands = [("look at it", shlex.join([*module("scripts.view"), directory]))]
     if summary.get("status") == "succeeded" and (run.run_dir / "model").exists():
         model = f"{directory}/model"
-        settings = _trainer_settings(run)
+        settings = trainer_settings(run)
         # Its episodes need the run's environment-servers, which only a run starts.
         if settings.rollout != "environment":
             evaluate = [*module("scripts.evaluate"), "--model", model, *_evaluated_as(run, launch)]
@@ -80,8 +81,11 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
         commands.append(
             ("chat with it, beside the model it began as", shlex.join([*module("scripts.chat"), directory]))
         )
-        commands.append(("train on", shlex.join(launch.again(run.run_id, *_twice(settings, int(summary["steps"]))))))
-    elif any((run.run_dir / "checkpoints").glob("*")):
+        if has_checkpoint:
+            commands.append(
+                ("train on", shlex.join(launch.again(run.run_id, *_twice(settings, int(summary["steps"])))))
+            )
+    elif has_checkpoint:
         commands.append((f"resume{corrected}", shlex.join(launch.again(run.run_id))))
     elif any(task.name == Task.TRAINER for task in run.group.tasks):
         commands.append((f"start again{corrected}", shlex.join(launch.again(run.run_id))))
@@ -91,7 +95,8 @@ def next_commands(run: Run, launch: Launch, summary: dict[str, Any], exit_code: 
     return commands
 
 
-def _trainer_settings(run: Run) -> TrainerSettings:
+def trainer_settings(run: Run) -> TrainerSettings:
+    """Return the settings of the run's trainer."""
     [trainer] = [task for task in run.group.tasks if task.name == Task.TRAINER]
     [reader] = [reader for reader in READERS if Task.TRAINER in reader.tasks]
     return cast("TrainerSettings", load_settings(run, trainer, reader.settings_class()))
@@ -137,7 +142,7 @@ def module(name: str) -> list[str]:
     grpo = Path(sys.argv[0])
     if grpo.name == "grpo":
         shown = "grpo" if shutil.which("grpo") == str(grpo) else shown_path(grpo)
-        return [shown, next(command for command, program in COMMANDS.items() if program == name)]
+        return [shown, next(command for command, program in COMMANDS.items() if program.startswith(name))]
     return [shown_path(Path(sys.prefix) / "bin" / "python"), "-m", name]
 
 

@@ -10,18 +10,21 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from local_runner import directory, nodes, summary, watchdog
-from local_runner.commands import Launch
+from local_runner.commands import Launch, trainer_settings
 from local_runner.environment import Run, gpus_of
 from local_runner.progress import GrowingFile, new_steps
 from local_runner.supervisor import Supervisor
 from local_runner.view import View
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
-from services.run_page.directory import first_failure
+from services.run_page.directory import first_failure, read_object
 
 POLL_SECONDS = 0.5
+LAST_STEP = ("max_steps", "num_epochs", "batch_size", "target_accuracy")
+"""The trainer's settings that decide after which step a run is over."""
 
 
 def show_plan(console: Console, run: Run) -> None:
@@ -33,6 +36,26 @@ def show_plan(console: Console, run: Run) -> None:
             gpus = ", ".join(gpus_of(run, task, rank)) or "none"
             table.add_row(f"{task.name}-{rank}", host, gpus, task.run.strip().splitlines()[-1].partition(" || ")[0])
     console.print(table)
+
+
+def show_if_finished(run: Run, launch: Launch | None, console: Console) -> bool:
+    """Print the result of a run that has succeeded and would take no further step; return whether it is such a run."""
+    try:
+        result = read_object(run.run_dir / "summary.json")
+        components = read_object(run.run_dir / "config.json").get("components", {})
+    except (ValueError, OSError):  # the run's start says what cannot be read; the trainer writes damaged files anew
+        return False
+    before = components.get(Task.TRAINER.value)
+    if result.get("status") != "succeeded" or before is None or not (run.run_dir / "model").exists():
+        return False
+    settings = trainer_settings(run).model_dump(mode="json")
+    if any(settings[name] != before["settings"].get(name) for name in LAST_STEP):
+        return False
+    summary.show(console, run, launch, read_object(run.run_dir / directory.OUTCOME), result)
+    told = f"nothing is left to do: run {run.run_id} has ended after step {result['steps']}; to train on, raise "
+    told += "MAX_STEPS or NUM_EPOCHS" if launch is not None else "max_steps or num_epochs"
+    console.print(Text(told, "yellow"), soft_wrap=not console.is_terminal)
+    return True
 
 
 def execute(run: Run, launch: Launch | None, console: Console, *, live: bool) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,10 @@ def find(path: Path) -> Path:
     found = next((file for file in (path, ROOT / path) if file.exists()), None)
     if found is None:
         names = ", ".join(file.name for file in sorted(ROOT.glob("jobgroup*.yaml")))
-        raise ConfigurationError(f"cannot read the job group: there is no file {path}; this project has {names}")
+        told = f"cannot read the job group: there is no file {path}; this project has {names}"
+        # Such as the 3 of `--env MAX_STEPS 3`.
+        hint = "" if path.suffix in (".yaml", ".yml") else "; a setting is given as --env NAME=VALUE"
+        raise ConfigurationError(told + hint)
     return found
 
 
@@ -96,7 +100,11 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
     if not tasks or len(set(names)) != len(names):
         raise ConfigurationError(f"{path}: the tasks need names of their own, got {names}")
     if unknown := set(overrides.num_nodes) - set(names):
-        raise ConfigurationError(f"node counts were given for {sorted(unknown)}; the tasks of {path} are {names}")
+        near = "".join(nearest(name, names) for name in sorted(unknown))
+        told = (
+            f"node counts were given for {', '.join(sorted(unknown))}{near}; the tasks of {path} are {', '.join(names)}"
+        )
+        raise ConfigurationError(told)
     primary = header.get("primary_tasks") or names
     if unknown := set(primary) - set(names):
         raise ConfigurationError(f"{path}: primary_tasks names {sorted(unknown)}; the tasks are {names}")
@@ -107,6 +115,12 @@ def load(path: Path, overrides: Overrides | None = None) -> JobGroup:
             replace(task, is_primary=task.name in primary, termination_delay=delays[task.name]) for task in tasks
         ),
     )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return words that name the nearest of the ``known`` names; empty if none is near."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; the nearest is {found[0]}" if found else ""
 
 
 def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
@@ -131,12 +145,16 @@ def assignments(pairs: Sequence[str], option: str) -> dict[str, str]:
 def env_file(path: Path) -> dict[str, str]:
     """Return the variables of a file with a ``NAME=VALUE`` a line, read by dotenv as SkyPilot reads it.
 
+    Where there is no such file here, this project's own file of that name is read.
+
     Raises:
         ConfigurationError: the file does not exist, or a line has no value.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"there is no --env-file {path}")
-    found = dotenv_values(path)
+    file = next((file for file in (path, ROOT / path) if file.is_file()), None)
+    if file is None:
+        names = [str(one.relative_to(folder)) for folder in (Path(), ROOT) for one in folder.glob("*.env")]
+        raise ConfigurationError(f"there is no --env-file {path}{nearest(str(path), names)}")
+    found = dotenv_values(file)
     result = {name: value for name, value in found.items() if value is not None}
     if missing := sorted(found.keys() - result.keys()):
         raise ConfigurationError(f"{path}: {missing} have no value; expected NAME=VALUE")

@@ -58,7 +58,7 @@ def show(console: Console, run: Run, launch: Launch | None, outcome: dict[str, A
     size = decimal(sum(usage(path)[0] for path in runs))
     place = shown_path(run.run_dir.parent)
     console.print(f"size of all runs in {place}/: {size}", highlight=False, soft_wrap=True)
-    for purpose, command in next_commands(run, launch, summary, outcome["exit_code"]):
+    for purpose, command in next_commands(run, launch, summary, outcome.get("exit_code", 0)):
         # Each command is a line of its own and complete, to be copied, however narrow the terminal.
         console.print(Text(f"\n{purpose}:", "bold"))
         console.print(Text(f"  {command}"), soft_wrap=True)

@@ -80,7 +80,8 @@ def train(
 ) -> Run:
     """Run a job group on this machine to its end, print its progress, and return the run.
 
-    Ctrl-C ends the run once a checkpoint of the last completed step is written; another ends it at once.
+    Ctrl-C ends the run once a checkpoint of the last completed step is written; another ends it at once. The end of
+    this program, even by SIGKILL, ends the run as the first Ctrl-C does, because its pipe to the runner closes.
 
     Args:
         nodes: the number of nodes of a task, by its name; 1 by default.

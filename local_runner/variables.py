@@ -113,6 +113,16 @@ def _is_foreign(name: str, settings: Iterable[str]) -> bool:
     return upper.startswith(LIBRARIES) and not difflib.get_close_matches(upper, settings, 1, LIKE_A_SETTING)
 
 
+def setting_like(name: str) -> str | None:
+    """Return the setting that has a name or begins or ends with it, as MAX_STEPS for ``steps``; None without one."""
+    name = name.upper()
+    settings = {field.upper() for reader in READERS for field in reader.settings_class().model_fields}
+    like = [
+        one for one in sorted(settings) if f"_{name}_" in f"_{one}_" and (one.startswith(name) or one.endswith(name))
+    ]
+    return next(iter(difflib.get_close_matches(name, like, 1, 0.0)), None)
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(name.upper(), known, 1)
     return f"; the nearest setting is {found[0]}" if found else ""

@@ -25,6 +25,10 @@ def main(
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Remove runs not written to for that long: 12h, 7d, 2w.")
     ] = None,
+    keep_model: Annotated[
+        bool,
+        typer.Option("--keep-model", help="Remove only checkpoints and policy versions; such a run cannot resume."),
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     below: Annotated[Path, typer.Option("--runs", metavar="DIR", help="The directory of runs.")] = directory.RUNS,
 ) -> None:
@@ -34,6 +38,8 @@ def main(
         console = Console()
         has_rule = keep is not None or bool(older_than)
         if not runs and not has_rule:
+            if keep_model:
+                raise ConfigurationError("--keep-model needs runs to clean: name them, or give --keep 0 for all")
             cleaning.show(console, below)
             return
         if runs and has_rule:
@@ -43,7 +49,8 @@ def main(
         else:
             chosen = cleaning.select(directory.all_runs(below), keep, older_than)
         asks = not yes and sys.stdin.isatty()
-        cleaning.remove(console, chosen, named=bool(runs), confirm=typer.confirm if asks else None)
+        confirm = typer.confirm if asks else None
+        cleaning.remove(console, chosen, named=bool(runs), keep_model=keep_model, confirm=confirm)
 
     sys.exit(exit_code_of(work))
 

@@ -10,6 +10,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def main() -> None:
     _prefer_own_packages()
     name, *arguments = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(_usage())
+        # Ends silently when the reader has read enough, as in `grpo | head -3`.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        print(_usage(), flush=True)
         return
     if name not in COMMANDS:
         print(f"grpo: there is no command {name}; there are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -46,7 +49,7 @@ def main() -> None:
     import typer
 
     app = typer.Typer(add_completion=False)
-    app.command()(program.main)
+    app.command(cls=getattr(program, "Command", None))(program.main)
     app(arguments, prog_name=f"grpo {name}")
 
 

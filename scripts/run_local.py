@@ -6,14 +6,16 @@ demos and tests; anything larger is for SkyPilot.
 
 from __future__ import annotations
 
+import re
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer import Option
+from typer.core import TyperCommand
 
 from local_runner import engines, environment, nodes, own_code, run, spec, variables
 from local_runner.commands import Launch
@@ -55,6 +57,21 @@ OwnHosts = Annotated[
 ]
 
 
+class Command(TyperCommand):
+    """The command line, which tells somebody who gives a setting as an option how to give it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the command line."""
+        known = {"--help", *(option for one in self.params for option in (*one.opts, *one.secondary_opts))}
+        for word, following in zip(args, [*args[1:], "-"], strict=True):
+            name, _, value = word.partition("=")
+            setting = variables.setting_like(name[2:].replace("-", "_")) if re.match(r"--[a-z]", name) else None
+            if setting is not None and name not in known:
+                value = value or ("VALUE" if following.startswith("-") else following)
+                ctx.fail(f"No such option: {name}; give the setting as --env {setting}={value}")
+        return super().parse_args(ctx, args)
+
+
 def main(
     path: JobGroupPath = Path("jobgroup.yaml"),
     env: Env = None,
@@ -91,6 +108,8 @@ def main(
             in_files = spec.env_files(env_file or [])
             by_hand = Launch(path, env or (), env_file or (), in_files, secrets, num_nodes or (), small, shared_dir)
             launch = None if by_program else by_hand
+            if run.show_if_finished(planned, launch, console):
+                raise typer.Exit
             code = run.execute(planned, launch, console, live=console.is_terminal if live is None else live)
     except ConfigurationError as error:
         given = [assignment.partition("=")[0] for assignment in env or []]
@@ -130,4 +149,6 @@ def _show(console: Console, planned: Run) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command(cls=Command)(main)
+    app()

@@ -89,16 +89,29 @@ def test_images_leave_out_what_is_not_uploaded() -> None:
     assert names(".dockerignore") == names(".skyignore")
 
 
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell: below another make, it would print its directory and wait for that one's jobs."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=kept, capture_output=True, text=True, check=False)
+
+
 def test_make_builds_all_images() -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", "image", "IMAGE=r/grpo:1"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = make("--dry-run", "image", "IMAGE=r/grpo:1")
+    assert done.returncode == 0, done.stderr
     for name in {*IMAGES.values(), "services"}:
         assert f"docker build --target {name} --tag r/grpo:1-{name} ." in done.stdout
 
 
-def test_make_refuses_images_without_a_tag() -> None:
-    command = ["make", "image", "IMAGE=r:5000/grpo", "DOCKER=false"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("outer", [{}, {"MAKEFLAGS": "w -j2 --jobserver-auth=3,4", "MAKELEVEL": "1"}])
+def test_make_refuses_images_without_a_tag(monkeypatch: pytest.MonkeyPatch, outer: dict[str, str]) -> None:
+    for name, value in outer.items():
+        monkeypatch.setenv(name, value)
+    done = make("image", "IMAGE=r:5000/grpo", "DOCKER=false")
     assert done.returncode == 2
     assert done.stdout == "IMAGE=r:5000/grpo has no tag; give one: make image IMAGE=r:5000/grpo:v1\n"
+
+
+def test_make_says_which_python_is_not_there(tmp_path: Path) -> None:
+    done = make("python-version", "PYTHON=python3.99", f"VENV={tmp_path}/venv")
+    assert done.returncode == 2
+    assert done.stdout == "there is no python3.99 here; name a Python of 3.11 or newer: make PYTHON=python3.12 ...\n"

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -18,7 +19,9 @@ from services.core.errors import EXIT_CONFIGURATION
 
 ROOT = Path(__file__).parents[1]
 OUR_NAMES = ("services", "trainer", "evaluation", "benchmarks", "local_runner", "recipes", "scripts")
-BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+OF_A_USER = ("secrets.env", "questions.env", "my_rewards.py", "mine.yaml")
+"""Files of somebody's own in the root of a checkout."""
 
 
 def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -29,16 +32,24 @@ def run(*command: object, cwd: Path, **variables: str) -> subprocess.CompletedPr
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, since building leaves files in the directory."""
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel and the source distribution, built from a copy, since building leaves files in the directory."""
     source, made = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for entry in ROOT.iterdir():
         if entry.name in OUR_NAMES or entry.is_file():
             subprocess.run(["cp", "-r", entry, source], check=True)
-    built = run(sys.executable, "-c", BUILD, made, cwd=source)
-    assert built.returncode == 0, built.stderr
-    assert "absent from the `packages`" not in built.stderr
-    return next(made.glob("*.whl"))
+    for name in OF_A_USER:
+        (source / name).write_text("TOKEN = 'of-a-user'\n")
+    for kind in ("sdist", "wheel"):
+        built = run(sys.executable, "-c", BUILD.format(kind=kind), made, cwd=source)
+        assert built.returncode == 0, built.stderr
+        assert "absent from the `packages`" not in built.stderr
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    return next(distributions.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +80,22 @@ def test_the_wheel_has_one_package_and_all_files_of_the_programs(wheel):
     files = [
         path for name in OUR_NAMES for path in (ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"
     ]
-    files += [*ROOT.glob("jobgroup*.yaml"), *ROOT.glob("*.env")]
+    rooted = subprocess.run(["git", "ls-files", "*.yaml", "*.env"], cwd=ROOT, capture_output=True, text=True).stdout
+    files += [ROOT / name for name in rooted.split() if "/" not in name and not name.startswith(".")]
     files += [ROOT / "__init__.py", ROOT / "volume.yaml", ROOT / "constraints.txt"]
     wanted = {f"skypilot_grpo/{path.relative_to(ROOT)}" for path in files}
     assert wanted - names == set()
     assert not {name for name in names if name.endswith(".pyc")}
+
+
+def test_nothing_of_a_users_own_in_the_root_is_packed(distributions, wheel):
+    [source] = distributions.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        of_source = archive.getnames()
+    for names in (of_source, zipfile.ZipFile(wheel).namelist()):
+        packed = {Path(name).name for name in names}
+        assert not packed & set(OF_A_USER)
+        assert {"demo.env", "jobgroup.yaml", "setup.py"} <= packed
 
 
 def test_a_users_own_packages_stay_theirs(environment, tmp_path):
@@ -177,14 +199,21 @@ def test_the_readmes_python_trains_beside_packages_of_the_same_names(environment
     assert done.stdout.splitlines()[-1].endswith(f" {model.relative_to(home)}")
 
 
-def test_an_installed_program_says_which_extra_to_install(environment, home):
+def test_an_installed_program_says_which_extra_to_install(environment, home, wheel):
     (home / "math_verify.py").write_text("")
     (home / "typer.py").write_text("raise ModuleNotFoundError('No module named typer', name='typer')")
     done = run(environment / "bin/grpo", "status", cwd=home)
     assert done.returncode == EXIT_CONFIGURATION
     [line] = done.stderr.splitlines()
     assert line.startswith("error: scripts.status needs typer, which is not installed; run: ")
-    assert line.endswith(" -m pip install 'skypilot-grpo[local]'")
+    # Not from an index, which may not have it.
+    assert line.endswith(f" -m pip install 'skypilot-grpo[local] @ {wheel.as_uri()}'")
+    [record] = environment.glob("lib/python*/site-packages/skypilot_grpo-*.dist-info/direct_url.json")
+    kept = record.read_text()
+    record.unlink()
+    of_index = run(environment / "bin/grpo", "status", cwd=home).stderr
+    record.write_text(kept)
+    assert of_index.endswith(" -m pip install 'skypilot-grpo[local]'\n")
 
 
 def test_the_changelog_begins_with_the_version_of_the_project():

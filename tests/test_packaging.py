@@ -202,3 +202,16 @@ def test_make_clean_removes_every_environment_that_make_makes():
     makefile = (ROOT / "Makefile").read_text()
     [removed] = re.findall(r"^clean:.*\n\trm -rf (.*)$", makefile, re.MULTILINE)
     assert set(re.findall(r"\$\(VENV\)-\w+", makefile)) <= set(removed.split())
+
+
+def test_the_demo_without_make_is_that_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text()
+    [torch] = re.findall(r"^TORCH \?= (\S+)$", makefile, re.MULTILINE)
+    made = makefile.replace("$(TORCH)", torch).replace(
+        "$(MODEL)", re.findall(r"^MODEL = (\S+)$", makefile, re.MULTILINE)[0]
+    )
+    [block] = re.findall(r"^Without make.*?```bash\n(.*?)```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    for line in block.splitlines():
+        command = line.removeprefix(".venv/bin/pip install --constraint constraints.txt ")
+        command = command.removeprefix(".venv/bin/pip install ").removeprefix(".venv/bin/python -m ")
+        assert f" {command}" in made, line

@@ -29,6 +29,30 @@ CONFIGS: dict[str, tuple[str, PretrainedConfig]] = {
             tie_word_embeddings=True,
         ),
     ),
+    "7B": (
+        "Qwen/Qwen2.5-7B-Instruct",
+        Qwen2Config(
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "Llama-8B": (
+        "meta-llama/Llama-3.1-8B-Instruct",
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            tie_word_embeddings=False,
+        ),
+    ),
     "8B": (
         "Qwen/Qwen3-8B",
         Qwen3Config(

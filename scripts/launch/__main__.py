@@ -2,7 +2,7 @@
 
 It writes the job group's YAML for the model, the nodes and the GPUs that are given, with the memory, the volume and the
 settings that follow from them; shows what differs from the file of the repository and what it takes on the cluster; and
-launches it.
+launches it, once somebody has said yes. With --check, it launches two small pods that try the cluster instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,7 @@ from typer import Option
 from benchmarks.scaling.plan import ASSUMED, Layout, Model, publish_seconds, publishing
 from benchmarks.scaling.report import table
 from local_runner import nodes, spec, variables
+from local_runner.commands import module
 from local_runner.environment import Run
 from local_runner.settings_classes import READERS
 from scripts.launch import job_group_text, skypilot
@@ -35,6 +37,9 @@ from trainer.config import TrainerSettings
 
 ROOT = Path(__file__).parents[2]
 VOLUME = ROOT / "volume.yaml"
+CHECK = Path(__file__).with_name("check.yaml")
+CHECKS = {"check-trainer": Task.TRAINER, "check-rollout": Task.ROLLOUT_SERVER}
+"""The task whose GPU each task of CHECK tries."""
 CONTROLLER = "and, once for all jobs, SkyPilot's controller: 4 CPUs, 16 GB"
 IMAGES = {Task.TRAINER.value: "trainer", Task.ROLLOUT_SERVER.value: "rollout"}
 """The Dockerfile's target by task; all other tasks have ``services``."""
@@ -47,6 +52,7 @@ Count = Annotated[int | None, Option(min=1, help="Nodes; default: as in the file
 
 
 def main(
+    context: typer.Context,
     model: Annotated[
         str | None,
         Option(
@@ -70,9 +76,18 @@ def main(
     output: Annotated[
         Path | None, Option(help="Directory for the YAMLs; default: .cache/launch/, by model, GPUs and nodes.")
     ] = None,
+    check: Annotated[
+        bool,
+        Option("--check", help="Launch two small pods that try driver, images, hub, volume and network instead."),
+    ] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Write and show the YAMLs, and launch nothing.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Launch a job group of a given size on a cluster, or with --dry-run show what would be launched."""
+    if all(getattr(context.get_parameter_source(name), "name", "") == "DEFAULT" for name in context.params):
+        # Somebody who wants to see the options must not pay for GPUs.
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
     try:
         logs.configure("launch", "error")
         given = spec.env_files(env_file or []) | spec.assignments(env or [], "--env")
@@ -95,15 +110,20 @@ def main(
         changes = sizes.changes | _variables(group, derived | given | chosen) | _images(group, image)
         directory = output or _directory(found, gpus, rollout_gpus, rollout_nodes, trainer_nodes)
         text = job_group_text.edited(before, changes)
+        if check:
+            file, before, text = CHECK, CHECK.read_text(), _check_group(text, tiers, given)
         files = _write(directory, file.name, text, volume)
         _show(before, text, volume, derived.keys() - given.keys())
-        _advise(found, tiers, derived | given | chosen)
+        if not check:
+            _advise(found, tiers, derived | given | chosen)
         print(f"\nwritten: {files[0]} and {files[1]}", flush=True)
-        job = _ask_skypilot(files, secrets, dry_run=dry_run)
+        confirm = partial(_confirm, text, secrets, yes=yes)
+        job = _ask_skypilot(files, secrets, dry_run=dry_run, confirm=confirm)
         if job is None:
             _tell_commands(files, secrets)
         else:
-            print(f"job {job}; its log: sky jobs logs {job} ppo-trainer; to end it: sky jobs cancel {job}")
+            told = [f"sky jobs logs {job} {task}" for task in (CHECKS if check else [Task.TRAINER])]
+            print(f"job {job}; its log: {' and '.join(told)}; to end it: sky jobs cancel {job}")
     except ConfigurationError as error:
         print(f"launch: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
@@ -232,7 +252,7 @@ def _advise(model: Model, tiers: Mapping[str, Tier], variables_: Mapping[str, st
         print(
             f"publishing takes about {publish_seconds(model, layout)['disk']:.0f} s a step through a volume of "
             f"{ASSUMED.volume_bandwidth / 1e9:g} GB/s, "
-            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}"
+            f"and {seconds:.1f} s with --env PUBLISH_TRANSPORT={transport}, which nobody has run on GPUs yet"
         )
 
 
@@ -266,7 +286,38 @@ def _footprint(text: str) -> list[list[str]]:
     return [list(map(str, row)) for row in rows]
 
 
-def _ask_skypilot(files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool) -> int | None:
+def _check_group(text: str, tiers: Mapping[str, Tier], given: Mapping[str, str]) -> str:
+    """Return the job group that tries the cluster for the job group ``text``."""
+    before, written = CHECK.read_text(), job_group_text.values(text)
+    images = " ".join({value.strip("'"): None for (_, key), value in written.items() if key == "resources.image_id"})
+    changes = _variables(spec.load(CHECK), {**given, "CHECK_IMAGES": images})
+    for name, task in CHECKS.items():
+        cards = ", ".join(f"{choice.name}:1" for choice in tiers[task].choices)
+        changes[name, "resources.accelerators"] = f"[{cards}]"
+        changes[name, "resources.image_id"] = written[Task.DATA_SERVER, "resources.image_id"]
+    return job_group_text.edited(before, changes)
+
+
+def _confirm(text: str, secrets: Mapping[str, str], *, yes: bool) -> None:
+    """Ask whether to launch a job group; without a terminal, print the command that launches it, and exit with 2."""
+    if yes:
+        return
+    _, count, gpus, *_ = _footprint(text)[-1]
+    told = f"{count} nodes with {gpus} GPUs"
+    if sys.stdin.isatty():
+        typer.confirm(f"Launch {told}?", abort=True)
+        return
+    typed = sys.argv[2 if Path(sys.argv[0]).name == "grpo" else 1 :]
+    for name, value in secrets.items():
+        typed = [word.removesuffix(f"={value}") if f"{name}=" in word else word for word in typed]
+    command = shlex.join([*module("scripts.launch"), *typed, "--yes"])
+    print(f"launch: there is no terminal on which to ask about {told}; to launch them: {command}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _ask_skypilot(
+    files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_run: bool, confirm: Callable[[], None]
+) -> int | None:
     """Have SkyPilot check the files, and launch them unless it is a dry run; return the job's number.
 
     Raises:
@@ -277,6 +328,8 @@ def _ask_skypilot(files: tuple[Path, Path], secrets: Mapping[str, str], *, dry_r
         if dry_run:
             return None
         raise ConfigurationError(f"SkyPilot is not installed: {skypilot.INSTALL}")
+    if not dry_run:
+        confirm()
     job, error = skypilot.ask(python, files, secrets, launch=not dry_run)
     if dry_run and error.startswith("ConnectionError"):
         print(f"SkyPilot's loader could not check it without a network: {error}")

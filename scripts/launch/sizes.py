@@ -25,6 +25,8 @@ from trainer.preflight.sizes import needed
 
 _ENOUGH = 1 << 62
 """Bytes of a place whose size is derived and not given."""
+WITHOUT_BFLOAT16 = ("T4", "V100", "V100-32GB", "P100", "P40", "P4", "M60", "K80", "RTX6000")
+"""Cards before Ampere, by SkyPilot's names."""
 _GPUS = re.compile(r"([A-Za-z0-9-]+)(?::(\d+))?")
 
 
@@ -79,9 +81,18 @@ def parse_gpus(text: str) -> tuple[Gpus, ...]:
             raise ConfigurationError(f"--gpus {text}: expected NAME:COUNT, such as H100:8 or H100:8,A100-80GB:8")
         name = next((known for known in roofline.MEMORY if known.lower() == match[1].lower()), None)
         if name is None:
-            raise ConfigurationError(f"--gpus {text}: {match[1]} is unknown; known are {', '.join(roofline.MEMORY)}")
+            raise ConfigurationError(f"--gpus {text}: {_refusal(match[1])}; known are {', '.join(roofline.MEMORY)}")
         found.append(Gpus(name, int(match[2] or 1)))
     return tuple(found)
+
+
+def _refusal(card: str) -> str:
+    """Return why a card is not taken, and the way out."""
+    if card.upper() in WITHOUT_BFLOAT16:
+        return f"{card} has no bfloat16, in which trainer and engines compute; take another card"
+    return (
+        f"{card} is unknown, and so is its memory; write it into jobgroup.yaml by hand and give that to sky jobs launch"
+    )
 
 
 def gibibytes(size: str) -> int:

@@ -53,7 +53,14 @@ def install_command(*extras: str) -> str:
     python = Path(sys.executable)
     shown = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     if (Path(__file__).parents[3] / "skypilot_grpo").is_dir():
-        return f"{shown} -m pip install 'skypilot-grpo[{','.join(extras)}]'"
+        # Only here, because every program imports this module.
+        import json
+        from importlib import metadata
+
+        # pip's record of a wheel or directory that was installed by its address; an index leaves none.
+        record = metadata.distribution("skypilot-grpo").read_text("direct_url.json")
+        address = f" @ {json.loads(record)['url']}" if record else ""
+        return f"{shown} -m pip install 'skypilot-grpo[{','.join(extras)}]{address}'"
     return f"{shown} -m pip install --constraint constraints.txt --editable '.[{','.join(extras)}]'"
 
 

@@ -70,11 +70,15 @@ def check_model(model: str) -> None:
     """Check that MODEL_NAME is a model's directory, or a name that may be on the hub.
 
     Raises:
-        ConfigurationError: it is a path that does not exist, or has no config.json.
+        ConfigurationError: it is a path that does not exist or cannot be read, or has no config.json.
     """
-    check_model_directory(model)
     path = Path(model).expanduser()
-    if path.exists() and not (path / "config.json").exists():
+    try:
+        check_model_directory(model)
+        is_without_config = path.exists() and not (path / "config.json").exists()
+    except PermissionError as error:
+        raise ConfigurationError(f"MODEL_NAME={model} cannot be read: {error}; let this user read it") from error
+    if is_without_config:
         raise ConfigurationError(
             f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such "
             "as the model/ of a run, or a Hugging Face name"

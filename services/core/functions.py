@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Callable
 from typing import Any
 
 from services.core.errors import ConfigurationError, first_line
+
+
+def find_attribute(module: str, name: str) -> Any:
+    """Import a module and return its attribute of that name.
+
+    Raises:
+        AttributeError: it has none; the message has the nearest name.
+        Exception: the module cannot be imported.
+    """
+    found = importlib.import_module(module)
+    if not hasattr(found, name) and (near := difflib.get_close_matches(name, dir(found), 1)):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}, the nearest is {near[0]}")
+    return getattr(found, name)
 
 
 def load_function(variable: str, name: str) -> Callable[..., Any]:
@@ -17,7 +31,7 @@ def load_function(variable: str, name: str) -> Callable[..., Any]:
     """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found = find_attribute(module, attribute)
     # The module is the user's and may raise anything.
     except Exception as error:
         raise ConfigurationError(

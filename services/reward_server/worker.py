@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import inspect
 import math
 import multiprocessing
@@ -24,6 +23,7 @@ from typing import Any, SupportsFloat
 import orjson
 
 from services.core.errors import own_error
+from services.core.functions import find_attribute
 from services.core.processors import THREADS_VARIABLE
 from services.protocol.groups import RewardStatus
 from services.protocol.rewards import RewardItem
@@ -121,7 +121,7 @@ def load(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
         return lambda item: {"value": score(item["answer"], item["ground_truth"])}
     module, _, attribute = name.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
+    function = find_attribute(module, attribute)
     if not callable(function):
         raise TypeError(f"{name} is not a function")
     parameters = inspect.signature(function).parameters

@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack
 from services.clients.rollout_admin import RouterAdmin, WorkerAdmin
 from services.core import endpoints, hub, logs
 from services.core.endpoints import Task
-from services.core.errors import exit_code_of
+from services.core.errors import EXIT_CONFIGURATION, exit_code_of
 from services.core.leftovers import end_leftovers
 from services.core.tasks import run_until_first_ends
 from services.http import provenance
@@ -31,7 +31,7 @@ from services.rollout_server.registration import WorkerRegistration
 from services.rollout_server.scheduler_watch import SchedulerWatch
 from services.rollout_server.settings import EngineKind, RolloutSettings
 from services.rollout_server.sleep_watch import SleepWatch
-from services.rollout_server.supervisor import SupervisedProcess
+from services.rollout_server.supervisor import ChildRefusedError, SupervisedProcess
 
 log = logs.get_logger(__name__)
 
@@ -151,7 +151,12 @@ def main() -> None:
     hub.download_model(settings.model_name)
     places = place_engines(settings, kind, commands.number_of_gpus())
     addresses = choose_addresses(has_token=settings.token is not None, n_engines=len(places), **vars(given))
-    asyncio.run(run_node(settings, kind, places, addresses))
+    try:
+        asyncio.run(run_node(settings, kind, places, addresses))
+    except ChildRefusedError as error:
+        # Not as the log's last `error: ` line, which everybody shows: the child's own says why.
+        log.error(str(error))
+        sys.exit(EXIT_CONFIGURATION)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ START_POLL_SECONDS = 0.1
 POLL_SECONDS = 0.5
 
 
+class ChildRefusedError(ConfigurationError):
+    """A child that cannot run with its settings, and has written an ``error: `` line that says why."""
+
+
 class SupervisedProcess:
     """One child process, which leads a process group of its own with everything that it starts."""
 
@@ -78,7 +82,8 @@ class SupervisedProcess:
 
         Raises:
             DependencyLostError: the child ended more often than allowed.
-            ConfigurationError: the child cannot run with these settings, or was never healthy.
+            ChildRefusedError: the child cannot run with these settings.
+            ConfigurationError: the child was never healthy.
         """
         try:
             while True:
@@ -88,7 +93,7 @@ class SupervisedProcess:
                 self.kill()
                 log.warning("child ended", child=self.command.name, how=describe_exit(process.returncode))
                 if process.returncode == EXIT_CONFIGURATION:
-                    raise ConfigurationError(
+                    raise ChildRefusedError(
                         f"the {self.command.name} cannot run with these settings; it says why above"
                     )
                 self._count_restart(process.returncode)

@@ -22,6 +22,7 @@ from tests.waiting import IDLE_SECONDS
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 STEPS = 16
+SETTINGS = {"MAX_STEPS": str(STEPS), "REPLAY_EVERY": "2", "MIN_WORKERS": "2"}
 NODES = ["data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0"]
 TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 
@@ -29,8 +30,7 @@ TRAINERS = ["ppo-trainer-0", "ppo-trainer-1"]
 @pytest.fixture(scope="module")
 def started(tiny_model, tmp_path_factory) -> Iterator[System]:
     """A run with two rollout and two trainer nodes."""
-    settings = {"MAX_STEPS": str(STEPS), "REPLAY_EVERY": "2", "MIN_WORKERS": "2"}
-    system = System(tmp_path_factory.mktemp("volume"), tiny_model, **settings)
+    system = System(tmp_path_factory.mktemp("volume"), tiny_model, **SETTINGS)
     yield system
     if system.process.poll() is None:  # what looked at it failed
         system.process.terminate()
@@ -97,6 +97,15 @@ def test_accuracies_have_their_intervals_and_prompts(finished):
         value, low, high, n = (summary[f"accuracy_{when}{part}"] for part in ("", "_low", "_high", "_prompts"))
         shown = f"{value:.3f} ({low:.3f} to {high:.3f})"
         assert re.search(rf"accuracy {when}, {n} held-out prompts +│ {re.escape(shown)} ", finished.text)
+
+
+def test_given_again_it_starts_nothing_and_shows_its_result(finished, tiny_model):
+    before = finished.log("ppo-trainer-0")
+    again = System(finished.run_dir.parents[1], tiny_model, run_id=finished.run_dir.name, **SETTINGS)
+    assert again.wait() == 0, again.text
+    assert f"nothing is left to do: run {finished.run_dir.name} has ended after step {STEPS}" in again.text
+    assert finished.log("ppo-trainer-0") == before
+    assert finished.summary()["status"] == "succeeded"
 
 
 def test_it_learns(finished):

@@ -135,3 +135,32 @@ def test_an_age_that_is_none_is_refused(capfd):
     make("run")
     assert call(older_than="soon") == 78
     assert "--older-than soon" in capfd.readouterr().err
+
+
+def test_a_run_keeps_its_model_and_records_without_what_resumes_it(capfd):
+    for name in ("one", "unfinished"):
+        run = make(name, megabytes=2)
+        for part in ("checkpoints/step-1", "policy/v1"):
+            (run / part).mkdir(parents=True)
+            (run / part / "file").write_bytes(bytes(3_000_000))
+    (Path("runs/unfinished/model/weights")).unlink()
+    Path("runs/unfinished/model").rmdir()
+    before = {path for path in Path("runs").rglob("*") if not {"checkpoints", "policy"} & set(path.parts)}
+    assert call(keep=0, keep_model=True) == 0
+    said = capfd.readouterr().out
+    assert "removed checkpoints and policy of runs/one, 6.0 MB" in said
+    assert "runs/unfinished is not removed: it has no model/" in said
+    left = {path for path in Path("runs").rglob("*") if not {"checkpoints", "policy"} & set(path.parts)}
+    assert left == before
+    assert not Path("runs/one/checkpoints").exists()
+    assert not Path("runs/one/policy").exists()
+    assert Path("runs/unfinished/checkpoints/step-1/file").exists()
+    assert call("unfinished", keep_model=True) == 78
+
+
+def test_keep_model_without_runs_says_how_to_name_them(capfd):
+    run = make("one")
+    (run / "policy").mkdir()
+    assert call(keep_model=True) == 78
+    assert "give --keep 0 for all" in capfd.readouterr().err
+    assert (run / "policy").exists()

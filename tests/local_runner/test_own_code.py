@@ -84,6 +84,7 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
         (["MODEL_NAME=empty"], "MODEL_NAME=empty: {here}/empty has no config.json, so it is no model's directory"),
         (["REWARD_FN=nowhere:close"], "reward-server: REWARD_FN 'nowhere:close' cannot be loaded: ModuleNotFoundError"),
         (["REWARD_FN=math=1,my_rewards:far=1"], "module 'my_rewards' has no attribute 'far'; correct it or its module"),
+        (["REWARD_FN=my_rewards:closs"], "has no attribute 'closs', the nearest is close; correct it or its module"),
         (["REWARD_FN=broken:close"], "SyntaxError: "),
         (
             ["REWARD_FN=my_rewards:by_level"],
@@ -92,6 +93,7 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
         (["REWARD_FN=reads:close", "MY_THRESHOLD="], None),
         (["LOSS=nowhere:quadratic"], "ppo-trainer: LOSS is 'nowhere:quadratic', which cannot be imported"),
         (["LOSS=unhappy:quadratic"], "cannot be imported: RuntimeError: no such table; give module:function"),
+        (["LOSS=my_methods:quadratik"], "has no attribute 'quadratik', the nearest is quadratic; give module:function"),
         (["ADVANTAGE=my_methods:cubic"], "ppo-trainer: ADVANTAGE is 'my_methods:cubic', which cannot be imported"),
     ],
 )

@@ -488,6 +488,29 @@ def test_steps_are_printed_as_they_end(tmp_path):
     assert "0.100 → 0.300" in ended.output
 
 
+TRAINS = """
+echo x >> starts; cd runs/$RUN_ID; mkdir -p model
+echo '{"status": "succeeded", "steps": '$MAX_STEPS', "reward_first": 0.1, "reward_last": 0.3}' > summary.json
+echo '{"components": {"ppo-trainer": {"settings": {"max_steps": '$MAX_STEPS', "num_epochs": 3, "batch_size": 4,
+"target_accuracy": null}}}}' > config.json
+"""
+
+
+@pytest.mark.parametrize(("given", "starts"), [((), 1), (("--env", "NUM_EPOCHS=6"), 2), (("--env", "MAX_STEPS=9"), 2)])
+def test_a_run_that_has_ended_starts_nothing_until_it_has_further_steps(tmp_path, given, starts):
+    arguments = ("--env", "MAX_STEPS=2")
+    first = run(tmp_path, task("ppo-trainer", TRAINS), arguments=arguments)
+    assert first.exit_code == 0
+    assert "nothing is left" not in first.output
+    again = run(tmp_path, task("ppo-trainer", TRAINS), arguments=(*arguments, *given))
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "starts").read_text().split() == ["x"] * starts
+    told = "nothing is left to do: run test has ended after step 2; to train on, raise MAX_STEPS or NUM_EPOCHS"
+    assert (told in again.output) == (starts == 1)
+    assert "0.100 → 0.300" in again.output
+    assert state_of(first.run_dir) == "succeeded"
+
+
 def test_the_end_of_a_failed_components_log_is_shown(tmp_path):
     ended = run(tmp_path, task("ppo-trainer", "echo the reason; exit 3"))
     assert "the reason" in ended.output

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from local_runner.train import RunError, train
-from tests.local_runner.runner import HEADER, task
+from tests.local_runner.runner import HEADER, is_running, task
 from tests.waiting import LIMIT_SECONDS, bytes_in, wait_until
 
 WRITES = """
@@ -154,9 +154,12 @@ train(job_group='group.yaml', run_id='mine')
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+SERVES = "sleep 600 & echo $$ $! > pids.tmp; mv pids.tmp pids; wait"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, number):
-    group(task("ppo-trainer", STOPS))
+    group(task("ppo-trainer", f"until [ -e pids ]; do sleep 0.05; done; {STOPS}"), task("reward-server", SERVES))
     with (here / "output.txt").open("w") as output:
         program = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=output, stderr=output)
     wait_until((here / "started").exists, "the run", progress=lambda: bytes_in(here))
@@ -166,3 +169,4 @@ def test_the_run_stops_in_order_when_its_program_is_interrupted_or_killed(here, 
     wait_until(record.exists, "the runner's record", progress=lambda: bytes_in(here))
     assert (here / "stopped").exists()
     assert json.loads(record.read_text())["reason"] == "stopped by SIGINT"
+    assert not any(map(is_running, map(int, (here / "pids").read_text().split())))

@@ -145,7 +145,8 @@ def after(launch: Launch, exit_code: int, *tasks: TaskSpec, directory: Path) -> 
     run = Run(group.group, group.run_id, directory, group.addresses)
     if exit_code:
         return dict(next_commands(run, launch, {"status": "failed"}, exit_code))
-    (run.run_dir / "model").mkdir(parents=True)
+    for made in ("model", "checkpoints/step-000004"):
+        (run.run_dir / made).mkdir(parents=True)
     return dict(next_commands(run, launch, {"status": "succeeded", "steps": 4}, exit_code))
 
 
@@ -161,6 +162,15 @@ def test_the_command_that_trains_on_gives_each_variable_once(tmp_path, monkeypat
     assert trained_on(tmp_path, launch, MAX_STEPS="4") == (
         "--env SEED=1 --env MAX_STEPS=8 --env NUM_EPOCHS=6 --run-id run-1"
     )
+
+
+def test_no_command_trains_on_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = TaskSpec("ppo-trainer", "")
+    assert "train on" in after(LAUNCH, 0, task, directory=tmp_path)
+    (tmp_path / "runs/run-1/checkpoints/step-000004").rmdir()
+    run = Run(run_of(task).group, "run-1", tmp_path, run_of(task).addresses)
+    assert "train on" not in dict(next_commands(run, LAUNCH, {"status": "succeeded", "steps": 4}, 0))
 
 
 def test_the_command_that_trains_on_has_more_epochs_where_a_run_ended_with_its_prompts(tmp_path, monkeypatch):

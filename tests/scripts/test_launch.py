@@ -7,6 +7,7 @@ import os
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import typer
@@ -18,6 +19,7 @@ from benchmarks.scaling.plan import MODELS, Batch, Layout, work
 from local_runner import spec
 from scripts.launch import job_group_text, skypilot
 from scripts.launch.__main__ import main
+from scripts.launch.sizes import find_model
 from tests.skypilot_facts import ROOT, SKYPILOT, skypilot_facts
 from trainer.preflight.sizes import needed
 
@@ -189,6 +191,19 @@ def test_settings_go_to_the_tasks_that_read_them_and_secrets_into_no_file(tmp_pa
     assert "--secret HF_TOKEN" in told
 
 
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Qwen/Qwen2.5-7B-Instruct", 7.616), ("meta-llama/Llama-3.1-8B-Instruct", 8.030)]
+)
+def test_shapes_of_common_models_need_no_network(name: str, billions: float) -> None:
+    """By the numbers of parameters on the models' own pages."""
+    assert find_model(name).parameters / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+def test_publishing_is_told_for_both_transports(tmp_path: Path) -> None:
+    told, _ = launch(tmp_path, "--model", "8B", "--gpus", "H100:8", "--rollout-nodes", "4")
+    assert "publishing takes about 41 s a step through a volume of 2 GB/s, and 0.7 s with --env PUBLISH_TR" in told
+
+
 def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model: Path) -> None:
     _, text = launch(tmp_path, "--model", str(tiny_model), "--gpus", "h100:2,A100-80GB:4")
     values = job_group_text.values(text)
@@ -201,7 +216,12 @@ def test_a_model_may_be_a_directory_and_gpus_a_choice(tmp_path: Path, tiny_model
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "8B", "--gpus", "V100:1"], "V100 is unknown; known are H100"),
+        (["--model", "8B", "--gpus", "V100:1"], "V100 has no bfloat16, in which trainer and engines compute"),
+        (["--model", "8B", "--gpus", "t4:1"], "take another card; known are H100"),
+        (
+            ["--model", "8B", "--gpus", "RTX4090:8"],
+            "write it into jobgroup.yaml by hand and give that to sky jobs launch",
+        ),
         (["--model", "8B", "--gpus", "H100:0"], "expected NAME:COUNT"),
         (["--model", "8B", "--gpus", "H100 8"], "expected NAME:COUNT"),
         (["--model", "0.5B", "--trainer-nodes", "0"], "--trainer-nodes"),
@@ -233,6 +253,94 @@ def test_without_skypilot_a_launch_says_how_to_install_it(tmp_path: Path) -> Non
     done = CliRunner().invoke(APP, ["--model", "0.5B", "--output", str(tmp_path)])
     assert done.exit_code == 78
     assert "pip install 'skypilot[kubernetes]==" in done.output
+
+
+def test_without_an_argument_the_options_are_shown_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(APP, [])
+    assert done.exit_code == 2
+    assert "--dry-run" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, ...]]:
+    """The files that SkyPilot was asked to launch; it says job 7."""
+    asked: list[tuple[Path, ...]] = []
+
+    def ask(_: Path, files: tuple[Path, Path], __: object, *, launch: bool) -> tuple[int, str]:
+        assert launch
+        asked.append(files)
+        return 7, ""
+
+    monkeypatch.setattr(skypilot, "interpreter", lambda: Path("python"))
+    monkeypatch.setattr(skypilot, "ask", ask)
+    return asked
+
+
+ONE_L4 = ["--model", "0.5B", "--gpus", "L4:1", "--secret", "HF_TOKEN=a-secret"]
+
+
+@pytest.mark.parametrize("program", [["scripts/launch"], [".venv/bin/grpo", "launch"]])
+def test_without_a_terminal_a_launch_needs_a_yes_and_prints_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Path, ...]], program: list[str]
+) -> None:
+    arguments = [*ONE_L4, "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*program, *arguments])
+    done = CliRunner().invoke(APP, arguments)
+    assert done.exit_code == 2
+    assert not launched
+    line = done.output.splitlines()[-1]
+    assert line.startswith("launch: there is no terminal on which to ask about 7 nodes with 4 GPUs; to launch them: ")
+    assert line.endswith(f"--model 0.5B --gpus L4:1 --secret HF_TOKEN --output {tmp_path} --yes")
+    assert (" -m scripts.launch " in line) == (len(program) == 1)
+    assert CliRunner().invoke(APP, [*arguments, "--yes"]).exit_code == 0
+    assert launched == [(tmp_path / "jobgroup.yaml", tmp_path / "volume.yaml")]
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 1), ("\n", 1)])
+def test_on_a_terminal_a_launch_asks(tmp_path: Path, launched: list[tuple[Path, ...]], answer: str, code: int) -> None:
+    with patch("typer.testing._NamedTextIOWrapper.isatty", return_value=True, create=True):
+        done = CliRunner().invoke(APP, [*ONE_L4, "--output", str(tmp_path)], input=answer)
+    assert "Launch 7 nodes with 4 GPUs? [y/N]" in done.output
+    assert done.exit_code == code
+    assert len(launched) == (code == 0)
+
+
+def test_a_check_launches_two_pods_with_a_gpu_of_each_tier_and_the_images(
+    tmp_path: Path, launched: list[tuple[Path, ...]]
+) -> None:
+    given = [
+        "--gpus",
+        "H200:8,H100:8",
+        "--trainer-nodes",
+        "8",
+        "--rollout-gpus",
+        "L40S:8",
+        "--image",
+        "r.example.org/grpo:v1",
+    ]
+    given += ["--env", "HF_ENDPOINT=https://hub", "--env", "MAX_STEPS=9", "--model", "70B"]
+    done = CliRunner().invoke(APP, [*given, "--check", "--yes", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "its log: sky jobs logs 7 check-trainer and sky jobs logs 7 check-rollout;" in done.output
+    assert launched == [(tmp_path / "check.yaml", tmp_path / "volume.yaml")]
+    values = job_group_text.values((tmp_path / "check.yaml").read_text())
+    assert values["check-trainer", "resources.accelerators"] == "[H200:1, H100:1]"
+    assert values["check-rollout", "resources.accelerators"] == "[L40S:1]"
+    group = spec.load(tmp_path / "check.yaml")
+    assert [(task.num_nodes, task.gpus_per_node, task.is_primary) for task in group.tasks] == [(1, 1, True)] * 2
+    for task in group.tasks:
+        assert task.environment["MODEL_NAME"] == "meta-llama/Llama-3.1-70B-Instruct"
+        assert task.environment["HF_ENDPOINT"] == "https://hub"
+        assert "MAX_STEPS" not in task.environment
+        parts = [f"docker:r.example.org/grpo:v1-{part}" for part in ("trainer", "services", "rollout")]
+        assert sorted(task.environment["CHECK_IMAGES"].split()) == sorted(parts)
+        assert values[task.name, "resources.image_id"].strip("'") == "docker:r.example.org/grpo:v1-services"
+    # The volume that the check makes is the one of the job group.
+    assert yaml.safe_load((tmp_path / "volume.yaml").read_text())["size"] != "200Gi"
 
 
 def test_the_memory_of_known_gpus_is_that_of_the_planner() -> None:

@@ -50,7 +50,7 @@ def launched(
 ) -> tuple[Path, list[Object]]:
     """The files of ``scripts.launch``, and the pods that its job asks for; the job is cancelled when they are there."""
     out = tmp_path_factory.mktemp("out")
-    options = ["--model", "Qwen/Qwen3-8B", *SIZES, "--output", out, "--secret", "JOBGROUP_TOKEN"]
+    options = ["--model", "Qwen/Qwen3-8B", *SIZES, "--output", out, "--secret", "JOBGROUP_TOKEN", "--yes"]
     done = subprocess.run(
         [sys.executable, "-m", "scripts.launch", *options],
         cwd=ROOT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,21 @@ def test_a_directory_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "old"]
     assert [path.name for path in old.iterdir()] == ["new"]
     assert [path.name for path in elsewhere.iterdir()] == ["elsewhere"]
+
+
+def test_a_models_directory_that_this_user_may_not_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir(mode=0o000)
+    monkeypatch.chdir(tmp_path)
+    user = os.geteuid()
+    if user == 0:
+        tmp_path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigurationError, match=r"^MODEL_NAME=\./model cannot be read: .*; let this user read it"):
+            check_model("./model")
+    finally:
+        os.seteuid(user)
+        model.chmod(0o755)

@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1)
     given, _ = parser.parse_known_args()
     if code := os.environ.get("FAKE_ENGINE_EXIT"):
+        print("error: the fake engine refuses its model", file=sys.stderr, flush=True)
         sys.exit(int(code))
     if os.environ.get("FAKE_ENGINE_HANGS"):
         time.sleep(3600)

@@ -1,0 +1,72 @@
+"""Mistakes on the command line are answered with what to type instead."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from local_runner import spec
+from local_runner.variables import setting_like
+
+ROOT = Path(__file__).parents[2]
+
+
+def told(*arguments: str, cwd: Path = ROOT) -> str:
+    """Return what ``grpo run`` says to wrong arguments, with single spaces."""
+    command = [sys.executable, "-P", ROOT / "scripts/grpo.py", "run", *arguments]
+    environment = os.environ | {"TERM": "dumb", "COLUMNS": "300"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode in (2, 78), done.stderr
+    return re.sub(r"\s+", " ", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "3"], "No such option: --steps; give the setting as --env MAX_STEPS=3"),
+        (["--batch-size=8"], "No such option: --batch-size; give the setting as --env BATCH_SIZE=8"),
+        (["--env", "MAX_STEPS=3", "--seed", "--dry-run"], "give the setting as --env SEED=VALUE"),
+        (["--num-node", "ppo-trainer=1"], "No such option: --num-node"),
+        (["--env", "MAX_STEPS=1", "MAX_STEPS", "3"], "unexpected extra argument"),
+        (["--env-file", "dem.env"], "there is no --env-file dem.env; the nearest is demo.env"),
+        (["3"], "there is no file 3; this project has"),
+        (["3"], "a setting is given as --env NAME=VALUE"),
+        (
+            ["--num-nodes", "trainer=2"],
+            "for trainer; the nearest is ppo-trainer; the tasks of jobgroup.yaml are ppo-trainer, data-server,",
+        ),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_type(arguments: list[str], said: str) -> None:
+    assert said in told(*arguments)
+
+
+def test_only_whole_words_of_a_setting_stand_for_it() -> None:
+    assert setting_like("epochs") == "NUM_EPOCHS"
+    assert setting_like("max_steps") == "MAX_STEPS"
+    assert setting_like("step") is None
+    assert setting_like("num_node") is None
+
+
+def test_the_projects_own_settings_files_are_found_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert spec.env_file(Path("demo.env"))["ROLLOUT_ENGINE"] == "embedded"
+    (tmp_path / "demo.env").write_text("MAX_STEPS=1\n")
+    assert spec.env_file(Path("demo.env")) == {"MAX_STEPS": "1"}
+
+
+def test_the_list_of_commands_ends_silently_when_its_reader_has_read_enough() -> None:
+    # The pipe has no reader before the program prints.
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-P", ROOT / "scripts/grpo.py"]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
