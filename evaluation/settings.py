@@ -77,6 +77,12 @@ class EvaluationSettings(Settings):
     built in. Unset: one completion answers a prompt."""
     agent_command: str = ""
     """An agent as a shell command in any language."""
+    agent_max_turns: int = Field(16, ge=1)
+    """Most calls of the model in an agent's episode, as in training."""
+    agent_max_tokens: int = Field(4096, ge=1)
+    """Most tokens that the model samples in an agent's episode, as in training."""
+    agent_seconds: float = Field(600, gt=0)
+    """Longest time of an agent's episode, as in training."""
     eval_session_questions: int = Field(1, ge=1)
     """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
     far as `example.history`."""
