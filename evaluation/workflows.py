@@ -161,16 +161,15 @@ class AgentWorkflow:
             error = caught
         if not recording.turns and (path := recording.other_api or other_api_of(error)):
             raise ConfigurationError(f"the agent asked {path}: {ONLY_CHAT}") from error
+        if error is None and not recording.turns:
+            raise AgentFailedError(NO_CALL, "no_call")
         if error is None:
-            if not recording.turns:
-                raise AgentFailedError(NO_CALL, "no_call")
             return reward
-        failure = error if isinstance(error, AgentFailedError) else None
-        if recording.turns and (recording.refused or (failure and failure.reason == "timeout")):
+        if recording.turns and (recording.refused or getattr(error, "reason", None) == "timeout"):
             example.result = RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason=str(error))
             return None
-        if failure is not None:
-            raise failure
+        if isinstance(error, AgentFailedError):
+            raise error
         if recording.server_error is not None:
             raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
         raise AgentFailedError(f"{type(error).__name__}: {error}") from error

@@ -220,11 +220,11 @@ def test_the_math_agent_solves_by_its_tools_against_the_embedded_engine(evaluate
 REFUSED = [
     (["--dataset", "no/such.jsonl"], 78, r"no/such.jsonl' is not a file"),
     (["--dataset", "nobody/has-this"], 78, "DATASET 'nobody/has-this' cannot be loaded"),
-    (["--dataset", "arithmetic", "--split", "validation"], 78, "EVAL_SPLIT is 'validation'"),
+    (["--dataset", "arithmetic", "--split", "validation"], 78, "Input should be 'test', 'train' or 'all'"),
     (["--model", "./no-such-model"], 78, "--model './no-such-model' is not a directory"),
     (["--model", "nobody/has-this", "--dataset", "arithmetic"], 78, "tokenizer of MODEL_NAME 'nobody/has-this'"),
     (["--samples", "4", "--k", "2,8"], 78, "--k 8 needs as many samples"),
-    (["--k", "two"], 78, "EVAL_K is 'two'"),
+    (["--k", "two"], 78, "EVAL_K is 'two'; give each k from 1 on, with commas, such as 1,4,16"),
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here", "--workflow", "agent"], 78, "AGENT is 'nothing:here'"),
