@@ -26,7 +26,7 @@ NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
 NO_CALL = (
     "the agent answered without a call of the model that the evaluation could sample and record; give the http_client "
-    "that the agent gets to its client, as in AsyncOpenAI(..., http_client=http_client)"
+    "that the agent gets to its client, as in AsyncOpenAI(..., http_client=http_client); a program asks OPENAI_BASE_URL"
 )
 
 
