@@ -35,6 +35,13 @@ class Checkpoint:
         """Return whether the model is a directory of this machine."""
         return Path(self.model).is_dir()
 
+    @property
+    def long_name(self) -> str:
+        """The name with the directories above it where every run has one of that name, such as runs/X/model."""
+        path = Path(self.model)
+        is_common = path.is_absolute() and (path.name == "model" or _STEP.fullmatch(path.name))
+        return _name(self.model, parts=3) if is_common else self.name
+
     def fingerprint(self) -> str:
         """Return a digest of the weights: the same for a copy, another once the weights have changed.
 

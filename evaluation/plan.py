@@ -138,7 +138,8 @@ class Plan:
         self.checkpoints = found
         is_agent = settings.workflow is WorkflowName.AGENT
         self.agent = _agent_of(settings) if is_agent and not is_on_cluster else None
-        name = found[0].name if len(found) == 1 else (run_dir.resolve().name if run_dir else f"{len(found)}-models")
+        of_several = run_dir.resolve().name if run_dir else f"{len(found)}-models"
+        name = found[0].long_name if len(found) == 1 else of_several
         parts = [name, Path(self.dataset).stem, settings.eval_split, *(["agent"] if is_agent else [])]
         self.output = (output or settings.eval_output / "-".join(parts)).resolve()
 
@@ -149,7 +150,10 @@ class Plan:
     def identity(self, checkpoint: Checkpoint, examples: Examples) -> dict[str, Any]:
         """Return everything that a sample depends on; the numbers of prompts and of samples may change."""
         settings = self.settings
-        sampling = settings.model_dump(mode="json", include={"max_new_tokens", "temperature", "top_p", "seed"})
+        names = {"max_new_tokens", "temperature", "top_p", "seed"}
+        if settings.workflow is WorkflowName.AGENT:
+            names |= {"agent_max_turns", "agent_max_tokens", "agent_seconds"}
+        sampling = settings.model_dump(mode="json", include=names)
         return {
             "weights": checkpoint.fingerprint(),
             **sampling,

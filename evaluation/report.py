@@ -54,7 +54,7 @@ class Results(BaseModel):
     left_out: dict[str, int] = {}
     """Samples that are in no metric, by reason: a service failed, or an agent did."""
     over_limit: int = 0
-    """Samples counted as wrong because the verifier reached its time or memory limit over them."""
+    """Samples counted as wrong because they went over the verifier's time or memory limit, or an agent's limits."""
     throughput: dict[str, int | float | None] = {}
     servers: dict[str, Any] = {}
     not_given: list[str] = []
@@ -198,7 +198,7 @@ def show(console: Console, everything: Sequence[Results]) -> None:
     if first.not_given:
         console.print(f"the servers do not give: {', '.join(first.not_given)}", style="yellow")
     if over_limit := sum(results.over_limit for results in everything):
-        console.print(f"counted as wrong, over the verifier's time or memory limit: {over_limit}", style="yellow")
+        console.print(f"counted as wrong, over a limit (samples.jsonl says which): {over_limit}", style="yellow")
 
 
 def _table_by(kind: str, parts: Mapping[str, Metrics], results: Results) -> Table:

@@ -18,7 +18,7 @@ from evaluation.endpoint import OpenAIServer
 from evaluation.evaluation import Evaluation, score
 from evaluation.plan import Plan
 from evaluation.samples import open_store
-from evaluation.server import RolloutServer, Server, prompt_seconds
+from evaluation.server import RolloutServer, Server, parse_url, prompt_seconds
 from evaluation.servers import ServerPool
 from evaluation.settings import Api, SchedulerName
 from evaluation.view import View
@@ -128,6 +128,11 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
     with open_store(directory, identity) as store:
         if store.samples:
             say(f"{directory} has {len(store.samples)} samples already")
+        if origin.endpoints and not schedulers.in_job_group():
+            # Refused before a reward-server is started in vain.
+            urls = [parse_url(url, is_api=True).url for url in origin.endpoints]
+            async with ServerPool(urls, _connector(plan, checkpoint), places=1) as endpoints:
+                await endpoints.wait_ready(schedulers.START_SECONDS)
         async with (
             schedulers.servers_for(plan, checkpoint.model, directory, say) as started,
             ServerPool(
@@ -140,6 +145,7 @@ async def _evaluate_here(plan: Plan, checkpoint: Checkpoint, console: Console) -
             _reaching_servers(plan.agent) as agent,
         ):
             await run_until_first_ends(pool.wait_ready(started.start_seconds), started.watch())
+            await run_until_first_ends(rewards.wait_healthy(servers.LOST_SECONDS), started.watch())
             scorer: Score = partial(score, rewards)
             workflow: Workflow = SingleTurn(settings, at_once=1 if origin.is_foreign else AT_ONCE)
             if plan.agent is not None and agent is not None:

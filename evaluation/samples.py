@@ -89,7 +89,7 @@ class Sample(BaseModel):
 
     @property
     def is_over_limit(self) -> bool:
-        """Return whether the answer is wrong because it exceeds the verifier's time or memory limit."""
+        """Return whether the answer is wrong because it exceeds a limit of the verifier, or of an agent's episode."""
         return self.result is not None and self.result.status in OVER_LIMIT
 
 

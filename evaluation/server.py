@@ -21,7 +21,7 @@ from services.protocol.groups import FinishReason
 from services.protocol.prompts import Prompt
 
 PROMPT_SECONDS = 600.0
-"""The longest time that an episode may take at one server, and a prompt unless its completions are long."""
+"""The longest time that a prompt may take at one server, unless its completions are long."""
 CONNECT_SECONDS = 5.0
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Names of a completion's length limit in OpenAI's API: of most servers, and of OpenAI's newer models."""

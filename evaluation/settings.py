@@ -6,9 +6,10 @@ as it was trained.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -70,13 +71,19 @@ class EvaluationSettings(Settings):
     """Seed of the sampling."""
     engine_deterministic: bool = False
     """As rollout-server's: completions are then asked for one by one, each with a seed of its own."""
-    eval_split: str = Field("test", pattern=r"^(test|train|all)$")
+    eval_split: Literal["test", "train", "all"] = "test"
     """`test`, `train` or `all` (both); DATASET_TEST_SPLIT says which split of a Hugging Face dataset is `test`."""
     agent: str = ""
     """An agent that answers the prompts over several turns, as `module:function`; `evaluation.math_agent:solve` is
     built in. Unset: one completion answers a prompt."""
     agent_command: str = ""
     """An agent as a shell command in any language."""
+    agent_max_turns: int = Field(16, ge=1)
+    """Most calls of the model in an agent's episode, as in training."""
+    agent_max_tokens: int = Field(4096, ge=1)
+    """Most tokens that the model samples in an agent's episode, as in training."""
+    agent_seconds: float = Field(600, gt=0)
+    """Longest time of an agent's episode, as in training."""
     eval_session_questions: int = Field(1, ge=1)
     """Questions, in the order of the data set, that an agent answers in one conversation; it finds the conversation so
     far as `example.history`."""
@@ -87,7 +94,7 @@ class EvaluationSettings(Settings):
     is no evaluation."""
     eval_samples: int = Field(0, ge=0, le=1024)
     """Samples of each prompt, for avg@k, pass@k and maj@k; 0: greedy only."""
-    eval_k: str = Field("", pattern=r"^([1-9]\d*(,[1-9]\d*)*)?$")
+    eval_k: str = ""
     """Each k of pass@k and maj@k, with commas; default 2, 4, 8 and so on up to EVAL_SAMPLES, and that."""
     eval_stop: JsonTexts = Field(default_factory=list)
     """Texts that end a completion, as a JSON list such as `["Question:"]`; an agent gives its own."""
@@ -95,7 +102,9 @@ class EvaluationSettings(Settings):
     """Prompts, or an agent's episodes, in flight at one server (or router)."""
 
     @model_validator(mode="after")
-    def _fits_agent(self) -> Self:
+    def _values_fit(self) -> Self:
+        if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", self.eval_k):
+            raise ValueError(f"EVAL_K is {self.eval_k!r}; give each k from 1 on, with commas, such as 1,4,16")
         if self.agent and self.agent_command:
             raise ValueError("AGENT and AGENT_COMMAND are both set; unset one of them")
         if self.eval_stop and self.workflow is WorkflowName.AGENT:

@@ -10,21 +10,24 @@ from typing import Any, ClassVar
 
 import httpx
 
-from evaluation import server as inference
-from evaluation.recording import Recording, RecordingTransport
+from evaluation.recording import ONLY_CHAT, Recording, RecordingTransport, other_api_of
 from evaluation.samples import Kind, Sample
 from evaluation.server import Server
 from evaluation.settings import EvaluationSettings
 from services.agents import Agent, AgentFailedError, Example, Score, play
 from services.clients.rollout import SamplingParams
-from services.core.errors import DependencyLostError
+from services.core.errors import ConfigurationError, DependencyLostError
 from services.core.seeds import derive_seed
-from services.protocol.groups import FinishReason
+from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 
 Messages = Sequence[dict[str, Any]]
 NO_KEY = "none"
 """The API key where the servers ask for none, because OpenAI's client insists on one."""
+NO_CALL = (
+    "the agent answered without a call of the model that the evaluation could sample and record; give the http_client "
+    "that the agent gets to its client, as in AsyncOpenAI(..., http_client=http_client); a program asks OPENAI_BASE_URL"
+)
 
 
 class ScoringLostError(Exception):
@@ -103,12 +106,11 @@ class AgentWorkflow:
         settings, recording = self.settings, Recording()
         forced: dict[str, Any] = {"temperature": 0.0}
         if kind is Kind.SAMPLED:
-            seed = seed_of(settings.seed, prompt, kind, index)
             forced = {"temperature": settings.temperature, "top_p": settings.top_p}
-            forced |= {"seed": seed} if server.takes_seeds else {}
-        forced |= server.forced
+        is_seeded = kind is Kind.SAMPLED and server.takes_seeds
+        seed = seed_of(settings.seed, prompt, kind, index) if is_seeded else None
         transport = RecordingTransport(
-            server.http, forced, settings.max_new_tokens, recording, server.limit_name, settings.chat_template_args
+            server.http, settings, forced | server.forced, seed, recording, server.limit_name
         )
         example = Example(**dict(prompt), model=self.model, history=list(history), scorer=self.score)
         started = time.monotonic()
@@ -135,28 +137,42 @@ class AgentWorkflow:
     async def _reward(
         self, server: Server, example: Example, http_client: httpx.AsyncClient, recording: Recording
     ) -> float | None:
-        """Run the agent and return its reward.
+        """Run the agent and return its reward; None, as in training, if its turns went over a limit of the episode.
 
         Raises:
             DependencyLostError: the server failed, so the episode is worth another try.
-            AgentFailedError: the agent failed, or took too long.
+            AgentFailedError: the agent failed, or made no call that was recorded.
+            ConfigurationError: the agent speaks another API than chat completions.
         """
+        error: Exception | None = None
         try:
-            return await play(
+            reward = await play(
                 self.agent,
                 example,
-                inference.PROMPT_SECONDS,
+                self.settings.agent_seconds,
                 base_url=server.api_url,
                 api_key=server.token or NO_KEY,
                 http_client=http_client,
             )
-        except (AgentFailedError, DependencyLostError, ScoringLostError):
+        except (DependencyLostError, ScoringLostError):
             raise
         # An agent's library may raise anything, and one failed episode must not end the others.
-        except Exception as error:
-            if recording.server_error is not None:
-                raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
-            raise AgentFailedError(f"{type(error).__name__}: {error}") from error
+        except Exception as caught:  # noqa: BLE001
+            error = caught
+        if not recording.turns and (path := recording.other_api or other_api_of(error)):
+            raise ConfigurationError(f"the agent asked {path}: {ONLY_CHAT}") from error
+        if error is None and not recording.turns:
+            raise AgentFailedError(NO_CALL, "no_call")
+        if error is None:
+            return reward
+        if recording.turns and (recording.refused or getattr(error, "reason", None) == "timeout"):
+            example.result = RewardResult(reward=None, status=RewardStatus.TIMEOUT, reason=str(error))
+            return None
+        if isinstance(error, AgentFailedError):
+            raise error
+        if recording.server_error is not None:
+            raise DependencyLostError(f"{server.api_url}: {recording.server_error}") from error
+        raise AgentFailedError(f"{type(error).__name__}: {error}") from error
 
 
 Workflow = SingleTurn | AgentWorkflow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from evaluation import schedulers
 from evaluation.allocation import Allocation, parse_allocation
 from evaluation.plan import Origin, Plan
 from evaluation.run import evaluate
+from evaluation.samples import SAMPLES, Sample
 from evaluation.settings import MATH_AGENT, Api, Backend, EvaluationSettings, SchedulerName, WorkflowName
 from evaluation.signals import run_until_signal
 from evaluation.workflows import ScoringLostError
@@ -69,6 +71,9 @@ AllocationOption = Annotated[
 Urls = Annotated[
     list[str] | None, Option(help="A running router or engine, such as http://127.0.0.1:30000. Repeatable.")
 ]
+Check = Annotated[
+    bool, Option("--check", help="Only answer the first prompt, such as by an agent before its run, and print it.")
+]
 DryRun = Annotated[bool, Option("--dry-run", help="Print the batch file of --scheduler slurm, and start nothing.")]
 Endpoints = Annotated[
     list[str] | None,
@@ -109,6 +114,7 @@ def main(
     backend: BackendOption = Backend.ROLLOUT,
     num_servers: NumServers = None,
     allocation: AllocationOption = None,
+    check: Check = False,
     dry_run: DryRun = False,
     url: Urls = None,
     endpoint: Endpoints = None,
@@ -132,6 +138,7 @@ def main(
         overrides |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "eval_stop": stop, "seed": seed}
         overrides |= _agent(workflow, agent, agent_command) | {"eval_concurrency": concurrency}
         overrides |= {"eval_session_questions": session_questions}
+        overrides |= {"eval_prompts": 1, "eval_samples": 0} if check else {}
         settings = EvaluationSettings.load(**overrides)
         logs.configure("evaluate", "warning")
         plan = Plan(
@@ -150,18 +157,40 @@ def main(
                 reward_url=reward_url,
                 is_dry_run=dry_run,
             ),
-            output=output,
+            output=scratch if check else output,
             variables=variables,
         )
+        if settings.workflow is WorkflowName.AGENT and (workflow, agent, agent_command) == (None, None, None):
+            name = f"AGENT={settings.agent}" if settings.agent else f"AGENT_COMMAND={settings.agent_command}"
+            print(f"evaluate: {name} is set and answers; --workflow single-turn leaves it out", file=sys.stderr)
         if dry_run:
             print(schedulers.slurm_script(plan, plan.checkpoints[0].model, plan.output), end="")
             return 0
         goes_on = f"the same command goes on from {plan.output}"
         if plan.scheduler is SchedulerName.SKYPILOT:
             goes_on = "a job that was launched goes on; see sky jobs queue"
-        return asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {goes_on}"))
+        code = asyncio.run(run_until_signal(evaluate(plan), f"evaluate: stopped by {{}}; {goes_on}"))
+        if check and not code:
+            _show_samples(scratch)
+        return code
 
-    raise typer.Exit(_exit_code(work))
+    with tempfile.TemporaryDirectory(prefix="check-") as directory:
+        scratch = Path(directory)
+        code = _exit_code(work)
+    raise typer.Exit(code)
+
+
+def _show_samples(output: Path) -> None:
+    """Print the conversations below ``output`` with their figures and rewards."""
+    for path in output.rglob(SAMPLES):
+        for sample in map(Sample.model_validate_json, path.read_text().splitlines()):
+            answered = {"role": "assistant", "content": sample.completion}
+            for message in sample.messages or [{"role": "user", "content": sample.prompt}, answered]:
+                calls = [call["function"] for call in message.get("tool_calls") or []]
+                print(f"\n{message['role']}: {message.get('content') or ''}", *calls)
+            result = sample.result
+            reward = None if result is None else result.reason if result.reward is None else result.reward
+            print(f"\nturns {sample.turns}, tokens {sample.completion_tokens}, reward {reward}")
 
 
 def run_directory(run: str | None, *, is_named: bool) -> Path | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from pydantic import ConfigDict, Field
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
 from services.core.functions import load_function
-from services.protocol.groups import RewardResult, RewardStatus
+from services.protocol.groups import LARGEST_REWARD, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 
@@ -85,7 +84,8 @@ async def play(
     """Let ``agent`` answer ``example`` and return its reward.
 
     Raises:
-        AgentFailedError: it took more than ``seconds``, or returned something else than a finite number or None.
+        AgentFailedError: it took more than ``seconds``, or returned anything but None and a number up to
+            LARGEST_REWARD.
         Exception: the error that the agent raised.
     """
     try:
@@ -95,9 +95,10 @@ async def play(
         raise AgentFailedError(f"the agent took more than {seconds:g} s{example.output}", "timeout") from error
     if reward is None:
         return None
-    if isinstance(reward, bool | int | float) and math.isfinite(reward):
+    if isinstance(reward, bool | int | float) and abs(reward) <= LARGEST_REWARD:
         return float(reward)
-    raise AgentFailedError(f"the agent returned {reward!r}; allowed is a finite number, or None", "reward")
+    allowed = f"a finite number, or None, and at most {LARGEST_REWARD:g} in size"
+    raise AgentFailedError(f"the agent returned {reward!r}; allowed is {allowed}", "reward")
 
 
 def load_agent(variable: str, name: str) -> Agent:

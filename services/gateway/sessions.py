@@ -114,6 +114,7 @@ class Session:
             tool_calls=sum(len(turn.message.get("tool_calls", ())) for turn in turns),
             unparsed_tool_calls=sum(turn.unparsed_calls for turn in turns),
             branches=self.tree.branches,
+            other_api_calls=sum(call.reply.get("object") != "chat.completion" for call in self.tree.calls.values()),
             lost_tokens=dict(self.lost),
         )
 

@@ -18,7 +18,8 @@ class Message(WireModel):
     """A message of a conversation: what somebody says, and the tools that it calls.
 
     ``name`` is that of the tool whose result the message is. ``sampled`` says that the model in training wrote the
-    message; the agent gave the others, among them answers of the assistant that it shows as examples.
+    message; the agent gave the others, among them answers of the assistant that it shows as examples. ``is_last`` says
+    that the message answers the episode's last call.
     """
 
     role: str
@@ -26,18 +27,21 @@ class Message(WireModel):
     tool_calls: list[CalledTool] = Field(default_factory=list)
     name: str | None = None
     sampled: bool = False
+    is_last: bool = False
 
 
 class EpisodeFigures(WireModel):
     """The size and shape of an episode.
 
     ``turns`` counts the calls of the model, and ``branches`` those that did not continue a held conversation, the first
-    one excepted. ``tool_calls`` counts the tool calls that could be parsed. ``figures`` has an environment's named
-    numbers, as means over the episode's actions.
+    one excepted. ``tool_calls`` counts the tool calls that could be parsed. ``other_api_calls`` counts the calls by
+    another API than chat completions. ``figures`` has an environment's named numbers, as means over the episode's
+    actions.
     """
 
     turns: Count = 0
     tool_calls: Count = 0
     unparsed_tool_calls: Count = 0
     branches: Count = 0
+    other_api_calls: Count = Field(default=0, exclude_if=lambda calls: not calls)
     figures: dict[str, Finite] = Field(default_factory=dict, exclude_if=lambda figures: not figures)

@@ -112,6 +112,10 @@ def joined(first: Completion, then: Completion) -> Completion:
     )
 
 
+LARGEST_REWARD = 1e30
+"""The largest size of a reward. Squares of larger ones may overflow; then their group gives nothing to learn from."""
+
+
 class RewardStatus(StrEnum):
     """The outcome of scoring an answer; the reward is None unless it is ``scored``."""
 

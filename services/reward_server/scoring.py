@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import Counter as Metric
 
-from services.protocol.groups import FinishReason, RewardResult, RewardStatus
+from services.protocol.groups import LARGEST_REWARD, FinishReason, RewardResult, RewardStatus
 from services.protocol.rewards import RewardItem
 from services.reward_server.answers import Verdict, find_tagged, judge
 from services.reward_server.pool import Evaluation, WorkerPool
@@ -68,8 +67,8 @@ class Scorer:
                 reason = f"{function.name}: {part.reason}"
                 return RewardResult(reward=None, status=part.status, reason=reason, **found)
             total += function.weight * part.value
-        if not math.isfinite(total):
-            reason = "the weighted sum is too large for a number"
+        if not abs(total) <= LARGEST_REWARD:
+            reason = f"the weighted sum {total:g} is beyond {LARGEST_REWARD:g} in size; have the functions return less"
             return RewardResult(reward=None, status=RewardStatus.ERROR, reason=reason, **found)
         return RewardResult(reward=total, **found)
 

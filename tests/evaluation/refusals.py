@@ -12,14 +12,14 @@ import sys
 import typer
 from typer.testing import CliRunner
 
-from evaluation import run as evaluation_run
+from evaluation import schedulers
 from scripts.evaluate import main
 
 
 def run() -> None:
     app = typer.Typer()
     app.command()(main)
-    evaluation_run.START_SECONDS = 1.0
+    schedulers.START_SECONDS = 1.0
     told, environment = [], dict(os.environ)
     for case in json.load(sys.stdin):
         os.environ.clear()

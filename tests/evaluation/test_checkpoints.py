@@ -10,6 +10,8 @@ from safetensors.numpy import save_file
 from torch.utils.serialization import config as serialization
 
 from evaluation.checkpoints import Checkpoint, resolve
+from evaluation.plan import Origin, Plan
+from evaluation.settings import EvaluationSettings
 from services.core.errors import ConfigurationError
 
 WEIGHTS = "model.safetensors"
@@ -114,6 +116,21 @@ def test_a_directory_without_a_model_is_refused_with_what_to_give(tmp_path, mode
     path = str(model("m"))
     with pytest.raises(ConfigurationError, match="named twice"):
         resolve([path, path + "/"], None)
+
+
+def test_evaluations_of_two_runs_models_have_outputs_of_their_own(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("DATASET", "arithmetic")
+
+    def output(path):
+        settings = EvaluationSettings(eval_output=tmp_path / "out")
+        given = {"models": [str(path)], "run_dir": None, "origin": Origin(urls=["http://h"]), "output": None}
+        return Plan(settings, variables={}, **given).output.relative_to(tmp_path / "out")
+
+    paths = [model(f"{run}/{name}") for run in ("runs/a", "runs/b") for name in ("model", "policy/v000002")]
+    outputs = [output(path) for path in paths]
+    assert str(outputs[0]).endswith("runs-a-model-arithmetic-test")
+    assert len(set(outputs)) == 4
+    assert str(output(model("smollm2-135m"))) == "smollm2-135m-arithmetic-test"
 
 
 def test_a_run_with_adapters_gives_its_merged_model(tmp_path, model):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -219,11 +220,11 @@ def test_the_math_agent_solves_by_its_tools_against_the_embedded_engine(evaluate
 REFUSED = [
     (["--dataset", "no/such.jsonl"], 78, r"no/such.jsonl' is not a file"),
     (["--dataset", "nobody/has-this"], 78, "DATASET 'nobody/has-this' cannot be loaded"),
-    (["--dataset", "arithmetic", "--split", "validation"], 78, "EVAL_SPLIT is 'validation'"),
+    (["--dataset", "arithmetic", "--split", "validation"], 78, "Input should be 'test', 'train' or 'all'"),
     (["--model", "./no-such-model"], 78, "--model './no-such-model' is not a directory"),
     (["--model", "nobody/has-this", "--dataset", "arithmetic"], 78, "tokenizer of MODEL_NAME 'nobody/has-this'"),
     (["--samples", "4", "--k", "2,8"], 78, "--k 8 needs as many samples"),
-    (["--k", "two"], 78, "EVAL_K is 'two'"),
+    (["--k", "two"], 78, "EVAL_K is 'two'; give each k from 1 on, with commas, such as 1,4,16"),
     (["--workflow", "agent", "--agent", "nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here"], 78, "AGENT is 'nothing:here'"),
     (["--env", "AGENT=nothing:here", "--workflow", "agent"], 78, "AGENT is 'nothing:here'"),
@@ -286,6 +287,38 @@ def test_bad_input_is_named(refusals, number):
     assert told["unexpected"] is None
     assert told["code"] == code, told["text"]
     assert said in told["text"]
+
+
+def test_an_endpoints_model_is_checked_before_servers_are_started(evaluate, engine):
+    command = evaluate("--model", "another", "--endpoint", f"{engine}/v1", **ARITHMETIC)
+    assert command.wait() == 78
+    assert "has no model 'another'" in command.text
+    assert "starting" not in command.text
+
+
+def test_the_commands_own_reward_server_is_waited_for(evaluate, engine, tiny_model):
+    command = evaluate("--model", tiny_model, "--url", engine, "--limit", "2", **ARITHMETIC)
+    assert command.succeed()["prompts"] == 2
+    assert "starting 1 reward-server" in command.text
+    assert "warning" not in command.text
+
+
+AGENT = """
+async def solve(example, *, base_url, api_key, http_client):
+    body = {"model": example.model, "messages": [{"role": "user", "content": example.prompt}]}
+    reply = await http_client.post(f"{base_url}/chat/completions", json=body)
+    return await example.score(reply.json()["choices"][0]["message"]["content"])
+"""
+
+
+def test_a_check_plays_one_episode_of_the_agent_that_is_set_and_keeps_nothing(evaluate, engine, tiny_model, tmp_path):
+    (tmp_path / "agent_of_mine.py").write_text(AGENT)
+    given = {"AGENT": "agent_of_mine:solve", "PYTHONPATH": str(tmp_path), **ARITHMETIC}
+    command = evaluate("--model", tiny_model, "--url", engine, "--check", **given)
+    assert command.wait() == 0, command.text
+    assert "AGENT=agent_of_mine:solve is set and answers; --workflow single-turn leaves it out" in command.text
+    assert re.search(r"\nuser: \d\+\d=\n\nassistant: .*\n\nturns 1, tokens \d, reward [01]\.0\n", command.text)
+    assert not command.output.exists()
 
 
 def test_the_command_ends_with_a_refusals_code_and_words(evaluate, tiny_model):

@@ -76,4 +76,4 @@ async def test_answers_over_a_limit_are_wrong_and_unscored_ones_are_left_out(tmp
     report.show(Console(file=printed, width=160), [results])
     assert "d test, 5 of 12 prompts" in printed.getvalue()
     assert "left out: 1 unscored" in printed.getvalue()
-    assert "counted as wrong, over the verifier's time or memory limit: 2" in printed.getvalue()
+    assert "counted as wrong, over a limit (samples.jsonl says which): 2" in printed.getvalue()

@@ -18,6 +18,7 @@ from evaluation.samples import Kind, SampleStore, open_store
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
 from evaluation.workflows import AgentWorkflow
+from services.core.errors import ConfigurationError
 from services.protocol.prompts import Prompt
 from tests.evaluation.chat_model import Model, call, score
 
@@ -111,6 +112,17 @@ async def test_an_agent_that_drops_the_history_is_told_so(store: SampleStore) ->
     evaluation = await evaluate(Model(*[{"content": "1"}] * 5), store, forgetful)
     assert evaluation.progress.left_out == {"agent failed": 2}
     assert "begin with example.history" in evaluation.progress.examples["agent failed"]
+
+
+async def test_an_agent_of_another_api_ends_the_evaluation_at_its_first_call(store: SampleStore) -> None:
+    async def respond(example: Any, *, base_url: str, api_key: str, http_client: httpx.AsyncClient) -> float:
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        await client.responses.create(model=example.model, input=example.prompt)
+        return 1.0
+
+    with pytest.raises(ConfigurationError, match=r"/v1/responses: .* Have the agent ask for chat completions"):
+        await evaluate(Model(), store, respond)
+    assert store.samples == {}
 
 
 async def test_the_math_agent_keeps_its_tools_results(math_agent: Any, store: SampleStore) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 from pydantic import SecretStr
 
-from evaluation import server as inference
 from evaluation.samples import Kind
 from evaluation.server import RolloutServer
 from evaluation.settings import EvaluationSettings
-from evaluation.workflows import AgentWorkflow, ScoringLostError, seed_of
+from evaluation.workflows import AgentWorkflow, ScoringLostError
 from services.agents import AgentFailedError, load_agent
 from services.core.errors import ConfigurationError, DependencyLostError
 from services.protocol.groups import FinishReason, RewardResult, RewardStatus
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
 from tests.evaluation.chat_model import Model, call, score
+from tests.services.run_page.serving import served
 
 PROMPT = Prompt(id="p/1", prompt="What is 6 times 7?", ground_truth="42", category="products")
 SETTINGS = EvaluationSettings(max_new_tokens=50, temperature=0.7, top_p=0.9, seed=3, jobgroup_token=SecretStr("t"))
@@ -90,12 +94,12 @@ async def test_sampling_is_the_evaluations_whatever_the_agent_asks_for(play):
     greedy, sampled = await play(agent, model), await play(agent, model, Kind.SAMPLED)
     assert greedy.result.reward == 0.25
     assert (greedy.index, greedy.category, greedy.finish_reason) == (4, "products", FinishReason.LENGTH)
-    first, second, third, _ = model.asked
+    first, second, third, fourth = model.asked
     assert (first["temperature"], first["max_tokens"], second["max_tokens"]) == (0.0, 50, 7)
     assert "max_completion_tokens" not in first
     assert (third["temperature"], third["top_p"]) == (0.7, 0.9)
-    assert third["seed"] == seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 4)
-    assert seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 5) != third["seed"] == model.asked[3]["seed"]
+    assert "seed" not in first
+    assert third["seed"] != fourth["seed"], "their bodies differ"
     assert sampled.kind is Kind.SAMPLED
 
 
@@ -142,7 +146,7 @@ async def test_a_refused_request_and_a_bug_are_the_agents(play):
         await play(broken, Model())
 
 
-@pytest.mark.parametrize("reward", ["1", float("nan"), [1.0]])
+@pytest.mark.parametrize("reward", ["1", float("nan"), [1.0], 1e300, 10**400], ids=lambda reward: str(reward)[:5])
 async def test_an_invalid_reward_is_refused(play, reward):
     async def agent(example, **_):
         return reward
@@ -160,14 +164,146 @@ def test_an_agent_without_its_library_gets_the_install_command(tmp_path, monkeyp
         load_agent("AGENT", "agent_of_a_test:solve")
 
 
-async def test_an_agent_that_does_not_end_is_ended(play, monkeypatch):
-    monkeypatch.setattr(inference, "PROMPT_SECONDS", 0.05)
+async def test_an_agent_that_does_not_end_is_ended_and_wrong_once_the_model_has_answered(play):
+    settings = SETTINGS.model_copy(update={"agent_seconds": 0.5})
 
-    async def agent(example, **_):
+    async def silent(example, **_):
         await asyncio.sleep(60)
 
-    with pytest.raises(AgentFailedError, match=r"more than 0\.05 s"):
-        await play(agent, Model())
+    with pytest.raises(AgentFailedError, match=r"more than 0\.5 s"):
+        await play(silent, Model(), settings=settings)
+
+    async def endless(example, **given):
+        await ask(example, **given)
+        await asyncio.sleep(60)
+
+    sample = await play(endless, Model({"content": "hm"}), settings=SETTINGS.model_copy(update={"agent_seconds": 5}))
+    assert (sample.is_correct, sample.is_over_limit) == (False, True)
+    assert "more than 5 s" in sample.result.reason
+
+
+async def loop(example, **given):
+    for number in range(100):
+        await ask(example, **given, user=str(number))
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls", "said"),
+    [({"agent_max_turns": 2}, [50, 50], "2 turns (AGENT_MAX_TURNS)"), ({"agent_max_tokens": 8}, [8, 3], "8 tokens (")],
+    ids=["turns", "tokens"],
+)
+async def test_an_episode_has_the_limits_of_training(play, limits, calls, said):
+    settings, model = SETTINGS.model_copy(update=limits), Model(*[{"content": "hm"}] * 9)
+    sample = await play(loop, model, settings=settings)
+    assert [asked["max_tokens"] for asked in model.asked] == calls
+    assert (sample.is_correct, sample.is_over_limit, sample.turns) == (False, True, 2)
+    assert said in sample.result.reason
+
+    async def catches(example, **given):
+        with pytest.raises(openai.RateLimitError, match="end the agent's loop before"):
+            await loop(example, **given)
+        return 0.5
+
+    sample = await play(catches, Model(*[{"content": "hm"}] * 9), settings=settings)
+    assert (sample.result.reward, sample.turns) == (0.5, 2)
+
+
+async def vote(example, **given):
+    await asyncio.gather(*(ask(example, **given) for _ in range(3)))
+    return 1.0
+
+
+async def test_equal_requests_have_seeds_of_their_own_the_same_each_time(play):
+    models = [Model(*[{"content": "hm"}] * 3) for _ in range(2)]
+    for model in models:
+        await play(vote, model, Kind.SAMPLED)
+    first, again = ([asked["seed"] for asked in model.asked] for model in models)
+    assert len(set(first)) == 3
+    assert sorted(first) == sorted(again)
+
+
+@pytest.mark.parametrize("failure", [500, 429, "connection"])
+async def test_a_retry_has_the_seed_of_the_request_that_failed(play, failure):
+    async def patient(example, *, base_url, api_key, http_client):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=2)
+        messages = [{"role": "user", "content": example.prompt}]
+        for _ in range(2):
+            await client.chat.completions.create(model=example.model, messages=messages)
+        return 1.0
+
+    model = Model({"content": "hm"}, *[failure] * (failure != "connection"), {"content": "hm"})
+    seeds = []
+
+    @model.app.middleware("http")
+    async def watch(request, call_next):
+        seeds.append(json.loads(await request.body())["seed"])
+        if failure == "connection" and len(seeds) == 2:
+            raise httpx.ReadError("connection reset")
+        return await call_next(request)
+
+    await play(patient, model, Kind.SAMPLED)
+    first, failed, retried = seeds
+    assert first != failed == retried
+
+
+async def test_a_retry_of_an_answer_that_was_lost_on_its_way_gets_its_seed(play):
+    async def curl(example, *, base_url, api_key, http_client):
+        body = {"model": example.model, "messages": [{"role": "user", "content": example.prompt}]}
+        for retry in ("0", "1", "0"):
+            headers = {"x-stainless-retry-count": retry}
+            await http_client.post(f"{base_url}/chat/completions", json=body, headers={**headers, "authorization": "x"})
+        return 1.0
+
+    model = Model(*[{"content": "hm"}] * 3)
+    await play(curl, model, Kind.SAMPLED)
+    first, retried, other = (asked["seed"] for asked in model.asked)
+    assert first == retried != other
+
+
+async def test_an_agent_that_asks_another_client_has_no_score(play):
+    async def elsewhere(example, *, base_url, api_key, http_client):
+        await http_client.get(f"{base_url}/models")
+        return 1.0
+
+    model = Model()
+
+    @model.app.get("/v1/models")
+    def models():
+        return {"data": []}
+
+    with pytest.raises(AgentFailedError, match=r"without a call .* give the http_client"):
+        await play(elsewhere, model)
+
+
+async def messages_of_anthropic(example, **_):
+    # Its client takes no http_client of httpx, so that nothing but its error says what it asked.
+    with served(FastAPI()) as url:
+        client = anthropic.AsyncAnthropic(base_url=url, api_key="key")
+        messages = [{"role": "user", "content": example.prompt}]
+        await client.messages.create(model=example.model, max_tokens=5, messages=messages)
+
+
+async def responses_of_openai(example, *, base_url, api_key, http_client):
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+    await client.responses.create(model=example.model, input=example.prompt)
+
+
+async def asks_and_goes_on(example, **given):
+    with contextlib.suppress(openai.NotFoundError):
+        await responses_of_openai(example, **given)
+    return 1.0
+
+
+@pytest.mark.parametrize("agent", [messages_of_anthropic, responses_of_openai, asks_and_goes_on])
+async def test_an_agent_of_an_api_that_cannot_be_evaluated_ends_the_evaluation(play, agent):
+    model = Model()
+
+    @model.app.post("/v1/{path}")
+    def answer(path):
+        raise AssertionError("some servers would answer, neither greedily nor recorded")
+
+    with pytest.raises(ConfigurationError, match=r"asked /v1/(messages|responses): an evaluation samples"):
+        await play(agent, model)
 
 
 @pytest.mark.parametrize(("status", "is_correct"), [(RewardStatus.TIMEOUT, False), (RewardStatus.ERROR, None)])

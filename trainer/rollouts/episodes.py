@@ -288,7 +288,9 @@ class EpisodeMaker(GroupMaker):
         if self.settings.rollout is Rollout.ENVIRONMENT:
             return ConfigurationError(f"{reason}; see the logs of environment-server and gateway")
         option = f"--agent {self.settings.agent}" if self.settings.agent else "--agent-command"
-        return ConfigurationError(f"{reason}; can `scripts.evaluate {option}` measure the agent?")
+        return ConfigurationError(
+            f"{reason}; if it asks for chat completions, `scripts.evaluate {option} --check` plays one episode"
+        )
 
 
 def group_maker(settings: TrainerSettings, clients: Clients) -> GroupMaker:

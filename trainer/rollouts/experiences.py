@@ -59,6 +59,9 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
     # No policy sampled the context; its span must not make the experience older.
     unsampled = [VersionSpan(version=spans[0].version, start=0, end=len(context))] if context else []
     logprobs = [x if is_sampled else 0.0 for x, is_sampled in zip(sequence.logprobs, sequence.loss_mask, strict=True)]
+    messages = readable(sequence.messages)
+    if any(turn.call == episode.trace.turns - 1 for turn in sequence.turns):
+        messages[-1] = messages[-1].model_copy(update={"is_last": True})
     return Experience(
         completion=sequence.text,
         completion_ids=[*context, *sequence.completion_ids],
@@ -69,7 +72,7 @@ def _experience(episode: Episode, sequence: TraceSequence, shared: int) -> Exper
         result=episode.result,
         episode=episode.trace.index,
         seat=episode.seat,
-        messages=readable(sequence.messages),
+        messages=messages,
         turns=_turns(episode, sequence, len(context)),
     )
 

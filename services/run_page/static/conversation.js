@@ -40,8 +40,8 @@ function item(message) {
   );
 }
 
-function speaker({ role, name, sampled }) {
-  if (sampled) return "Model";
+function speaker({ role, name, sampled, is_last: isLast }) {
+  if (sampled) return isLast ? ["Model ", h("span", { class: "muted" }, "last answer")] : "Model";
   if (role === "assistant") return ["Assistant ", h("span", { class: "muted" }, "written by the agent")];
   if (role === "tool") return name ? ["Result of ", h("code", null, name)] : "Result of a tool";
   return SPEAKERS[role] ?? role;

@@ -21,7 +21,8 @@ export class Reader {
   open(run, source, group, place) {
     const records = answers(group)[place];
     const hasConversation = records.some((record) => record.messages?.length);
-    Object.assign(this, { run, source, group, place, branch: 0, isLoaded: false, showsTokens: !hasConversation });
+    const last = records.findIndex((record) => record.messages?.some((message) => message.is_last));
+    Object.assign(this, { run, source, group, place, branch: Math.max(last, 0), isLoaded: false, showsTokens: !hasConversation });
     this.draw();
     this.element.showModal();
     if (this.showsTokens) this.load();

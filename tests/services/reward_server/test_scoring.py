@@ -103,6 +103,13 @@ async def test_a_function_of_trls_form_gets_lists(scoring: Any, plugin: str) -> 
         assert [result.reward for result in results] == [7.0, 10.0]
 
 
+async def test_a_reward_whose_square_overflows_is_none(scoring: Any, plugin: str) -> None:
+    async with scoring(reward_fn=f"{plugin}:length=1{'0' * 299}") as scorer:
+        [huge] = await scorer.score([item("5", completion_tokens=10)])
+        assert (huge.reward, huge.status) == (None, RewardStatus.ERROR)
+        assert "beyond 1e+30 in size; have the functions return less" in (huge.reason or "")
+
+
 async def test_workers_share_the_nodes_cores(scoring: Any, plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(processors, "cores", lambda: 6)

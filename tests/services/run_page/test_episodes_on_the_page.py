@@ -64,6 +64,17 @@ def test_a_branch_folds_away_what_it_shares(open_page, run):
     expect(visible).to_have_count(4)
 
 
+def test_an_episode_opens_where_its_last_answer_is(open_page, run):
+    first, second, wrong = episodes(5, 100)
+    second["messages"][-1] = second["messages"][-1] | {"is_last": True}
+    append(run / "samples.jsonl", [first, second, wrong])
+    reader = opened(open_page(view(run), "/#samples"))
+    expect(reader.get_by_role("button", name="Branch 1")).to_have_attribute("aria-pressed", "true")
+    expect(reader.locator(".message:visible h3")).to_have_text(["User", "Model last answer"])
+    reader.get_by_role("button", name="Main line").click()
+    expect(reader.locator(".message h3")).to_have_text(["User", "Model", "Result of calculate", "Model"])
+
+
 def test_tokens_are_coloured_by_mask_and_advantage_and_tell_their_numbers(open_page, run):
     page = open_page(view(run), "/#samples")
     reader = opened(page)

@@ -373,6 +373,7 @@ def test_an_episode_has_its_figures_and_each_sequence_its_conversation(stage: St
         ]
         assert second.messages is not None
         assert [message.content for message in second.messages] == ["6*7= note", "42"]
+        assert [message.is_last for message in second.messages] == [False, True]
 
 
 @pytest.mark.parametrize("agent", [broken, silent, waiting], ids=lambda agent: agent.__name__)
