@@ -1,4 +1,4 @@
-"""A run of the local runner: its checks and plan, and its life with the view and the watchers."""
+"""A run of the local runner: its nodes, and its life with the view and the watchers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.core.errors import ConfigurationError
 POLL_SECONDS = 0.5
 
 
-def show_plan(console: Console, run: Run) -> None:
+def show_nodes(console: Console, run: Run) -> None:
     """Print the nodes of a run, with their addresses, GPUs and commands."""
     title = f"run {run.run_id} in {run.run_dir}"
     table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")
