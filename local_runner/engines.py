@@ -7,11 +7,10 @@ from pathlib import Path
 
 from local_runner.environment import Run, gpus_of
 from local_runner.spec import TaskSpec
-from local_runner.variables import load_settings
+from local_runner.variables import all_settings, load_settings
 from services.core.endpoints import Task
 from services.core.errors import ConfigurationError
 from services.rollout_server.settings import EngineKind, RolloutSettings
-from trainer.config import TrainerSettings
 
 
 def check(run: Run) -> None:
@@ -46,10 +45,9 @@ def check(run: Run) -> None:
 def _check_number(run: Run, task: TaskSpec, each: int) -> None:
     """Check that nodes of ``each`` engines at most are enough for MIN_WORKERS."""
     engines, nodes = task.num_nodes * each, f"{task.num_nodes} node{'s'[: task.num_nodes > 1]}"
-    for trainer in run.group.tasks:
-        wanted = load_settings(run, trainer, TrainerSettings).min_workers if trainer.name == Task.TRAINER else 0
-        if wanted > engines:
-            raise ConfigurationError(
-                f"MIN_WORKERS is {wanted}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; "
-                f"give --env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(wanted / each)}"
-            )
+    wanted = max(getattr(settings, "min_workers", 1) for _, _, settings in all_settings(run))
+    if wanted > engines:
+        raise ConfigurationError(
+            f"MIN_WORKERS is {wanted}, but {task.name} has {nodes} for {engines} engine{'s'[: engines > 1]} here; give "
+            f"--env MIN_WORKERS={engines}, or --num-nodes {task.name}={math.ceil(wanted / each)}"
+        )

@@ -6,15 +6,15 @@ environment, because an import may take memory, print, or read variables. So do 
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from local_runner.environment import Run, node_environment
-from local_runner.settings_classes import READERS, Reader
 from local_runner.spec import TaskSpec
-from local_runner.variables import load_settings
+from local_runner.variables import all_settings
 from services.core.errors import ConfigurationError
 from services.core.files import check_model
 from services.core.settings import Settings
@@ -50,15 +50,9 @@ def unchecked_models(run: Run) -> list[str]:
     """
     named = ((getattr(settings, "model_name", None), task) for task, _, settings in all_settings(run))
     tasks = {model: task for model, task in named if model and not Path(model).expanduser().exists()}
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return list(tasks)
     return [model for model, task in tasks.items() if not ask(run, task, "services.core.hub", model)]
-
-
-def all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
-    """Yield the settings of each task of a run, by the component that reads them."""
-    for task in run.group.tasks:
-        for reader in READERS:
-            if task.name in reader.tasks:
-                yield task, reader, load_settings(run, task, reader.settings_class())
 
 
 def ask(run: Run, task: TaskSpec, module: str, *arguments: str, seconds: float = IMPORT_SECONDS) -> str:

@@ -75,7 +75,9 @@ def main(
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
-        path = _find(path, env or [])
+        if not path.suffix and (bare := [name for name in env or [] if "=" not in name]):
+            raise ConfigurationError(f"{path} is no job group's file; write --env {bare[-1]}={path} if it is a value")
+        path = spec.find(path)
         group, overrides = _job_group(path, env or [], env_file or [], secret or [], num_nodes or [], small=small)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
             planned = Run(
@@ -89,12 +91,9 @@ def main(
             unchecked = _check(planned)
             plan = Plan(planned, is_dry_run=dry_run)
             if dry_run:
-                plan.show(console)
-                if commands:
-                    run.show_nodes(console, planned)
-            if dry_run and unchecked:
-                models = f"MODEL_NAME={', '.join(unchecked)}"
-                console.print(f"not looked for on the Hugging Face hub: {models}", soft_wrap=True)
+                plan.show(console, unchecked)
+            if dry_run and commands:
+                run.show_nodes(console, planned)
             for caution in plan.cautions():
                 console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
             if dry_run:
@@ -110,16 +109,6 @@ def main(
         print(f"run_local: {told}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIGURATION) from error
     raise typer.Exit(code)
-
-
-def _find(path: Path, env: list[str]) -> Path:
-    """Return the job group's file; a value behind ``--env NAME`` is taken for one, which the error then says."""
-    try:
-        return spec.find(path)
-    except ConfigurationError as error:
-        names = [assignment for assignment in env if "=" not in assignment]
-        meant = f"; write --env {names[-1]}={path} if it is a value" if names else ""
-        raise ConfigurationError(f"{error}{meant}") from error
 
 
 def _job_group(

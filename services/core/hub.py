@@ -67,21 +67,22 @@ def download_model(model: str) -> None:
             _download(model, folder)
 
 
-def is_listed(model: str) -> bool:
-    """Return whether the cache or the hub has a model; False if it is not in the cache and the hub does not answer.
+def is_listed(name: str, kind: str = "model") -> bool:
+    """Return whether the hub, or the cache of models, has a model or dataset; False if the hub does not answer.
 
     Raises:
-        ConfigurationError: the hub answers that it has no such model.
+        ConfigurationError: the hub answers that it has none of that name.
     """
     try:
-        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
-        if (folder / "snapshots").is_dir():
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+        if kind == "model" and (folder / "snapshots").is_dir():
             return True
-        huggingface_hub.HfApi().model_info(model, timeout=LOOK_SECONDS)
+        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=LOOK_SECONDS)
     except (RepositoryNotFoundError, HFValidationError) as error:
+        setting = "DATASET" if kind == "dataset" else "MODEL_NAME"
         raise ConfigurationError(
-            f"MODEL_NAME={model}: the Hugging Face hub has no such model, or it is private; check the name, give "
-            "--secret HF_TOKEN, or the directory of a model"
+            f"{setting}={name}: the Hugging Face hub has no such {kind}, or it is private; check the name, give "
+            "--secret HF_TOKEN, or give a path"
         ) from error
     except Exception:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
         return False

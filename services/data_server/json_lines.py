@@ -90,8 +90,8 @@ def _object(line: bytes, encoding: str) -> dict[str, Any] | None:
     if len(line) > LARGEST_LINE:
         raise _LineError(f" has more than {LARGEST_LINE // 2**20} MiB")
     try:
-        text = line.decode(encoding)
-        if not text.strip():
+        text = line.decode(encoding).rstrip()
+        if not text:
             return None
         if text.count("[") + text.count("{") > DEEPEST or "NaN" in text or "Infinity" in text:
             _check_tokens(text)
@@ -108,7 +108,7 @@ def _object(line: bytes, encoding: str) -> dict[str, Any] | None:
     except ValueError as error:  # a whole number of thousands of digits
         raise _LineError(f": {str(error).partition(';')[0]}") from error
     if not isinstance(row, dict):
-        raise _LineError(f" is {_kind(row)}; write an object on each line")
+        raise _LineError(f" is {type(row).__name__}; write an object on each line")
     return row
 
 
@@ -138,7 +138,7 @@ def _text(value: Any, name: str) -> str:
     if name == CATEGORY:
         return str(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _LineError(f"holds {_kind(value)}; set {SETTINGS[name]} to a column of text or numbers")
+        raise _LineError(f"holds {type(value).__name__}; set {SETTINGS[name]} to a column of text or numbers")
     if isinstance(value, float) and not abs(value) < EXACT:
         raise _LineError(
             f"has {value!r}: a number with a fraction or an exponent does not keep every digit from 2^53 on; write it "
@@ -147,8 +147,3 @@ def _text(value: Any, name: str) -> str:
     if isinstance(value, int) or value.is_integer():
         return str(int(value))
     return str(pa.scalar(value).cast(pa.string()))
-
-
-def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", list: "a list", dict: "an object", type(None): "null", str: "a text"}
-    return kinds.get(type(value), "a number")

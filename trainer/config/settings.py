@@ -58,8 +58,8 @@ class TrainerSettings(
         prompts = self.num_epochs * train_prompts
         if prompts < self.batch_size:
             raise ConfigurationError(
-                f"BATCH_SIZE is {self.batch_size}, but NUM_EPOCHS={self.num_epochs} passes over {train_prompts} "
-                f"training prompts are only {prompts}; set BATCH_SIZE to {train_prompts} or less, or give more rows"
+                f"BATCH_SIZE is {self.batch_size}, but there are {train_prompts} prompts to train on, {prompts} in "
+                f"NUM_EPOCHS={self.num_epochs}: not one step; set BATCH_SIZE={train_prompts}, or give more rows"
             )
         return min(prompts // self.batch_size, self.max_steps or prompts)
 
