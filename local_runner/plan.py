@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from local_runner.environment import Run, gpus_of
 from local_runner.learning import counted
 from local_runner.own_code import ask
 from local_runner.variables import all_settings
+from services.core.errors import ConfigurationError
 from services.core.settings import Settings
 from services.data_server.files import is_on_hub, is_path
 
@@ -44,12 +44,14 @@ class Plan:
         self._needs: dict[str, Any] = {}
 
         def answer(name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
-            if importlib.util.find_spec(package) is None:
-                return {}
-            with contextlib.suppress(TimeoutError):
-                told = ask(run, found[name][0], module, *arguments, seconds=READ_SECONDS)
-                return dict(json.loads(told or "{}"))
-            return {}
+            task = found[name][0]
+            try:
+                told = ask(run, task, module, *arguments, seconds=READ_SECONDS) if find_spec(package) else ""
+            except TimeoutError:
+                told = ""
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{task.name}: {error}") from error
+            return dict(json.loads(told or "{}"))
 
         if self._data is not None and (is_dry_run or is_path(self._data.dataset)):
             only_rows = [] if is_dry_run else ["--rows"]

@@ -58,8 +58,9 @@ class TrainerSettings(
         prompts = self.num_epochs * train_prompts
         if prompts < self.batch_size:
             raise ConfigurationError(
-                f"BATCH_SIZE is {self.batch_size}, but there are {train_prompts} prompts to train on, {prompts} in "
-                f"NUM_EPOCHS={self.num_epochs}: not one step; set BATCH_SIZE={train_prompts}, or give more rows"
+                f"BATCH_SIZE is {self.batch_size}, but the data have {train_prompts} prompt{'s'[: train_prompts != 1]} "
+                f"to train on, {prompts} in NUM_EPOCHS={self.num_epochs}: not one step; "
+                f"set BATCH_SIZE={train_prompts}, or give more rows"
             )
         return min(prompts // self.batch_size, self.max_steps or prompts)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,29 @@ def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypat
     Path("models/config.json").touch()
     check_model("models")
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
+
+
+@pytest.mark.parametrize(("closed", "named"), [("model.safetensors", "model/model.safetensors"), (".", "model")])
+def test_a_model_that_this_user_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch, closed: str, named: str) -> None:
+    here = Path(tempfile.mkdtemp())  # pytest's own directories are closed to other users
+    here.chmod(0o755)
+    monkeypatch.chdir(here)
+    for name in ("config.json", "model.safetensors"):
+        (Path("model") / name).parent.mkdir(exist_ok=True)
+        (Path("model") / name).touch()
+    (Path("model") / closed).chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=rf"MODEL_NAME=model: {named} cannot be read \(Permission denied\)"
+        ):
+            check_model("model")
+    finally:
+        os.seteuid(user)
+        Path("model").chmod(0o755)
+        shutil.rmtree(here)
 
 
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
