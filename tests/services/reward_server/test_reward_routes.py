@@ -22,6 +22,24 @@ def test_rewards_are_read_with_their_weights() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [
+        ("math=0.5", "0.5"),
+        ("math=0.5,format=0.4,my_rewards:f=-1", "0.9"),
+        ("math", None),
+        ("math=0.7,format=0.3", None),
+    ],
+)
+def test_weights_with_which_no_answer_is_right_are_told_at_the_start(
+    caplog: pytest.LogCaptureFixture, text: str, total: str | None
+) -> None:
+    create_app(RewardSettings(reward_fn=text))
+    told = f"the weights of REWARD_FN sum to {total}, but an answer counts as right from a reward of 1 on: accuracy"
+    assert (told in caplog.text) == (total is not None), caplog.text
+    assert ("accuracy stays" in caplog.text) == (total is not None)
+
+
 @pytest.mark.parametrize("text", ["", "maths", "math=much", "math=nan", "math,math=2", "a b:c", "math;format", "math="])
 def test_rewards_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     with pytest.raises(ValueError, match=r"allowed|twice"):
