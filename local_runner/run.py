@@ -1,4 +1,4 @@
-"""A run of the local runner: its checks and plan, and its life with the view and the watchers."""
+"""A run of the local runner: its nodes, and its life with the view and the watchers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAST_STEP = ("max_steps", "num_epochs", "batch_size", "target_accuracy")
 """The trainer's settings that decide after which step a run is over."""
 
 
-def show_plan(console: Console, run: Run) -> None:
+def show_nodes(console: Console, run: Run) -> None:
     """Print the nodes of a run, with their addresses, GPUs and commands."""
     title = f"run {run.run_id} in {run.run_dir}"
     table = Table("node", "address", "GPUs", "command", title=title, title_justify="left")

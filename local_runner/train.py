@@ -89,8 +89,8 @@ def train(
         run_id: the name of the run; that of a former run resumes it.
         shared_dir: the directory in whose ``runs/`` the run is.
         settings: the variables of docs/configuration.md, in lower case. ``dataset`` and ``dataset_test`` may be rows,
-            too: dicts, or a ``datasets.Dataset``. A setting that takes ``module:function``, such as ``reward_fn``, may
-            be a function, also of a notebook or a script.
+            too: dicts, a ``datasets.Dataset``, or a DataFrame of pandas or polars. A setting that takes
+            ``module:function``, such as ``reward_fn``, may be a function, also of a notebook or a script.
 
     Raises:
         ValueError: a setting is unknown or its value is not allowed, or a dataset has no rows.
@@ -151,9 +151,10 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
     """Write rows as JSON Lines, and return the file, which has the name of their ``datasets.Dataset``, or ``rows``.
 
     Raises:
-        TypeError: a row is no dict, or has a value that JSON has not.
-        ValueError: there are no rows.
+        TypeError: a row is not a dict, or has a value that JSON does not have.
+        ValueError: there are no rows, or a row has a number that JSON does not have, such as NaN.
     """
+    rows = _records(rows)
     given = getattr(getattr(rows, "info", None), "dataset_name", None) or "rows"
     path = inputs / setting / f"{re.sub(r'[^A-Za-z0-9._-]', '-', given)}.jsonl"
     path.parent.mkdir(exist_ok=True)
@@ -161,10 +162,23 @@ def _write_rows(setting: str, rows: Iterable[Any], inputs: Path) -> Path:
         for number, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise TypeError(f"row {number} of {setting} is {row!r}; give rows as dicts")
-            file.write(json.dumps(dict(row)) + "\n")
+            try:
+                file.write(json.dumps(dict(row), allow_nan=False) + "\n")
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"row {number} of {setting}: {error}; give text, numbers, lists and dicts") from error
     if path.stat().st_size == 0:
         raise ValueError(f"{setting} has no rows; give at least one")
     return path
+
+
+def _records(rows: Any) -> Iterable[Any]:
+    """Return the rows of a DataFrame as dicts, in which a missing value is None; other rows as they are."""
+    if hasattr(rows, "to_dicts"):  # polars
+        rows = rows.to_dicts()
+    elif hasattr(rows, "notna"):  # pandas
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    found: Iterable[Any] = rows
+    return found
 
 
 def _write_function(setting: str, function: Callable[..., Any], inputs: Path) -> str:

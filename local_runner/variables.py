@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from local_runner.environment import Run, node_environment
-from local_runner.settings_classes import READERS
+from local_runner.settings_classes import READERS, Reader
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
 from services.core.settings import Settings
@@ -95,6 +95,18 @@ def load_settings(run: Run, task: TaskSpec, settings_class: type[S]) -> S:
     """
     with _environment(node_environment(run, task, 0)):
         return settings_class.load()
+
+
+def all_settings(run: Run) -> Iterator[tuple[TaskSpec, Reader, Settings]]:
+    """Yield the settings of each task of a run, by the component that reads them.
+
+    Raises:
+        ConfigurationError: a value is not allowed.
+    """
+    for task in run.group.tasks:
+        for reader in READERS:
+            if task.name in reader.tasks:
+                yield task, reader, load_settings(run, task, reader.settings_class())
 
 
 def as_keywords(message: str, given: Iterable[str]) -> str:

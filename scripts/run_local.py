@@ -21,6 +21,7 @@ from local_runner import engines, environment, nodes, own_code, run, spec, varia
 from local_runner.commands import Launch
 from local_runner.environment import Run
 from local_runner.output import standard_output
+from local_runner.plan import Plan
 from services.core import gpus
 from services.core.errors import EXIT_CONFIGURATION, ConfigurationError
 
@@ -37,8 +38,9 @@ SharedDir = Annotated[Path, Option(help="Directory that stands for the group's v
 Live = Annotated[bool | None, Option("--live/--plain", help="A live view or plain lines. Default: live on a terminal.")]
 DryRun = Annotated[
     bool,
-    Option("--dry-run", help="Check the settings of all tasks and what they name, and show what would run and where."),
+    Option("--dry-run", help="Check the settings, the rows and all else that they name, show the plan, start nothing."),
 ]
+Commands = Annotated[bool, Option("--commands", help="With --dry-run: also show each node's address and command.")]
 ByProgram = Annotated[
     bool,
     Option(
@@ -83,12 +85,15 @@ def main(
     shared_dir: SharedDir = Path(),
     live: Live = None,
     dry_run: DryRun = False,
+    commands: Commands = False,
     own_hosts: OwnHosts = None,
     by_program: ByProgram = False,
 ) -> None:
     """Run the tasks of a job group as processes on this machine. The exit code is that of its primary task."""
     console = Console(file=standard_output())
     try:
+        if not path.suffix and (bare := [name for name in env or [] if "=" not in name]):
+            raise ConfigurationError(f"{path} is no job group's file; write --env {bare[-1]}={path} if it is a value")
         path = spec.find(path)
         group, overrides = _job_group(path, env or [], env_file or [], secret or [], num_nodes or [], small=small)
         with nodes.allocate(group, own_hosts=own_hosts) as addresses:
@@ -100,9 +105,15 @@ def main(
                 gpus=gpus.visible(),
                 mark=f"run-{uuid.uuid4().hex}",
             )
-            _check(planned)
+            unchecked = _check(planned)
+            plan = Plan(planned, is_dry_run=dry_run)
             if dry_run:
-                _show(console, planned)
+                plan.show(console, unchecked)
+            if dry_run and commands:
+                run.show_nodes(console, planned)
+            for caution in plan.cautions():
+                console.print(f"note: {caution}", style="yellow", soft_wrap=True, highlight=False)
+            if dry_run:
                 raise typer.Exit
             secrets = list(overrides.secrets)
             in_files = spec.env_files(env_file or [])
@@ -132,20 +143,13 @@ def _job_group(
     return group, overrides
 
 
-def _check(planned: Run) -> None:
-    """Check a run before anything starts."""
+def _check(planned: Run) -> list[str]:
+    """Check a run before anything starts, and return the models that were not looked for on the hub."""
     environment.check_gpus(planned)
     variables.check_values(planned)
     engines.check(planned)
     own_code.check(planned)
-
-
-def _show(console: Console, planned: Run) -> None:
-    """Print what would run, and what was not looked for."""
-    run.show_plan(console, planned)
-    if models := own_code.hub_models(planned):
-        unchecked = f"MODEL_NAME={', '.join(models)}"
-        console.print(f"not looked for on the Hugging Face hub: {unchecked}", soft_wrap=True)
+    return own_code.unchecked_models(planned)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,9 @@ def test_grpo_lists_its_commands_and_refuses_others(environment, home):
 
 
 def test_a_run_is_planned_with_the_projects_job_group_one_node_each(environment, home):
-    done = run(environment / "bin/grpo", "run", "--small", "--dry-run", "--env", "DATASET=arithmetic", cwd=home)
+    done = run(
+        environment / "bin/grpo", "run", "--small", "--dry-run", "--commands", "--env", "DATASET=arithmetic", cwd=home
+    )
     assert done.returncode == 0, done.stderr
     nodes = re.findall(r"[a-z-]+-\d(?= )", done.stdout)
     assert {"ppo-trainer-0", "rollout-server-0"} <= set(nodes)

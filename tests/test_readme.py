@@ -41,17 +41,17 @@ def test_make_knows_its_targets(command):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, tiny_model):
     """A checkout with the demo's model, in which a reader has data and a reward of their own."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
     model = tmp_path / ".cache/models/smollm2-135m"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
+    model.parent.mkdir(parents=True)
+    model.symlink_to(tiny_model)
     (tmp_path / "my").mkdir()
     for name in ("questions", "held-out"):
-        (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+        (tmp_path / f"my/{name}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n' * 100)
     (tmp_path / "my_rewards.py").write_text("def close(response): return 0.0\n")
     return tmp_path
 
@@ -62,7 +62,7 @@ def test_the_runner_takes_its_options(command, folder):
     assert program == ".venv/bin/python"
     done = subprocess.run([sys.executable, *arguments, "--dry-run"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "ppo-trainer-0" in done.stdout
+    assert "ppo-trainer" in done.stdout
 
 
 @pytest.mark.parametrize("command", LAUNCHES)

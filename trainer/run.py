@@ -125,7 +125,9 @@ def train(settings: TrainerSettings, ranks: Ranks, stop: StopSignal) -> None:
             "policy loaded", model=settings.model_name, parameters=count_parameters(policy), ranks=ranks.world_size
         )
         services, data = _connect(settings, ranks, thread, policy.config.vocab_size, stack)
-        total_steps = _total_steps(settings, data.train_prompts)
+        total_steps = settings.total_steps(data.train_prompts)
+        if total_steps < settings.max_steps:
+            log.warning("the data end before MAX_STEPS", steps=total_steps, training_prompts=data.train_prompts)
         needs_reference = settings.kl_coef > 0 and not policy.has_adapters
         reference = load_policy(settings, ranks, trainable=False) if needs_reference else None
         learner = Learner(settings, policy, ranks, reference, total_steps)
@@ -199,16 +201,6 @@ def _write_summary(files: RunFiles, summary: dict[str, Any]) -> None:
         files.write_summary(summary)
     except OSError as error:
         log.error("no summary", status=summary["status"], reason=str(error))
-
-
-def _total_steps(settings: TrainerSettings, train_prompts: int) -> int:
-    steps = settings.num_epochs * train_prompts // settings.batch_size
-    if steps == 0:
-        raise ConfigurationError(
-            f"BATCH_SIZE is {settings.batch_size}; allowed is at most the {settings.num_epochs * train_prompts} "
-            "training prompts of all epochs"
-        )
-    return min(steps, settings.max_steps) if settings.max_steps else steps
 
 
 def _status_of(error: Exception) -> str:

@@ -143,6 +143,11 @@ def derive(
     """
     _check_engines(settings, model, rollout.choices)
     engines = {gpus: _engines(rollout_settings, model, gpus) for gpus in rollout.choices}
+    if settings.min_workers > (most := rollout.nodes * min(engines.values())):
+        raise ConfigurationError(
+            f"MIN_WORKERS is {settings.min_workers}, but {rollout.nodes} x {min(engines.values())} engines are {most}; "
+            f"leave it out, or give more --rollout-nodes"
+        )
     changes: dict[tuple[str, str], str] = {}
     volume = 0
     for gpus, rollout_gpus in _pairs(trainer.choices, rollout.choices):

@@ -20,12 +20,12 @@ Every component reads environment variables. `sky jobs launch jobgroup.yaml --en
 scripts.run_local jobgroup.yaml --env NAME=VALUE`) gives a variable to every task; each component reads its own and
 stops with one line when a value is not allowed. An empty value is as good as none.
 
-A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts
-`--env BATCHSIZE=8` without a word. `python -m scripts.run_local jobgroup.yaml --dry-run` with the same `--env`,
-`--secret` and `--env-file` checks names and values without a cluster and starts nothing: a name that no component reads
-is refused with the nearest one, and so is a data file or a `module:function` that is not there. Variables of libraries
-(`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that your own code reads, such as a reward function's, under
-`envs` of its task in the job group's file.
+A component cannot tell a misspelt name from a variable of another component, so `sky jobs launch` accepts `--env
+BATCHSIZE=8` without a word. `python -m scripts.run_local jobgroup.yaml --dry-run` with the same `--env`, `--secret` and
+`--env-file` checks names and values without a cluster and starts nothing: a name that no component reads is refused
+with the nearest one, and so is a `module:function` that is not there or a data file that the data-server would refuse.
+Variables of libraries (`CUDA_*`, `NCCL_*`, `HF_*`, ...) pass. Declare a variable that your own code reads, such as a
+reward function's, under `envs` of its task in the job group's file.
 
 This page is generated from the settings classes by `make docs`; `make test` checks that it is up to date.
 """

@@ -55,11 +55,20 @@ def check_model_directory(model: str) -> None:
     """Check that MODEL_NAME exists if it is a path: it begins with ``.``, ``/`` or ``~``, or has more than one ``/``.
 
     Raises:
-        ConfigurationError: it is a path that does not exist.
+        ConfigurationError: it is a path that does not exist, or has a file that cannot be read.
     """
-    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
-    if not is_path or Path(model).expanduser().exists():
-        return
+    is_path, path = model.startswith((".", "/", "~")) or model.count("/") > 1, Path(model).expanduser()
+    try:
+        for file in path.iterdir() if path.is_dir() else ():
+            if file.is_file():
+                file.open("rb").close()
+        if not is_path or path.exists():
+            return
+    except OSError as error:
+        raise ConfigurationError(
+            f"MODEL_NAME={model}: {error.filename} cannot be read ({error.strerror}); let this user read it, or give "
+            "another directory"
+        ) from error
     remedy = "give a directory that has the model, or a Hugging Face name"
     if Path(model).name == DEMO_MODEL:
         remedy = f"`make demo` makes it, or `python -m scripts.prepare_demo_model {model}`"
@@ -72,13 +81,9 @@ def check_model(model: str) -> None:
     Raises:
         ConfigurationError: it is a path that does not exist or cannot be read, or has no config.json.
     """
+    check_model_directory(model)
     path = Path(model).expanduser()
-    try:
-        check_model_directory(model)
-        is_without_config = path.exists() and not (path / "config.json").exists()
-    except PermissionError as error:
-        raise ConfigurationError(f"MODEL_NAME={model} cannot be read: {error}; let this user read it") from error
-    if is_without_config:
+    if path.exists() and not (path / "config.json").exists():
         raise ConfigurationError(
             f"MODEL_NAME={model}: {path.resolve()} has no config.json, so it is no model's directory; give one, such "
             "as the model/ of a run, or a Hugging Face name"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,11 +11,11 @@ from pathlib import Path
 import huggingface_hub
 from filelock import SoftFileLease, Timeout
 from huggingface_hub import constants
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from services.core.errors import ConfigurationError, DependencyLostError, first_line
+from services.core.errors import ConfigurationError, DependencyLostError, exit_code_of, first_line
 from services.core.files import check_model_directory
 from services.core.logs import get_logger
 
@@ -26,6 +27,8 @@ up to 60 s."""
 REPORT_SECONDS = 30.0
 """The time between two lines of the log about a download."""
 POLL_SECONDS = 1.0
+LOOK_SECONDS = 10.0
+"""Longest time for the answer whether the hub has a model."""
 READ_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 """The files of a model that trainer and engines read."""
 UNREAD_FILES = ["original/*", "consolidated*"]
@@ -62,6 +65,28 @@ def download_model(model: str) -> None:
     with _leased(folder.parent / ".locks" / f"{folder.name}.lease", model):
         if not (folder / COMPLETE).exists():
             _download(model, folder)
+
+
+def is_listed(name: str, kind: str = "model") -> bool:
+    """Return whether the hub, or the cache of models, has a model or dataset; False if the hub does not answer.
+
+    Raises:
+        ConfigurationError: the hub answers that it has none of that name.
+    """
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
+        if kind == "model" and (folder / "snapshots").is_dir():
+            return True
+        huggingface_hub.HfApi().repo_info(name, repo_type=kind, timeout=LOOK_SECONDS)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        setting = "DATASET" if kind == "dataset" else "MODEL_NAME"
+        raise ConfigurationError(
+            f"{setting}={name}: the Hugging Face hub has no such {kind}, or it is private; check the name, give "
+            "--secret HF_TOKEN, or give a path"
+        ) from error
+    except Exception:  # noqa: BLE001  # its own errors, those of its HTTP library, and OSError
+        return False
+    return True
 
 
 @contextmanager
@@ -137,3 +162,7 @@ def _size(folder: Path) -> int:
         with suppress(FileNotFoundError):  # renamed meanwhile, because it is complete
             total += path.stat().st_size
     return total
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: print("listed" if is_listed(sys.argv[1]) else "", end="")))

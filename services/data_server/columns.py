@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
 
 from services.core.errors import ConfigurationError
 from services.data_server.settings import DataSettings
 
 _QUESTION = ("question", "prompt", "problem")
 _ANSWER = ("answer", "ground_truth", "solution")
-_FIRST_ROWS = 1000
+
+ReadTable = Callable[[], pa.Table]
+"""A function that maps the columns of a split into memory anew at each call: question, answer, perhaps ground_truth
+(otherwise found in the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
+this process's memory."""
+CATEGORY = "category"
+EXACT = 2.0**53
+"""Below it, every whole number has a double of its own."""
+SETTINGS = {"question": "PROMPT_COLUMN", "answer": "GROUND_TRUTH_COLUMN"}
+"""The settings that name the columns whose values must be text or numbers."""
 
 
 def choose(names: Sequence[str], where: str, settings: DataSettings) -> dict[str, str]:
-    """Return the columns of question and answer, as ``{"question": ..., "answer": ...}``.
+    """Return the columns of question, answer and perhaps category, as ``{"question": ..., "answer": ...}``.
 
     Args:
         names: the columns of the dataset.
@@ -26,21 +34,11 @@ def choose(names: Sequence[str], where: str, settings: DataSettings) -> dict[str
     Raises:
         ConfigurationError: the dataset lacks a column.
     """
-    return {
+    chosen = {
         "question": _choose(names, where, "PROMPT_COLUMN", settings.prompt_column, _QUESTION),
         "answer": _choose(names, where, "GROUND_TRUTH_COLUMN", settings.ground_truth_column, _ANSWER),
     }
-
-
-def check_columns(variable: str, path: Path, settings: DataSettings) -> None:
-    """Check that the file ``path``, the value of ``variable``, has the columns, by its schema or its first rows.
-
-    Raises:
-        ConfigurationError: it lacks a column.
-    """
-    names = _columns_of(path)
-    if names is not None:
-        choose(names, f"{variable} {str(path)!r}", settings)
+    return chosen | ({CATEGORY: CATEGORY} if CATEGORY in names else {})
 
 
 def _choose(names: Sequence[str], where: str, setting: str, given: str | None, usual: tuple[str, ...]) -> str:
@@ -52,27 +50,3 @@ def _choose(names: Sequence[str], where: str, setting: str, given: str | None, u
             f"{where} has none of the columns {', '.join(usual)}; set {setting} to one of {list(names)}"
         )
     return found
-
-
-def _columns_of(path: Path) -> list[str] | None:
-    """Return the columns of a file; None where its first lines are no JSON objects, which only its reader explains."""
-    if path.suffix == ".parquet":
-        # Parquet takes a quarter of a second to import.
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            return list(pq.read_schema(path).names)
-        except (pa.ArrowException, OSError):
-            return None
-    names: dict[str, None] = {}
-    with path.open("rb") as file:
-        for line in itertools.islice(file, _FIRST_ROWS):
-            try:
-                row = json.loads(line) if line.strip() else {}
-            except ValueError:
-                return None
-            if not isinstance(row, dict):
-                return None
-            names.update(dict.fromkeys(row))
-    return list(names)

@@ -41,8 +41,13 @@ class Dataset:
         return sum(catalogue.too_long for catalogue in self.catalogues.values())
 
 
-def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
+def load(settings: DataSettings, *, own_process: bool = False, first: int | None = None) -> Dataset:
     """Load the dataset and the tokenizer. A process of the data-server's ``own`` imports transformers without torch.
+
+    Args:
+        settings: name dataset and model, and give the form of the prompts.
+        own_process: whether this process does nothing else.
+        first: the number of rows to load of each split of a dataset on the hub; None: all.
 
     Raises:
         ConfigurationError: one of them cannot be loaded, or no prompt can be made.
@@ -53,7 +58,7 @@ def load(settings: DataSettings, *, own_process: bool = False) -> Dataset:
         import_transformers_alone()
     # The tokenizer comes first because it fails sooner.
     tokenizer = None if settings.model_name is None else load_tokenizer(settings.model_name)
-    source = sources.load(settings)
+    source = sources.load(settings, first)
     train = source.train
     examples: list[sources.Row] = []
     if settings.prompt_style is PromptStyle.FEW_SHOT:

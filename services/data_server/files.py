@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from pathlib import Path
 
 from services.core.errors import ConfigurationError
+from services.core.reasoning_entries import PREFIX
 from services.data_server.settings import DataSettings
 
-FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-"""The reader of datasets for each ending."""
+FILE_TYPES = (".jsonl", ".parquet")
+_READ = {
+    ".csv": 'csv.DictReader(open({old}, encoding="utf-8-sig", newline=""))',
+    ".tsv": 'csv.DictReader(open({old}, encoding="utf-8-sig", newline=""), delimiter="\\t")',
+    ".json": 'json.load(open({old}, encoding="utf-8"))',
+}
+"""Python that reads the rows of other kinds of files, for the command that writes them as JSON Lines."""
+_CONVERT = 'import csv, json; open({new}, "w").writelines(json.dumps(row) + "\\n" for row in {rows})'
 
 
 def is_path(dataset: str) -> bool:
     """Return whether DATASET names a file: a dataset on the hub has one slash at most, and no file's ending."""
-    return Path(dataset).suffix in FILE_TYPES or dataset.startswith(("/", "./", "../", "~")) or dataset.count("/") > 1
+    is_named_so = Path(dataset).suffix in (*FILE_TYPES, *_READ) or dataset.startswith(("/", "./", "../", "~"))
+    return is_named_so or dataset.count("/") > 1 or os.path.isfile(dataset)
+
+
+def is_on_hub(dataset: str) -> bool:
+    """Return whether DATASET names a dataset on the Hugging Face hub."""
+    return not is_path(dataset) and dataset not in ("arithmetic", "seeds") and not dataset.startswith(PREFIX)
 
 
 def named_files(settings: DataSettings) -> dict[str, Path]:
@@ -35,29 +50,31 @@ def named_files(settings: DataSettings) -> dict[str, Path]:
 
 
 def check_file(variable: str, path: Path) -> None:
-    """Check that ``path``, the value of ``variable``, is a file that may have rows, without reading it.
+    """Check that ``path``, the value of ``variable``, is a file that may have rows, by its name and its first byte.
 
     Raises:
-        ConfigurationError: it has another ending, does not exist or is empty.
+        ConfigurationError: it cannot be read, is empty, or is of another kind; the message has the command that
+            converts it.
     """
+    where = f"{variable} {str(path)!r}"
+    try:
+        with path.open("rb") as file:
+            first = file.read(1)
+    except OSError as error:
+        reason = "is not a file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise ConfigurationError(f"{where} {reason}, seen from {Path.cwd()}; give the path of one") from error
     if path.suffix not in FILE_TYPES:
-        raise ConfigurationError(f"{variable} {str(path)!r}: allowed are files that end in {', '.join(FILE_TYPES)}")
-    if not path.is_file() or path.stat().st_size == 0:
-        raise ConfigurationError(
-            f"{variable} {str(path)!r} is not a file with rows, seen from {Path.cwd()}; give the path of one"
-        )
+        allowed = f"{where}: allowed are files that end in {' or '.join(FILE_TYPES)}"
+        raise ConfigurationError(f"{allowed}; {_remedy(path, first)}" if path.suffix in _READ else allowed)
+    if not first:
+        raise ConfigurationError(f"{where} is empty; write a JSON object a line, with a question and an answer")
 
 
-def syntax_error(path: Path) -> str | None:
-    """Return the first line of a file of JSON lines that is no JSON, and why; None where there is none such."""
-    if path.suffix != ".jsonl":
-        return None
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                json.loads(line if line.strip() else "{}")
-            except json.JSONDecodeError as error:
-                return f"line {number}, column {error.colno}: {error.msg}"
-            except UnicodeDecodeError as error:
-                return f"line {number}: {error}"
-    return None
+def _remedy(path: Path, first: bytes) -> str:
+    """Return the command that makes JSON Lines of a file."""
+    new = path.with_suffix(".jsonl")
+    if path.suffix == ".json" and first == b"{":
+        return f"if each line is an object, rename it: {shlex.join(['mv', str(path), str(new)])}"
+    rows = _READ[path.suffix].format(old=json.dumps(str(path)))
+    code = _CONVERT.format(new=json.dumps(str(new)), rows=rows)
+    return f"convert it: {shlex.join(['python3', '-c', code])}"

@@ -7,9 +7,7 @@ numbers of the rows that qualify are held in memory.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from services.core.boxed import last_boxed
-from services.core.errors import ConfigurationError, first_line
+from services.core.errors import ConfigurationError
 from services.core.reasoning_entries import PREFIX
-from services.data_server import arithmetic, columns, reasoning, seeds
-from services.data_server.files import FILE_TYPES, check_file, named_files, syntax_error
+from services.data_server import arithmetic, json_lines, reasoning, seeds
+from services.data_server.arrow_tables import load_from_hub, read_parquet
+from services.data_server.columns import ReadTable
+from services.data_server.files import check_file, named_files
 from services.data_server.settings import DataSettings, GroundTruthFormat
-
-GSM8K = "openai/gsm8k"
 
 INSTRUCTIONS = {
     GroundTruthFormat.HASH: 'Think step by step, then give the final answer on the last line after "####".',
@@ -33,15 +31,11 @@ INSTRUCTIONS = {
 }
 """The instruction asks for the form in which the source itself writes its ground truths; every verifier reads it."""
 
-_CATEGORY_COLUMN = "category"
 _AFTER_HASHES = r"(?s)^.*####[ \t]*(?P<truth>[^\n]*)"
 _DIGESTED_ROWS = 10_000
+_LARGEST_TEXT = 256 * 2**10
+"""Bytes of a question or ground truth. A larger one would take minutes to tokenise, and fit into no prompt."""
 _GROUPED_NUMBER = r"^[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?$"
-
-ReadTable = Callable[[], pa.Table]
-"""A function that maps the columns of a split into memory anew at each call: question, answer, perhaps ground_truth
-(otherwise found in the answers) and category. Once an earlier table is gone, the pages that it read no longer count as
-this process's memory."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +108,8 @@ class Source:
         return len(self.train) + len(self.test) + sum(self.refused.values())
 
 
-def load(settings: DataSettings) -> Source:
-    """Load the dataset that DATASET names.
+def load(settings: DataSettings, first: int | None = None) -> Source:
+    """Load the dataset that DATASET names; only the ``first`` rows of each split of a dataset on the hub, if given.
 
     Raises:
         ConfigurationError: the dataset cannot be loaded, lacks a column, or has no row that qualifies.
@@ -138,7 +132,7 @@ def load(settings: DataSettings) -> Source:
         train, test = splits[0], splits[1] if len(splits) > 1 else None
         name = Path(settings.dataset).stem
     else:
-        train, test = _load_from_hub(settings)
+        train, test = load_from_hub(settings, first)
         name = settings.dataset.rpartition("/")[2]
     form = _format(train, settings)
     instruction = reasoning.INSTRUCTION if settings.dataset.startswith(PREFIX) else INSTRUCTIONS.get(form)
@@ -157,6 +151,12 @@ def load(settings: DataSettings) -> Source:
     return Source(name, form, instruction, train_rows, test_rows, dict(+refused))
 
 
+def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
+    check_file(variable, path)
+    read = json_lines.read if path.suffix == ".jsonl" else read_parquet
+    return read(path, f"{variable} {str(path)!r}", settings)
+
+
 def _generate(settings: DataSettings) -> list[ReadTable]:
     splits = arithmetic.questions(
         digits=[int(digit) for digit in settings.arithmetic_digits.split(",")],
@@ -171,82 +171,6 @@ def _in_memory(table: pa.Table) -> ReadTable:
     return lambda: table
 
 
-def _datasets() -> Any:
-    """Import and return datasets, which takes a second and which generated questions do not need."""
-    import datasets
-
-    # Each retry would be a warning, printed twice. The last error is in our own message, with the line of the file.
-    datasets.utils.logging.set_verbosity(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    return datasets
-
-
-def _load_file(variable: str, path: Path, settings: DataSettings) -> ReadTable:
-    check_file(variable, path)
-    where = f"{variable} {str(path)!r}"
-    try:
-        loaded = _datasets().load_dataset(
-            FILE_TYPES[path.suffix], data_files={"rows": str(path.resolve())}, split="rows"
-        )
-    # datasets lets through a dozen kinds of errors of its readers; any of them means that the file cannot be used.
-    except Exception as error:
-        reason = syntax_error(path) or first_line(error.__cause__ or error)
-        raise ConfigurationError(f"{where} cannot be read as {path.suffix}: {reason}; correct the file") from error
-    return _open(loaded, where, settings)
-
-
-def _load_from_hub(settings: DataSettings) -> tuple[ReadTable, ReadTable | None]:
-    is_gsm8k = settings.dataset.lower() in ("gsm8k", GSM8K)
-    dataset = GSM8K if is_gsm8k else settings.dataset
-    config = settings.dataset_config or ("main" if is_gsm8k else None)
-    where = f"DATASET {dataset!r}"
-    try:
-        loaded = _datasets().load_dataset(dataset, config)
-    # As above: no network, no such dataset, no access, a wrong configuration name, a broken cache, ...
-    except Exception as error:
-        raise ConfigurationError(
-            f"{where}{f' ({config})' if config else ''} cannot be loaded from the Hugging Face hub or its cache: "
-            f"{type(error).__name__}: {first_line(error)}; check its name and the network, or set DATASET to a .jsonl "
-            f"or .parquet file or to arithmetic"
-        ) from error
-
-    wanted = {"dataset_train_split", *({"dataset_test_split"} & settings.model_fields_set)}
-    for setting in sorted(wanted):
-        if getattr(settings, setting) not in loaded:
-            raise ConfigurationError(
-                f"{where} has no split {getattr(settings, setting)!r}; set {setting.upper()} to one of {sorted(loaded)}"
-            )
-    test = loaded.get(settings.dataset_test_split)
-    train = _open(loaded[settings.dataset_train_split], where, settings)
-    return train, None if test is None else _open(test, where, settings)
-
-
-def _open(dataset: Any, where: str, settings: DataSettings) -> ReadTable:
-    """Choose the columns of a dataset; ConfigurationError where a column is missing or holds another type."""
-    table = dataset.data.table
-    chosen = columns.choose(table.column_names, where, settings)
-    for setting, name in (("PROMPT_COLUMN", "question"), ("GROUND_TRUTH_COLUMN", "answer")):
-        _check_type(table, where, setting, chosen[name])
-    if _CATEGORY_COLUMN in table.column_names:
-        chosen["category"] = _CATEGORY_COLUMN
-    files = [file["filename"] for file in dataset.cache_files]
-
-    def read() -> pa.Table:
-        whole = pa.concat_tables(_datasets().Dataset.from_file(file).data.table for file in files) if files else table
-        return pa.table({name: whole[column] for name, column in chosen.items()})
-
-    return read
-
-
-def _check_type(table: pa.Table, where: str, setting: str, column: str) -> None:
-    kind = table[column].type
-    allowed = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_floating)
-    if not any(fits(kind) for fits in allowed):
-        raise ConfigurationError(
-            f"{where}: column {column!r} holds {kind}; set {setting} to a column of text or numbers"
-        )
-
-
 def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str]) -> Rows:
     table = read_table()
     given = "ground_truth" in table.column_names
@@ -254,11 +178,13 @@ def _rows(read_table: ReadTable, form: GroundTruthFormat, refused: Counter[str])
     texts = pc.cast(table["question"], pa.string())
     questions = pc.fill_null(pc.match_substring_regex(texts, r"\S"), False).to_numpy()
     answered = pc.fill_null(pc.not_equal(truths, ""), False).to_numpy()
+    largest = pc.max_element_wise(pc.binary_length(texts), pc.binary_length(truths)).to_numpy()
     content = _digest(texts, truths)
     del table, texts
     refused["no question"] += int((~questions).sum())
     refused["no ground truth"] += int((questions & ~answered).sum())
-    numbers = np.flatnonzero(questions & answered).astype(np.int32)
+    refused[f"more than {_LARGEST_TEXT // 2**10} KiB"] += int((questions & answered & (largest > _LARGEST_TEXT)).sum())
+    numbers = np.flatnonzero(questions & answered & ~(largest > _LARGEST_TEXT)).astype(np.int32)
     rows = Rows(read_table(), truths.combine_chunks(), numbers, content)
     pa.default_memory_pool().release_unused()
     return rows

@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from services.core.errors import ConfigurationError
 from services.core.extras import install_command
+from services.core.logs import get_logger
 from services.core.tasks import in_background
 from services.http.app import create_service_app, model_response
 from services.protocol.base import Health
@@ -21,6 +22,8 @@ from services.reward_server.pool import WorkerPool
 from services.reward_server.scoring import NeuralReward, Scorer
 from services.reward_server.settings import RewardSettings
 
+log = get_logger(__name__)
+
 
 def create_app(settings: RewardSettings) -> FastAPI:
     """Make the reward-server.
@@ -29,6 +32,8 @@ def create_app(settings: RewardSettings) -> FastAPI:
         ConfigurationError: a reward lacks a setting or a package that it needs.
     """
     _check(settings)
+    if settings.caution:
+        log.warning(settings.caution)
     pool = WorkerPool(settings)
     scorer = Scorer(settings, pool)
 

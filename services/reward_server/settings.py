@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pydantic import Field, field_validator
 
 from services.core.settings import Settings
+from services.protocol.pass_at_k import CORRECT
 
 BUILT_IN = ("math", "exact_match", "format", "reasoning_gym", "reward_model")
 _IN_PROCESS = ("exact_match", "format", "reward_model")
@@ -83,6 +84,17 @@ class RewardSettings(Settings):
     def functions(self) -> list[WeightedFunction]:
         """The parts of the reward, in order."""
         return parse_functions(self.reward_fn)
+
+    @property
+    def caution(self) -> str | None:
+        """A sentence about weights with which no answer may ever count as right; None for others."""
+        total = sum(max(function.weight, 0.0) for function in self.functions)
+        if total >= CORRECT:
+            return None
+        return (
+            f"the weights of REWARD_FN sum to {total:g}, but an answer counts as right from a reward of 1 on: accuracy "
+            "stays 0 unless a function returns more than 1"
+        )
 
     @property
     def own_functions(self) -> dict[str, str]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from local_runner import environment, spec
 from local_runner.environment import Run
 from local_runner.nodes import Addresses
-from local_runner.run import show_plan
+from local_runner.run import show_nodes
 from local_runner.spec import JobGroup, TaskSpec
 from services.core.errors import ConfigurationError
 from services.core.gpus import visible
@@ -100,7 +100,7 @@ def test_gpus_go_to_the_tasks_that_ask_for_them_in_turn():
 
 def test_a_dry_run_shows_each_nodes_gpus(capsys):
     trainer = TaskSpec("trainer", "train", num_nodes=2, gpus_per_node=2)
-    show_plan(Console(width=100), run_of(trainer, TaskSpec("service", "serve"), gpus=("0", "1", "2", "3")))
+    show_nodes(Console(width=100), run_of(trainer, TaskSpec("service", "serve"), gpus=("0", "1", "2", "3")))
     rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
     assert ["0,", "1", "train"] in [row[2:] for row in rows]
     assert ["2,", "3", "train"] in [row[2:] for row in rows]

@@ -32,11 +32,11 @@ def here(tmp_path: Path) -> Path:
     """A folder with modules, a file of questions, and a job group that declares MY_THRESHOLD for its rewards."""
     for name, text in MODULES.items():
         (tmp_path / name).write_text(text)
-    (tmp_path / "questions.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    (tmp_path / "late.jsonl").write_text('{"question": "1+1="}\n\n{"question": "1+2=", "answer": 3}\n')
-    (tmp_path / "sums.jsonl").write_text('{"sum": "1+1=", "total": "2"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 8)
+    (tmp_path / "late.jsonl").write_text('{"question": "1+1="}\n\n' + '{"question": "1+2=", "answer": 3}\n' * 8)
+    (tmp_path / "sums.jsonl").write_text('{"sum": "1+1=", "total": "2"}\n' * 8)
     (tmp_path / "list.json").write_text('[{"sum": "1+1=", "total": "2"}]\n')
-    pq.write_table(pa.table({"sum": ["1+1="], "answer": ["2"]}), tmp_path / "sums.parquet")
+    pq.write_table(pa.table({"sum": ["1+1="] * 8, "answer": ["2"] * 8}), tmp_path / "sums.parquet")
     (tmp_path / "empty").mkdir()
     document = (ROOT / "jobgroup.yaml").read_text()
     declared = document.replace("  REWARD_FN: math\n", "  REWARD_FN: math\n  MY_THRESHOLD: 1\n")
@@ -58,14 +58,14 @@ def told(here: Path, *env: str, job_group: str = "group.yaml") -> tuple[int, str
     [
         (
             ["DATASET=answers.jsonl"],
-            "data-server: DATASET 'answers.jsonl' is not a file with rows, seen from {here}; give",
+            "data-server: DATASET 'answers.jsonl' is not a file, seen from {here}; give",
         ),
         (
             ["DATASET=questions.jsonl", "DATASET_TEST=more.jsonl"],
             "data-server: DATASET_TEST 'more.jsonl' is not a file",
         ),
         (["DATASET=late.jsonl"], None),
-        (["DATASET=list.json"], None),
+        (["DATASET=list.json"], "data-server: DATASET 'list.json': allowed are files that end in .jsonl or .parquet; "),
         (["DATASET=sums.jsonl", "PROMPT_COLUMN=sum", "GROUND_TRUTH_COLUMN=total"], None),
         (
             ["DATASET=questions.jsonl", "DATASET_TEST=sums.jsonl"],
@@ -147,12 +147,6 @@ def test_agents_and_environments_are_looked_for(here, job_group, env, said):
 def test_all_that_is_missing_is_named_at_once(here):
     _, error = told(here, "DATASET=answers.jsonl", "REWARD_FN=nowhere:close", "LOSS=nowhere:quadratic")
     assert all(name in error for name in ("'answers.jsonl'", "'nowhere:close'", "'nowhere:quadratic'"))
-
-
-def test_a_model_on_the_hub_is_said_to_be_unchecked(here):
-    command = [sys.executable, "-m", "scripts.run_local", "group.yaml", "--env", "MODEL_NAME=nobody/knows", "--dry-run"]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("\nnot looked for on the Hugging Face hub: MODEL_NAME=nobody/knows\n")
 
 
 def test_what_is_there_passes(here):

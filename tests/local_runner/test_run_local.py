@@ -537,7 +537,7 @@ def test_it_says_when_a_component_is_up(tmp_path, hosts):
 
 
 def test_a_dry_run_shows_what_would_run_and_runs_nothing(tmp_path):
-    ended = run(tmp_path, task("ppo-trainer", "touch ran", num_nodes=2), arguments=("--dry-run",))
+    ended = run(tmp_path, task("ppo-trainer", "touch ran", num_nodes=2), arguments=("--dry-run", "--commands"))
     assert ended.exit_code == 0
     assert "ppo-trainer-1" in ended.output
     assert "touch ran" in ended.output

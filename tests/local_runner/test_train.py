@@ -59,12 +59,17 @@ def test_a_run_has_its_summary_its_metrics_and_its_model(here, capfd, monkeypatc
     [
         ({"learning_rat": 1}, r"^learning_rat is read by no component; the nearest setting is learning_rate\. "),
         ({"group_size": "many"}, r"^ppo-trainer: group_size is 'many': Input should be a valid integer"),
+        ({"steps": 3}, r"^steps is read by no component; the nearest setting is max_steps\."),
+        (
+            {"dataset": [{"question": "1+1=", "answer": "2"}] * 3, "max_steps": 2, "batch_size": 500},
+            r"^batch_size is 500, but the data have 2 prompts to train on, 6 in num_epochs=3: not one step; set batch",
+        ),
         ({"updates_per_batch": 9}, r"^ppo-trainer: updates_per_batch is 9; allowed is at most batch_size \(4\)"),
     ],
 )
 def test_a_setting_that_is_unknown_or_not_allowed_is_refused_once_in_the_callers_words(here, capfd, settings, said):
     with pytest.raises(ValueError, match=said):
-        train(job_group=group(task("ppo-trainer", "exit 0")), **settings)
+        train(job_group=group(task("ppo-trainer", "exit 0"), task("data-server", "exit 0")), **settings)
     assert capfd.readouterr() == ("", "")
     assert not any(here.glob("runs/*"))
 
@@ -121,7 +126,7 @@ def test_components_have_the_rows_and_the_function(here, function, name):
     rows = datasets.Dataset.from_list([{"question": "1" * length, "answer": "1"} for length in (1, 5)])
     readers = (task(name, "exec sleep 60") for name in ("data-server", "reward-server"))
     job_group = group(task("ppo-trainer", LOADS), *readers)
-    done = train(job_group=job_group, reward_fn=function, dataset=rows, run_id="mine")
+    done = train(job_group=job_group, reward_fn=function, dataset=rows, batch_size=1, run_id="mine")
     assert done.directory == Path("runs/mine")
     assert (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[1:] == [f"{name} [0.1, 0.5]"]
 
@@ -129,7 +134,7 @@ def test_components_have_the_rows_and_the_function(here, function, name):
 def test_a_dataset_has_the_name_of_what_was_given(here):
     import datasets
 
-    (here / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (here / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n' * 4)
     loaded = datasets.load_dataset("json", data_files="sums.jsonl", split="train", cache_dir="cache")
     loaded.info.dataset_name = "team/sums"
     job_group = group(task("ppo-trainer", "echo $DATASET $DATASET_TEST"), task("data-server", "exec sleep 60"))
@@ -137,6 +142,27 @@ def test_a_dataset_has_the_name_of_what_was_given(here):
     told = Path("runs/mine/logs/ppo-trainer-0.log").read_text().splitlines()[-1]
     inputs = "runs/mine/inputs"
     assert told == f"{inputs}/dataset/team-sums.jsonl {inputs}/dataset_test/rows.jsonl"
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_the_rows_of_a_dataframe_are_written_with_their_values(here, library):
+    frames = pytest.importorskip(library)
+    rows = [
+        {"question": "1+1=", "answer": 9007199254740993, "level": 0.5, "day": "2024-01-02"},
+        {"question": "1+2=", "answer": 3, "level": None, "day": None},
+        {"question": "1+3=", "answer": 4, "level": 1.0, "day": "2024-01-03"},
+    ]
+    job_group = group(task("ppo-trainer", "cat $DATASET"), task("data-server", "exec sleep 60"))
+    done = train(job_group=job_group, dataset=frames.DataFrame(rows), batch_size=1, run_id="mine")
+    lines = (done.directory / "logs/ppo-trainer-0.log").read_text().splitlines()[-3:]
+    assert [json.loads(line) for line in lines] == rows
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1, 2}])
+def test_a_value_that_json_does_not_have_is_refused_with_its_row(here, value):
+    rows = [{"question": "1+1=", "answer": 2}, {"question": "1+2=", "answer": value}]
+    with pytest.raises((TypeError, ValueError), match=r"row 1 of dataset: .* not JSON .*; give text, numbers, lists"):
+        train(dataset=rows)
 
 
 def test_a_row_that_is_no_dict_is_refused(here):

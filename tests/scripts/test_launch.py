@@ -155,6 +155,11 @@ def test_what_is_shown_fits_120_columns_and_loses_nothing(tmp_path: Path) -> Non
     assert "  ENGINE_MAX_RUNNING_REQUESTS " in told
 
 
+def test_more_workers_than_engines_are_refused(tmp_path: Path) -> None:
+    nodes = ["--rollout-nodes", "2", "--gpus", "H100:8", "--env", "MIN_WORKERS=17"]
+    assert "MIN_WORKERS is 17, but 2 x 8 engines are 16; leave it out" in refusal(tmp_path, "--model", "8B", *nodes)
+
+
 def test_the_files_of_two_sizes_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = (["--gpus", "H100:1"], ["--gpus", "H100:8,H200:8"], ["--rollout-nodes", "3", "--rollout-gpus", "L4:2"])

@@ -21,6 +21,22 @@ def test_the_asynchronous_mode_publishes_in_place_unless_told_otherwise(
     assert TrainerSettings.load(mode=mode, publish_in_place=given).publishes_in_place is is_in_place
 
 
+@pytest.mark.parametrize(
+    ("prompts", "given", "steps"),
+    [(90, {}, 67), (90, {"max_steps": 5}, 5), (2, {"max_steps": 5}, 1), (2, {"batch_size": 6}, 1)],
+)
+def test_a_run_has_the_steps_of_its_epochs_or_fewer(prompts: int, given: dict[str, Any], steps: int) -> None:
+    assert TrainerSettings.load(**given).total_steps(prompts) == steps
+
+
+def test_prompts_too_few_for_a_step_are_refused() -> None:
+    told = (
+        "BATCH_SIZE is 4, but the data have 1 prompt to train on, 3 in NUM_EPOCHS=3: not one step; set BATCH_SIZE=1, or"
+    )
+    with pytest.raises(ConfigurationError, match=told):
+        TrainerSettings.load().total_steps(1)
+
+
 @pytest.mark.parametrize(("tokens", "seconds"), [(512, 600), (32_768, 3276.8)])
 def test_long_completions_have_time_in_proportion(tokens: int, seconds: float) -> None:
     assert TrainerSettings.load(max_new_tokens=tokens).generation_deadline_seconds == seconds

@@ -11,6 +11,7 @@ from typing import Self
 
 from pydantic import model_validator
 
+from services.core.errors import ConfigurationError
 from trainer.algorithm.methods import LOSSES, Aggregation, is_own_function
 from trainer.config.checks import CHECKS
 from trainer.config.sections import (
@@ -47,6 +48,21 @@ class TrainerSettings(
         for check in CHECKS:
             check(self)
         return self
+
+    def total_steps(self, train_prompts: int) -> int:
+        """Return the steps of a run with so many training prompts.
+
+        Raises:
+            ConfigurationError: they are too few for one step.
+        """
+        prompts = self.num_epochs * train_prompts
+        if prompts < self.batch_size:
+            raise ConfigurationError(
+                f"BATCH_SIZE is {self.batch_size}, but the data have {train_prompts} prompt{'s'[: train_prompts != 1]} "
+                f"to train on, {prompts} in NUM_EPOCHS={self.num_epochs}: not one step; "
+                f"set BATCH_SIZE={train_prompts}, or give more rows"
+            )
+        return min(prompts // self.batch_size, self.max_steps or prompts)
 
     @property
     def publishes_in_place(self) -> bool:

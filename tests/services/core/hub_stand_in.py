@@ -62,6 +62,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(body, {"Content-Type": "application/json"}, with_body=with_body)
         elif path.startswith(f"/{MODEL}/resolve/") and (file := self.server.directory / path.split("/")[-1]).is_file():
             self._send_file(file, with_body=with_body)
+        elif path.startswith("/api/"):
+            # As the hub answers whoever has no token, so that nobody learns of private ones.
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         else:
             self.send_error(404)
 

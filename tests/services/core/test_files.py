@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,29 @@ def test_a_directory_or_file_that_is_no_model_is_named(tmp_path: Path, monkeypat
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
 
 
+@pytest.mark.parametrize(("closed", "named"), [("model.safetensors", "model/model.safetensors"), (".", "model")])
+def test_a_model_that_this_user_cannot_read_is_named(monkeypatch: pytest.MonkeyPatch, closed: str, named: str) -> None:
+    here = Path(tempfile.mkdtemp())  # pytest's own directories are closed to other users
+    here.chmod(0o755)
+    monkeypatch.chdir(here)
+    for name in ("config.json", "model.safetensors"):
+        (Path("model") / name).parent.mkdir(exist_ok=True)
+        (Path("model") / name).touch()
+    (Path("model") / closed).chmod(0)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(
+            ConfigurationError, match=rf"MODEL_NAME=model: {named} cannot be read \(Permission denied\)"
+        ):
+            check_model("model")
+    finally:
+        os.seteuid(user)
+        Path("model").chmod(0o755)
+        shutil.rmtree(here)
+
+
 def test_the_demos_model_is_made_by_make_demo(tmp_path: Path) -> None:
     model = tmp_path / "smollm2-135m"
     with pytest.raises(ConfigurationError, match=f"`make demo` makes it, .*prepare_demo_model {model}`"):
@@ -75,21 +100,3 @@ def test_a_directory_takes_the_place_of_a_link_and_leaves_alone_where_it_leads(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "old"]
     assert [path.name for path in old.iterdir()] == ["new"]
     assert [path.name for path in elsewhere.iterdir()] == ["elsewhere"]
-
-
-def test_a_models_directory_that_this_user_may_not_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tmp_path / "model"
-    model.mkdir(mode=0o000)
-    monkeypatch.chdir(tmp_path)
-    user = os.geteuid()
-    if user == 0:
-        tmp_path.chmod(0o755)
-        os.seteuid(65534)
-    try:
-        with pytest.raises(ConfigurationError, match=r"^MODEL_NAME=\./model cannot be read: .*; let this user read it"):
-            check_model("./model")
-    finally:
-        os.seteuid(user)
-        model.chmod(0o755)

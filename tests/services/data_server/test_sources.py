@@ -93,11 +93,11 @@ def test_a_source_without_a_held_out_split_holds_rows_out_by_seed(load: Any) -> 
         ("missing.jsonl", {}, "DATASET 'missing.jsonl' is not a file"),
         ("/etc/hosts", {}, "allowed are files that end in .jsonl"),
         ("broken.jsonl", {}, "'broken.jsonl' cannot be read as .jsonl: line 3, column 19: Unterminated string"),
-        ("empty.jsonl", {}, "is not a file with rows"),
+        ("empty.jsonl", {}, "'empty.jsonl' is empty; write a JSON object a line, with a question and an answer"),
         ("nothing.jsonl", {}, r"no training row with a question and a ground truth \(2 with no question\); check"),
         ("one.jsonl", {}, "has a single row with a question and a ground truth, .*; give more rows, or a file"),
         ("good.jsonl", {"prompt_column": "text"}, "PROMPT_COLUMN is 'text', which .* lacks"),
-        ("good.jsonl", {"ground_truth_column": "list"}, "holds list"),
+        ("good.jsonl", {"ground_truth_column": "list"}, "line 1: column 'list' holds list; set GROUND_TR"),
         ("good.jsonl", {"dataset_test": Path("no.jsonl")}, "DATASET_TEST 'no.jsonl' is not a file"),
         (
             "arithmetic",
@@ -121,6 +121,35 @@ def test_a_dataset_that_cannot_be_had_says_what_where_and_what_to_do(
     with pytest.raises(ConfigurationError, match=message) as error:
         load(dataset, **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_row_of_20_mb_is_left_out_and_counted(load: Any) -> None:
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(4)]
+    rows[1]["question"], rows[2]["answer"] = "x" * 20_000_000, "y" * 300_000
+    source = load(rows)
+    assert source.refused == {"more than 256 KiB": 2}
+    assert sorted(truths(source.train) + truths(source.test)) == ["0", "3"]
+
+
+def test_the_first_rows_of_a_hub_dataset_are_read_without_the_others(
+    load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    def rows() -> Any:
+        for number in range(1000):
+            assert number < 10, "more rows are read"
+            yield {"question": f"q{number}", "answer": float(number)}
+
+    def hub(*_: Any, streaming: bool) -> Any:
+        assert streaming
+        return datasets.IterableDatasetDict({"train": datasets.IterableDataset.from_generator(rows)})
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    source = sources.load(DataSettings(dataset="owner/name"), first=3)
+    assert sorted(truths(source.train) + truths(source.test)) == ["0", "1", "2"]
+    with pytest.raises(ConfigurationError, match=r"PROMPT_COLUMN is 'text', which DATASET 'owner/name' lacks"):
+        sources.load(DataSettings(dataset="owner/name", prompt_column="text"), first=3)
 
 
 def test_a_hub_dataset_that_cannot_be_reached_is_an_error_and_never_something_else(

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from services.core.errors import ConfigurationError
 from services.reward_server.app import create_app
@@ -20,6 +21,22 @@ def test_rewards_are_read_with_their_weights() -> None:
         WeightedFunction("format", 0.2),
         WeightedFunction("my.module:f", -1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [
+        ("math=0.5", "0.5"),
+        ("math=0.5,format=0.4,my_rewards:f=-1", "0.9"),
+        ("math", None),
+        ("math=0.7,format=0.3", None),
+    ],
+)
+def test_weights_with_which_no_answer_is_right_are_told_at_the_start(text: str, total: str | None) -> None:
+    with capture_logs() as logs:
+        create_app(RewardSettings(reward_fn=text))
+    told = f"the weights of REWARD_FN sum to {total}, but an answer counts as right from a reward of 1 on: accuracy"
+    assert [log["event"].startswith(told) for log in logs] == [True] * (total is not None), logs
 
 
 @pytest.mark.parametrize("text", ["", "maths", "math=much", "math=nan", "math,math=2", "a b:c", "math;format", "math="])

@@ -1,0 +1,132 @@
+"""The plan of a run: what it will train on, for how many steps, with which memory and disk, and what looks wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from local_runner.commands import shown_path
+from local_runner.environment import Run, gpus_of
+from local_runner.learning import counted
+from local_runner.own_code import ask
+from local_runner.variables import all_settings
+from services.core.errors import ConfigurationError
+from services.core.settings import Settings
+from services.data_server.files import is_on_hub, is_path
+
+READ_SECONDS = 600.0
+"""Longest time that the rows may take to be read before a run."""
+_SHOWN_ELSEWHERE = {*Settings.model_fields, "model_name", "dataset", "reward_fn"}
+
+
+class Plan:
+    """The settings of a run's tasks, with what is known of its rows and needs."""
+
+    def __init__(self, run: Run, *, is_dry_run: bool) -> None:
+        """Read the rows of files; in a dry run read any rows, render the prompts, and estimate memory and disk.
+
+        Raises:
+            ConfigurationError: the data-server would refuse the rows, or they are too few for one step.
+        """
+        self._run = run
+        found = {type(settings).__name__: (task, settings) for task, _, settings in all_settings(run)}
+        self._settings: dict[str, Any] = {name: settings for name, (_, settings) in found.items()}
+        self._trainer, self._data = (self._settings.get(name) for name in ("TrainerSettings", "DataSettings"))
+        self._rows: dict[str, Any] = {}
+        self._needs: dict[str, Any] = {}
+
+        def answer(name: str, package: str, module: str, *arguments: str) -> dict[str, Any]:
+            task = found[name][0]
+            try:
+                told = ask(run, task, module, *arguments, seconds=READ_SECONDS) if find_spec(package) else ""
+            except TimeoutError:
+                told = ""
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{task.name}: {error}") from error
+            return dict(json.loads(told or "{}"))
+
+        if self._data is not None and (is_dry_run or is_path(self._data.dataset)):
+            only_rows = [] if is_dry_run else ["--rows"]
+            self._rows = answer("DataSettings", "datasets", "services.data_server.look", *only_rows)
+        if self._trainer is not None and self._rows.get("is_whole"):
+            self._trainer.total_steps(self._rows["train"])
+        if is_dry_run and self._trainer is not None and Path(self._trainer.model_name).expanduser().is_dir():
+            self._needs = answer("TrainerSettings", "torch", "trainer.preflight.estimate")
+
+    def cautions(self) -> Iterator[str]:
+        """Yield what is allowed but hardly meant."""
+        if (reward := self._settings.get("RewardSettings")) is not None and reward.caution:
+            yield reward.caution
+        if self._trainer is not None and self._rows.get("is_whole"):
+            train, held_out = self._rows["train"], self._rows["held_out"]
+            batch, wanted, steps = self._trainer.batch_size, self._trainer.max_steps, self._trainer.total_steps(train)
+            if train < batch:
+                yield f"BATCH_SIZE is {batch}, but {train} rows are trained on: a batch has prompts more than once"
+            if steps < wanted:
+                plural = "s"[: steps > 1]
+                yield f"{train + held_out} rows, {held_out} held out: {steps} step{plural} of MAX_STEPS={wanted}"
+        if self._needs.get("refusal"):
+            yield f"here it would not start: {self._needs['refusal']}"
+
+    def show(self, console: Console, unchecked_models: Sequence[str]) -> None:
+        """Print the plan."""
+        table = Table(show_header=False, title=f"run {self._run.run_id}", title_justify="left")
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for name, value in self._lines():
+            table.add_row(name, value)
+        console.print(table)
+        unchecked = [f"MODEL_NAME={model}" for model in unchecked_models]
+        if self._data is not None and not self._rows and is_on_hub(self._data.dataset):
+            unchecked.append(f"DATASET={self._data.dataset}")
+        if unchecked:
+            console.print(f"not looked for on the Hugging Face hub: {', '.join(unchecked)}", soft_wrap=True)
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        trainer, data, reward = self._trainer, self._data, self._settings.get("RewardSettings")
+        if trainer is not None:
+            yield "model", trainer.model_name
+        if data is not None:
+            yield "data", f"{data.dataset}{self._found_rows()}"
+        if reward is not None:
+            yield "reward", reward.reward_fn
+        if trainer is not None:
+            whole = self._rows.get("is_whole")
+            steps = trainer.total_steps(self._rows["train"]) if whole else trainer.max_steps or "as the rows give"
+            batch, group, longest = trainer.batch_size, trainer.group_size, trainer.longest_answer
+            yield "steps", f"{steps}, each of {batch} prompts with {group} answers of at most {longest} tokens"
+        yield "not by default", ", ".join(dict.fromkeys(self._changed())) or "nothing"
+        if self._needs:
+            need, has = self._needs["need"], self._needs["has"]
+            place, name = ("device", "GPU") if has["device"] else ("host", "trainer node")
+            yield "memory", f"{decimal(sum(need[place].values()))} of each {name}; there is {decimal(has[place])}"
+            parts = ", ".join(f"{part} {decimal(size)}" for part, size in need["volume"].items())
+            yield "disk", f"{decimal(sum(need['volume'].values()))} ({parts}); there is {decimal(has['volume'])}"
+        yield "where", f"{shown_path(self._run.run_dir)}, on this machine"
+        yield "nodes", ", ".join(self._nodes())
+
+    def _found_rows(self) -> str:
+        if not self._rows.get("is_whole"):
+            return ": the first rows can be used" if self._rows else ", not read"
+        left_out = f"; left out: {counted(Counter(self._rows['refused']))}" if self._rows["refused"] else ""
+        return f": {self._rows['train']} rows to train on, {self._rows['held_out']} held out{left_out}"
+
+    def _changed(self) -> Iterator[str]:
+        """Yield the settings that differ from their defaults."""
+        for settings in self._settings.values():
+            for name in sorted(settings.model_fields_set - _SHOWN_ELSEWHERE):
+                if getattr(settings, name) != type(settings).model_fields[name].default:
+                    yield f"{name.upper()}={getattr(settings, name)}"
+
+    def _nodes(self) -> Iterator[str]:
+        for task in self._run.group.tasks:
+            gpus = [", ".join(gpus_of(self._run, task, rank)) for rank in range(task.num_nodes)]
+            yield f"{task.name} {task.num_nodes}" + (f" (GPU {'; '.join(gpus)})" if any(gpus) else "")

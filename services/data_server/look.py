@@ -1,0 +1,41 @@
+"""Read the rows as the data-server will, and print their numbers as JSON: ``python -m services.data_server.look``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from services.core import hub, logs
+from services.core.errors import exit_code_of
+from services.data_server.arrow_tables import hub_name
+from services.data_server.dataset import load
+from services.data_server.files import is_on_hub
+from services.data_server.settings import DataSettings
+from services.protocol.prompts import Split
+
+FIRST_ROWS = 1000
+"""Rows of each split of a dataset on the hub that are read, without a download of the others."""
+
+
+def main() -> None:
+    """Print the numbers of rows; nothing if the hub does not answer. With ``--rows`` no prompts are rendered.
+
+    Raises:
+        ConfigurationError: the data-server would refuse the dataset.
+    """
+    logs.configure("data-server", "error")
+    settings = DataSettings.load()
+    if "--rows" in sys.argv or not Path(settings.model_name or "").expanduser().is_dir():
+        settings = settings.model_copy(update={"model_name": None})
+    on_hub = is_on_hub(settings.dataset)
+    if on_hub and not hub.is_listed(hub_name(settings)[0], "dataset"):
+        return
+    found = load(settings, own_process=True, first=FIRST_ROWS if on_hub else None)
+    train, held_out = (len(found.catalogues[split]) for split in (Split.TRAIN, Split.TEST))
+    refused = {reason: count for reason, count in (found.refused | {"too long": found.too_long}).items() if count}
+    print(json.dumps({"train": train, "held_out": held_out, "refused": refused, "is_whole": not on_hub}))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))

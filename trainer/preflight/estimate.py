@@ -1,0 +1,57 @@
+"""Print the memory and disk that a run needs on this machine, as JSON: ``python -m trainer.preflight.estimate``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from services.core import compute, gpus, logs
+from services.core.endpoints import num_nodes
+from services.core.errors import ConfigurationError, exit_code_of
+from trainer.__main__ import ranks_per_node
+from trainer.config import TrainerSettings
+from trainer.model.loading import load_config
+from trainer.preflight.check import Machine, check
+from trainer.preflight.limits import find_limits
+from trainer.preflight.shape import ModelShape
+from trainer.preflight.sizes import needed
+from trainer.preflight.work import choose, work_of
+
+
+def main() -> None:
+    """Print what a rank and a node need, what there is, and the preflight's refusal or null.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded.
+    """
+    logs.configure("ppo-trainer", "error")
+    settings = TrainerSettings.load()
+    device = torch.device("cuda" if gpus.promised() else "cpu")
+    has_bfloat16 = compute.multiplies_bfloat16(torch.cpu.get_capabilities())
+    kind = compute.decide(
+        "COMPUTE_TYPE", settings.compute_type, device=device.type, multiplies_bfloat16=has_bfloat16, threads=1
+    ).compute_type
+    limits = find_limits(device, settings.run_dir, is_shared=settings.engine_sleeps)
+    machine = Machine(num_nodes(), ranks_per_node(), getattr(torch, kind).itemsize, limits)
+    shape = ModelShape.of(load_config(settings), trust_remote_code=settings.trust_remote_code)
+    work = work_of(
+        settings,
+        shape,
+        memory=limits.device,
+        nodes=machine.nodes,
+        ranks_per_node=machine.ranks_per_node,
+        compute_bytes=machine.compute_bytes,
+    )
+    need = needed(shape, choose(settings, shape, work, limits))
+    refusal = None
+    try:
+        check(settings, shape, machine)
+    except ConfigurationError as error:
+        refusal = str(error)
+    print(json.dumps({"need": vars(need), "has": vars(limits), "refusal": refusal}))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main))
