@@ -97,6 +97,7 @@ async def _watch(run: Run, view: View) -> None:
     from local_runner import health
 
     metrics = GrowingFile(run.run_dir / "metrics.jsonl", from_end=True)
+    recorded: dict[str, str] = {}
     tokens = (task.environment.get("JOBGROUP_TOKEN") for task in run.group.tasks if task.name == Task.TRAINER)
     trainer = nodes.trainer_address(run.addresses.endpoints)
     async with health.client(next(tokens, None)) as http:
@@ -110,6 +111,9 @@ async def _watch(run: Run, view: View) -> None:
             for step in new_steps(metrics):
                 view.step(step)
             await asyncio.gather(*(ask(task.name, rank) for task in run.group.tasks for rank in range(task.num_nodes)))
-            if trainer is not None and (status := await health.trainer_status(http, trainer)) is not None:
-                view.trainer(status)
+            if trainer is not None:
+                view.trainer(await health.trainer_status(http, trainer))
+            if view.states != recorded:
+                recorded = view.states
+                directory.record_states(run, recorded)
             await asyncio.sleep(POLL_SECONDS)

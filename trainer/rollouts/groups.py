@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -17,6 +16,7 @@ from services.http.client import RequestRefusedError
 from services.protocol.groups import Completion, Experience, Group, RewardResult
 from services.protocol.prompts import Prompt
 from services.protocol.rewards import RewardItem
+from services.run_page.activity import Activity
 from trainer.config import TrainerSettings
 
 log = get_logger(__name__)
@@ -46,6 +46,8 @@ class GroupMaker:
         self.failed_in_a_row = 0
         """Prompts without a completion since the last prompt with one."""
         self.last_failure: Exception | None = None
+        self.activity = Activity()
+        """Told how many prompts are answered."""
 
     async def make_groups(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Generate and score the groups of ``prompts``, all at once; a prompt without a completion gets no group.
@@ -53,7 +55,7 @@ class GroupMaker:
         Raises:
             ConfigurationError, DependencyLostError: too many prompts in a row were left out; see ``check``.
         """
-        made = await asyncio.gather(*map(self.make_group, prompts))
+        made = await self.activity.gather(map(self.make_group, prompts), "prompts answered")
         groups = [group for group in made if group is not None]
         if prompts and not groups:
             self.check()
